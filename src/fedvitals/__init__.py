@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fedvitals: the vital signs of federated learning.
+
+    import fedvitals as fv
+
+    monitor = fv.Monitor("runs.db", run="digits")
+
+Names load on first use: `import fedvitals` itself loads neither torch nor any extra.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from fedvitals.monitor import Monitor as Monitor
+    from fedvitals.monitor import watch as watch
+    from fedvitals.probes.presets import preset as preset
+    from fedvitals.schedule import budget as budget
+    from fedvitals.schedule import every as every
+    from fedvitals.schedule import first as first
+    from fedvitals.schedule import last as last
+    from fedvitals.store import open_store as open_store
+    from fedvitals.telemetry.timing import timed as timed
+
+_HOME = {
+    "Monitor": "fedvitals.monitor",
+    "watch": "fedvitals.monitor",
+    "preset": "fedvitals.probes.presets",
+    "budget": "fedvitals.schedule",
+    "every": "fedvitals.schedule",
+    "first": "fedvitals.schedule",
+    "last": "fedvitals.schedule",
+    "timed": "fedvitals.telemetry.timing",
+    "open_store": "fedvitals.store",
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the names are strings
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'fedvitals' has no attribute '{name}'. It offers: {', '.join(_HOME)}.")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong: few kinds, each worded as what happened, what was got, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedvitalsError(Exception):
+    """Any error that fedvitals raises on purpose."""
+
+
+class ConfigError(FedvitalsError):
+    """A setting, name or argument that cannot be meant."""
+
+
+class RecordError(FedvitalsError):
+    """A record whose shape, size or name is not acceptable."""
+
+
+class StoreError(FedvitalsError):
+    """A store that cannot be opened, read or written."""
+
+
+class MissingExtraError(FedvitalsError, ImportError):
+    """A part was used whose package is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package '{package}', which is not installed. "
+            f"Install it with:  pip install 'fedvitals[{extra}]'"
+        )
+
+
+def unknown(what: str, got: str, known: Iterable[str]) -> str:
+    """The sentence that answers a wrong name: what was got, what exists, what was probably meant."""
+    names = sorted(known)
+    close = difflib.get_close_matches(got, names, n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    return f"Unknown {what} '{got}'. Known: {', '.join(names) or 'none'}.{hint}"

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seams: whatever plugs into fedvitals is one callable, or one small object, of a signature given here.
+
+There is no registry and no base class. A user's own probe, schedule, sink or detector is passed in a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from fedvitals.records import Action, Event, Finding, Record
+from fedvitals.stats import Array
+
+Node = str
+Rounds = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a schedule may look at when it decides whether a probe measures now."""
+
+    round: int | None
+    node: Node | None
+    step: int
+    seconds_of_step: float  # how long the step before this one took, measuring included
+    cost_so_far: float  # seconds that the probe in question has taken in this run
+
+
+Schedule = Callable[[Moment], bool]
+"""Whether to measure at this step: `every(5)`, `first(3)`, `budget(1.0)`, or any function of a `Moment`."""
+
+Probe = Callable[[Any], Mapping[str, Any]]
+"""From a view of the model (`probes.view.View`) to numbers by name.
+
+A number or 0-d array becomes a Metric of that name; an array [layers, columns] becomes LayerStats of that family.
+Results stay on the device they were computed on, and may have a leading axis of clients when these are stacked.
+"""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where records go: the store, an exporter, an alert. It may be slow and it may fail: it never sees training."""
+
+    def write(self, records: Sequence[Record], /) -> None: ...
+
+
+@runtime_checkable
+class History(Protocol):
+    """What has been measured so far, for detectors: read-only; never configuration, faults or truth.
+
+    Implementations in memory and on SQL give the same answers.
+    """
+
+    def rounds(self) -> list[int]:
+        """Every round with a record, ascending."""
+        ...
+
+    def nodes(self) -> list[Node]:
+        """Every node with a record, sorted by name (digits by value: c2 before c10)."""
+        ...
+
+    def layers(self, family: str) -> tuple[str, ...]:
+        """The names of a family's layers, first to last; () when there are none."""
+        ...
+
+    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+        """Each node's newest value of a metric in that round."""
+        ...
+
+    def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
+        """One node's metric over the rounds (its newest value in each)."""
+        ...
+
+    def matrix(self, family: str, statistic: str, layer: str) -> tuple[list[int], list[Node], Array]:
+        """One layer's statistic as [rounds × nodes]; NaN where a node took no part."""
+        ...
+
+    def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
+        """Events, oldest first; of one name and from one round on where these are given."""
+        ...
+
+
+Detector = Callable[[History, int], Iterable[Finding]]
+"""Pure: from what was measured up to a round to what is wrong; the same live and on an old store."""
+
+Correction = Callable[[Finding, History], Action | None]
+"""From a finding to what could be done about it, as data; the host decides and applies."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """What a host (a plain loop, the lab, Flower) tells about a federation as it trains.
+
+    `Monitor` is one. A host that has no observer passes `NullObserver()`, which costs nothing.
+    """
+
+    def round_begin(self, round: int, global_state: Any = None) -> None: ...  # noqa: A002
+
+    def client_begin(
+        self,
+        node: Node,
+        model: Any = None,
+        optimizer: Any = None,
+        data: Any = None,
+        group: str | None = None,
+    ) -> None: ...
+
+    def stats(self, node: Node, family: str, array: Any) -> None:
+        """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns]."""
+        ...
+
+    def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...
+
+    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
+        """Before aggregation: what each client sends. Guards and corrections answer here; the host applies."""
+        ...
+
+    def transfer(
+        self,
+        sender: Node,
+        receiver: Node,
+        bytes: int,  # noqa: A002
+        raw_bytes: int | None = None,
+        seconds: float | None = None,
+        kind: str = "update",
+    ) -> None: ...
+
+    def round_end(
+        self,
+        round: int,  # noqa: A002
+        global_state: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None: ...
+
+
+class NullObserver:
+    """Watches nothing, at no cost."""
+
+    def round_begin(self, *_: Any, **__: Any) -> None: ...
+    def client_begin(self, *_: Any, **__: Any) -> None: ...
+    def stats(self, *_: Any, **__: Any) -> None: ...
+    def client_end(self, *_: Any, **__: Any) -> None: ...
+    def updates(self, *_: Any, **__: Any) -> Sequence[Action]:
+        return ()
+
+    def transfer(self, *_: Any, **__: Any) -> None: ...
+    def round_end(self, *_: Any, **__: Any) -> None: ...

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary of fedvitals: what can be said about a run. Immutable, and free of torch.
+
+Every record says *where* (run, round, node, step, layer, group; None means «the whole») and *when* (`at`, seconds
+since the epoch). `source` and `sequence` make it unique: delivered twice, it is stored once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedvitals.errors import RecordError
+from fedvitals.stats import FAMILIES, Array, derive, merge
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Coordinates in a federation: node is «server», «edge-2» or «c7»; group is the edge, cluster or ring it is in."""
+
+    run: str
+    round: int | None = None
+    node: str | None = None
+    step: int | None = None
+    layer: str | None = None
+    group: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One row of a layer table: a parameter, a buffer or a module's output."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """The layers that the rows of a LayerStats matrix stand for, named by its digest."""
+
+    rows: str  # "parameter", "buffer" or "module"
+    layers: tuple[Layer, ...]
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        text = repr((self.rows, [(layer.name, layer.shape, layer.dtype) for layer in self.layers]))
+        object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training, from its first event to its last. Written again (same id) when something about it changes."""
+
+    id: str
+    name: str
+    host: str = "torch"  # «torch», «lab», «flower»
+    topology: str | None = None
+    config: Json = field(default_factory=dict)
+    seed: int | None = None
+    started: float = 0.0
+    finished: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    tables: tuple[LayerTable, ...] = ()
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One scalar. Its name stands in `catalog`; NaN and infinity are legal values."""
+
+    where: Where
+    at: float
+    name: str
+    value: float
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStats:
+    """A matrix [layers × columns] of one family (see `stats.FAMILIES`); mergeable by `+`."""
+
+    where: Where
+    at: float
+    family: str
+    matrix: Array
+    table: str  # digest of the LayerTable whose layers the rows are
+    source: str = ""
+    sequence: int = 0
+
+    def __post_init__(self) -> None:
+        family = FAMILIES.get(self.family)
+        if family is None:
+            raise RecordError(f"Unknown family '{self.family}'. Known: {', '.join(FAMILIES)}.")
+        if self.matrix.ndim != 2 or self.matrix.shape[1] != len(family.columns):
+            wanted = f"[layers, {len(family.columns)}]"
+            raise RecordError(f"LayerStats of family '{self.family}' need shape {wanted}, got {self.matrix.shape}.")
+
+    def __add__(self, other: LayerStats) -> LayerStats:
+        """Both as one, at the coordinates they share: where they differ, the sum is about «the whole»."""
+        if (self.family, self.table) != (other.family, other.table):
+            raise RecordError(
+                f"Cannot merge '{self.family}' of layer table {self.table} with '{other.family}' of {other.table}: "
+                "only statistics of the same family and the same layers add up."
+            )
+        here, there = self.where, other.where
+        if here.run != there.run:
+            raise RecordError(f"Cannot merge statistics of run '{here.run}' with those of run '{there.run}'.")
+        where = Where(
+            here.run,
+            *(
+                getattr(here, name) if getattr(here, name) == getattr(there, name) else None
+                for name in ("round", "node", "step", "layer", "group")
+            ),
+        )
+        both = merge(self.family, [self.matrix, other.matrix])
+        return LayerStats(where, max(self.at, other.at), self.family, both, self.table)
+
+    def get(self, statistic: str) -> Array:
+        """One statistic of every layer: «mean», «std», «l2», «absmax», «mean_magnitude», «sparsity», ..."""
+        return derive(self.family, self.matrix, statistic)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How long something took. The ids are those of W3C trace context, so that traces join across systems."""
+
+    where: Where
+    at: float  # when it began
+    name: str
+    seconds: float
+    trace: str
+    id: str
+    parent: str | None = None
+    attributes: Json = field(default_factory=dict)
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Bytes that went from one node to another; raw_bytes is their size before compression."""
+
+    where: Where
+    at: float
+    sender: str
+    receiver: str
+    bytes: int
+    raw_bytes: int
+    seconds: float | None = None
+    kind: str = "update"  # «model», «update», «telemetry»
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened: a log line, a drop-out, an exception, records lost."""
+
+    where: Where
+    at: float
+    level: str  # «debug», «info», «warning», «error», «critical»
+    name: str
+    message: str
+    data: Json = field(default_factory=dict)
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A random projection of an update: angles and distances between updates survive it, at any model size."""
+
+    where: Where
+    at: float
+    values: tuple[float, ...]
+    digest: str = ""  # of the update itself: equal digests are equal updates
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    node: str
+    score: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a detector says: the issue, how sure, on what evidence, and who is suspected."""
+
+    where: Where
+    at: float
+    issue: str
+    severity: str  # «note», «warning», «critical»
+    confidence: float
+    message: str
+    evidence: Json = field(default_factory=dict)
+    suspects: tuple[Suspect, ...] = ()
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a correction proposes, and what became of it. Only the host applies it."""
+
+    where: Where
+    at: float
+    finding: str
+    kind: str
+    target: str | None
+    arguments: Json = field(default_factory=dict)
+    status: str = "suggested"  # «suggested», «trial», «applied», «undone», «refused»
+    source: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A tensor state on the replay tape, named by its content."""
+
+    where: Where
+    at: float
+    kind: str  # «global», «update», «optimizer», «rng»
+    digest: str
+    bytes: int
+    source: str = ""
+    sequence: int = 0
+
+
+Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding | Action | Snapshot
+
+
+def stamped(record: Record, source: str, sequence: int) -> Record:
+    """The record with its identity; what the monitor does once to each, as it leaves the training thread."""
+    return replace(record, source=source, sequence=sequence)
+
+
+def run_of(record: Record) -> str:
+    return record.id if isinstance(record, Run) else record.where.run
+
+
+def is_important(record: Record) -> bool:
+    """Whether a full queue must keep it: findings, actions, snapshots, runs, and events from «warning» up."""
+    if isinstance(record, Event):
+        return record.level in ("warning", "error", "critical")
+    return isinstance(record, Run | Finding | Action | Snapshot)
+
+
+def matrix_of(records: Sequence[LayerStats]) -> Array:
+    """The records' matrices merged to one."""
+    return merge(records[0].family, [record.matrix for record in records])

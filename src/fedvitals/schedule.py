@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to measure: plain functions from a moment to yes or no.
+
+`last()` is not a question about a step, since nobody knows which step will be the last: it marks a probe to be run
+once, when the client's scope closes.
+"""
+
+from __future__ import annotations
+
+from fedvitals.errors import ConfigError
+from fedvitals.protocols import Moment, Schedule
+
+
+def always(_moment: Moment) -> bool:
+    """Every step."""
+    return True
+
+
+def last() -> Schedule:
+    """Once per client-round, when its scope closes."""
+    return at_exit
+
+
+def at_exit(_moment: Moment) -> bool:
+    """The schedule that `last()` returns: no step, but the end of the scope."""
+    return False
+
+
+def every(n: int) -> Schedule:
+    """Steps 0, n, 2n, ... of each client-round."""
+    if n < 1:
+        raise ConfigError(f"every(n) needs n of at least 1, got {n}.")
+    return lambda moment: moment.step % n == 0
+
+
+def first(n: int) -> Schedule:
+    """The first n steps of each client-round."""
+    if n < 1:
+        raise ConfigError(f"first(n) needs n of at least 1, got {n}.")
+    return lambda moment: moment.step < n
+
+
+class budget:  # noqa: N801 - reads as its siblings every() and first()
+    """As often as fits into a share of the training time, in percent.
+
+    Works like an allowance: each step earns `percent` of its own length, a measurement spends what it really cost.
+    It measures when the allowance covers what the last measurement cost, so a slow probe is thinned out and a change
+    of the step time is followed at once. Savings are capped at one measurement or `BURST_SECONDS`, whichever is more:
+    no burst after a quiet stretch. `asked` and `granted` tell how much was left out.
+    """
+
+    BURST_SECONDS = 0.01
+
+    def __init__(self, percent: float) -> None:
+        if not 0 < percent <= 100:
+            raise ConfigError(f"budget(percent) needs a share of training time in (0, 100], got {percent}.")
+        self.percent = percent
+        self.asked = self.granted = 0
+        self._allowance = 0.0
+        self._spent = 0.0
+        self._expected = 0.0
+
+    def __call__(self, moment: Moment) -> bool:
+        cost = moment.cost_so_far - self._spent
+        if cost > 0:
+            self._spent, self._expected = moment.cost_so_far, cost
+            self._allowance -= cost
+        # The step's length holds our own cost, which must not earn an allowance.
+        earned = max(0.0, moment.seconds_of_step - max(0.0, cost)) * self.percent / 100
+        cap = max(self._expected, self.BURST_SECONDS * self.percent / 100)
+        self._allowance = min(self._allowance + earned, cap)
+        self.asked += 1
+        granted = self._allowance >= self._expected
+        self.granted += granted
+        return granted

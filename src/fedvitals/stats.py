@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of layer statistics: which columns a family has, how they merge, what derives from them.
+
+Everything measured of a tensor is a row of sums that can be added: step + step = client-round, client + client =
+edge, edge + edge = round. A *family* names such a row. Arrays are `[..., layers, columns]`, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+STATISTICS = ("count", "sum", "sum_squares", "sum_magnitudes", "min", "max", "zeros", "nans", "infs")
+COUNT, SUM, SUM_SQUARES, SUM_MAGNITUDES, MIN, MAX, ZEROS, NANS, INFS = range(9)
+
+STEP_COLUMNS = (
+    "steps",
+    "norm_sum",
+    "norm_max",
+    "norm_max_step",
+    "norm_last",
+    "norm_last_step",
+    "change_max",
+    "change_max_step",
+)
+HEALTH_COLUMNS = ("units", "dead", "saturated", "sign_diverse")
+ALIGNMENT_COLUMNS = ("cosine_mean", "cosine_previous", "share")
+
+# The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
+LOWEST_EXPONENT, EXPONENTS = -48, 64
+HISTOGRAM_COLUMNS = tuple(
+    f"{sign}2^{LOWEST_EXPONENT + i}" for sign in ("-", "+") for i in range(EXPONENTS)
+)
+
+
+def merge_sums(rows: Array) -> Array:
+    """One row from rows stacked along axis 0: sums add, the smallest and the largest are kept."""
+    merged = rows.sum(axis=0)
+    merged[..., MIN] = rows[..., MIN].min(axis=0)
+    merged[..., MAX] = rows[..., MAX].max(axis=0)
+    return merged
+
+
+def merge_counts(rows: Array) -> Array:
+    return rows.sum(axis=0)
+
+
+def merge_steps(rows: Array) -> Array:
+    """Totals add; the largest norm and change keep the step where they stood; the last value is that of the last step.
+
+    A tie is settled by the earlier step, so that the order of merging does not matter.
+    """
+    merged = rows.sum(axis=0)
+    for value, step in ((2, 3), (6, 7)):
+        largest = rows[..., value].max(axis=0)
+        steps = np.where(rows[..., value] == largest, rows[..., step], np.inf).min(axis=0)
+        merged[..., value], merged[..., step] = largest, steps
+    last_step = rows[..., 5].max(axis=0)
+    last = np.where(rows[..., 5] == last_step, rows[..., 4], -np.inf).max(axis=0)
+    merged[..., 4], merged[..., 5] = last, last_step
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the columns of a layer matrix mean, which table its rows belong to, and how two of them become one."""
+
+    columns: tuple[str, ...]
+    rows: str  # "parameter", "buffer" or "module": which layer table
+    merge: Callable[[Array], Array] | None  # None: a ratio that cannot be added
+    level: int = 3  # privacy level from which it may leave a client
+
+
+FAMILIES: dict[str, Family] = {
+    "gradient": Family(STATISTICS, "parameter", merge_sums),
+    "gradient.steps": Family(STEP_COLUMNS, "parameter", merge_steps),
+    "gradient.histogram": Family(HISTOGRAM_COLUMNS, "parameter", merge_counts),
+    "weight": Family(STATISTICS, "parameter", merge_sums),
+    "buffer": Family(STATISTICS, "buffer", merge_sums),
+    "update": Family(STATISTICS, "parameter", merge_sums),
+    "update.alignment": Family(ALIGNMENT_COLUMNS, "parameter", None),
+    "activation": Family(STATISTICS, "module", merge_sums),
+    "activation.health": Family(HEALTH_COLUMNS, "module", merge_counts),
+}
+
+
+def empty_sums(*shape: int) -> Array:
+    """The neutral element of `merge_sums`: nothing counted, smallest +inf, largest -inf."""
+    rows = np.zeros((*shape, len(STATISTICS)))
+    rows[..., MIN], rows[..., MAX] = np.inf, -np.inf
+    return rows
+
+
+def merge(family: str, matrices: Sequence[Array]) -> Array:
+    """The matrices of one family as one; the order does not matter (within float tolerance)."""
+    rule = FAMILIES[family].merge
+    if rule is None:
+        raise ValueError(f"'{family}' holds ratios, which cannot be merged. Merge the sums they derive from.")
+    return rule(np.stack(matrices))
+
+
+def _over(value: Array, total: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(total > 0, value / total, np.nan)
+
+
+def _finite(m: Array) -> Array:
+    return m[..., COUNT] - m[..., NANS] - m[..., INFS]
+
+
+def _mean(m: Array) -> Array:
+    return _over(m[..., SUM], _finite(m))
+
+
+def _std(m: Array) -> Array:
+    variance = _over(m[..., SUM_SQUARES], _finite(m)) - _mean(m) ** 2
+    return np.sqrt(np.maximum(variance, 0))
+
+
+def _absmax(m: Array) -> Array:
+    return np.where(_finite(m) > 0, np.maximum(np.abs(m[..., MIN]), np.abs(m[..., MAX])), np.nan)
+
+
+# Statistics over the finite values of a tensor, each computed when read. NaN means «nothing finite was measured».
+DERIVED: dict[str, Callable[[Array], Array]] = {
+    "mean": _mean,
+    "std": _std,
+    "l2": lambda m: np.sqrt(m[..., SUM_SQUARES]),
+    "rms": lambda m: np.sqrt(_over(m[..., SUM_SQUARES], _finite(m))),
+    "absmax": _absmax,
+    "mean_magnitude": lambda m: _over(m[..., SUM_MAGNITUDES], _finite(m)),
+    "sparsity": lambda m: _over(m[..., ZEROS], m[..., COUNT]),
+    "finite": _finite,
+}
+
+
+def statistics_of(family: str) -> tuple[str, ...]:
+    """Every statistic that `derive` knows for a family."""
+    columns = FAMILIES[family].columns
+    if columns is STATISTICS:
+        return (*columns, *DERIVED)
+    if columns is STEP_COLUMNS:
+        return (*columns, "norm_mean")
+    if columns is HEALTH_COLUMNS:
+        return (*columns, "dead_fraction", "saturated_fraction", "sign_diversity")
+    return columns
+
+
+def derive(family: str, matrix: Any, statistic: str) -> Array:
+    """One statistic of every layer: `[..., layers, columns]` → `[..., layers]`."""
+    columns = FAMILIES[family].columns
+    if statistic in columns:
+        return np.asarray(matrix[..., columns.index(statistic)])
+    if columns is STATISTICS and statistic in DERIVED:
+        return np.asarray(DERIVED[statistic](matrix))
+    if columns is STEP_COLUMNS and statistic == "norm_mean":
+        return _over(matrix[..., 1], matrix[..., 0])
+    fraction = {"dead_fraction": 1, "saturated_fraction": 2, "sign_diversity": 3}.get(statistic)
+    if columns is HEALTH_COLUMNS and fraction is not None:
+        return _over(matrix[..., fraction], matrix[..., 0])
+    known = ", ".join(statistics_of(family))
+    raise ValueError(f"Unknown statistic '{statistic}' of family '{family}'. Known: {known}.")
+
+
+def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
+    """The matrix in float32 without overflow or cancellation, for storage.
+
+    Sums of squares overflow float32 from |x| > 1.8e19 on, and a small spread around a large mean drowns in them.
+    So the nine sums travel as count, mean, std, smallest...: each in range whenever the tensor's own values were.
+    """
+    if FAMILIES[family].columns is not STATISTICS:
+        return matrix.astype(np.float32)
+    packed = matrix.copy()
+    packed[..., SUM] = np.nan_to_num(_mean(matrix), nan=0.0)
+    packed[..., SUM_SQUARES] = np.nan_to_num(_std(matrix), nan=0.0)
+    packed[..., SUM_MAGNITUDES] = np.nan_to_num(_over(matrix[..., SUM_MAGNITUDES], _finite(matrix)), nan=0.0)
+    with np.errstate(over="ignore"):
+        return packed.astype(np.float32)
+
+
+def unpack(family: str, packed: npt.NDArray[np.float32]) -> Array:
+    """The sums back from `pack`, each within 1e-6 of what it was."""
+    matrix = packed.astype(np.float64)
+    if FAMILIES[family].columns is not STATISTICS:
+        return matrix
+    finite = _finite(matrix)
+    mean, std = matrix[..., SUM].copy(), matrix[..., SUM_SQUARES].copy()
+    matrix[..., SUM] = mean * finite
+    matrix[..., SUM_SQUARES] = (mean**2 + std**2) * finite
+    matrix[..., SUM_MAGNITUDES] *= finite
+    return matrix
