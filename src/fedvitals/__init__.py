@@ -17,7 +17,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from fedvitals.monitor import Monitor as Monitor
-    from fedvitals.monitor import watch as watch
+    from fedvitals.integrations.torch_loop import watch as watch
     from fedvitals.probes.presets import preset as preset
     from fedvitals.schedule import budget as budget
     from fedvitals.schedule import every as every
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Monitor": "fedvitals.monitor",
-    "watch": "fedvitals.monitor",
+    "watch": "fedvitals.integrations.torch_loop",
     "preset": "fedvitals.probes.presets",
     "budget": "fedvitals.schedule",
     "every": "fedvitals.schedule",

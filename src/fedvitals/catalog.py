@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedvitals.records import LayerStats, Metric, Record, Sketch
+from fedvitals.records import Event, LayerStats, Metric, Record
 from fedvitals.stats import FAMILIES
 
 
@@ -27,58 +27,138 @@ _LABELLED = "`data` that yields (x, y), and `loss`"
 _MODEL = "a model"
 
 MEASURES: tuple[Measure, ...] = (
-    Measure("loss", "nats", "Training loss: what the user logged; else of the last training batch that was caught.",
-            needs="`monitor.log(loss=...)`, or " + _LABELLED),
-    Measure("accuracy", "share", "What the user logged: of a client inside its scope, else of the global model.",
-            needs="`monitor.log(accuracy=...)`"),
-    Measure("samples", "samples", "Size of the client's own data set; without `data`, the samples it trained on.",
-            level=0),
+    Measure(
+        "loss",
+        "nats",
+        "Training loss: what the user logged; for a client that logged none, `fit.loss_after`.",
+        needs="`monitor.log(loss=...)`, or " + _LABELLED,
+    ),
+    Measure(
+        "accuracy",
+        "share",
+        "What the user logged: of a client inside its scope, else of the global model.",
+        needs="`monitor.log(accuracy=...)`",
+    ),
+    Measure("samples", "samples", "Size of the client's own data set.", level=0, needs="`data`"),
     Measure("steps", "steps", "Optimiser steps of the client in this round.", level=0),
     Measure("steps.skipped", "steps", "Steps that a GradScaler left out because a gradient was not finite.", level=0),
-    Measure("fit.loss_before", "nats", "Loss of the received model on own samples, before training.",
-            "mean over at most 64 samples", needs=_LABELLED),
-    Measure("fit.loss_after", "nats", "The same after training, on the same samples or the first of them.",
-            "mean over at most 64 samples", needs=_LABELLED),
+    Measure(
+        "fit.loss_before",
+        "nats",
+        "Loss of the received model on own samples, before training.",
+        "mean over at most 64 samples",
+        needs=_LABELLED,
+    ),
+    Measure(
+        "fit.loss_after",
+        "nats",
+        "The same after training, on the same samples.",
+        "mean over at most 64 samples",
+        needs=_LABELLED,
+    ),
     Measure("fit.accuracy_before", "share", "Accuracy of the received model on own samples.", needs=_LABELLED),
     Measure("fit.accuracy_after", "share", "Accuracy of the trained model on own samples.", needs=_LABELLED),
     Measure("fit.loss_p90", "nats", "Ninth decile of the received model's loss on own samples.", needs=_LABELLED),
-    Measure("fit.confusion", "share", "How far the received model's errors gather in one pair of classes.",
-            "max over a≠b of max(C_ab − 1, 0) / (n_a + 2)", needs=_LABELLED),
-    Measure("fit.samples_before", "samples", "Own samples behind the `fit.*` values before training.", level=0,
-            needs=_LABELLED),
-    Measure("fit.samples_after", "samples", "Own samples behind the `fit.*` values after training.", level=0,
-            needs=_LABELLED),
-    Measure("gradient.norm", "1", "Mean over the steps of the gradient's L2 norm, all layers, as the optimiser uses it.",
-            "mean_s ‖g_s‖₂", needs=_MODEL),
-    Measure("gradient.norm_max", "1", "Largest step norm of the client-round; `step` says where.", "max_s ‖g_s‖₂",
-            needs=_MODEL),
+    Measure(
+        "fit.confusion",
+        "share",
+        "How far the received model's errors gather in one pair of classes.",
+        "max over a≠b of max(C_ab − 1, 0) / (n_a + 2)",
+        needs=_LABELLED,
+    ),
+    Measure(
+        "fit.samples",
+        "samples",
+        "Own samples behind the `fit.*` values of this round (cost decides how many).",
+        level=0,
+        needs=_LABELLED,
+    ),
+    Measure(
+        "gradient.norm",
+        "1",
+        "Mean over the steps of the gradient's L2 norm, all layers, as the optimiser uses it.",
+        "mean_s ‖g_s‖₂",
+        needs=_MODEL,
+    ),
+    Measure(
+        "gradient.norm_max",
+        "1",
+        "Largest step norm of the client-round; `step` says where.",
+        "max_s ‖g_s‖₂",
+        needs=_MODEL,
+    ),
     Measure("gradient.norm_last", "1", "Norm at the last step.", needs=_MODEL),
-    Measure("gradient.norm_unclipped", "1", "Largest step norm before the user's clipping; absent without clipping.",
-            needs="gradients that are changed between backward and step"),
-    Measure("gradient.change", "1", "Largest relative change of the norm from one step to the next.",
-            "max_s |‖g_s‖ − ‖g_{s−1}‖| / ‖g_{s−1}‖", needs=_MODEL),
-    Measure("gradient.change_round", "1", "Relative change of the mean norm against this client's previous round.",
-            needs="a second round of the same client"),
+    Measure(
+        "gradient.norm_unclipped",
+        "1",
+        "Largest step norm before the user's clipping; absent without clipping.",
+        needs="gradients that are changed between backward and step",
+    ),
+    Measure(
+        "gradient.change",
+        "1",
+        "Largest relative change of the norm from one step to the next.",
+        "max_s |‖g_s‖ − ‖g_{s−1}‖| / ‖g_{s−1}‖",
+        needs=_MODEL,
+    ),
+    Measure(
+        "gradient.change_round",
+        "1",
+        "Relative change of the mean norm against this client's previous round.",
+        needs="a second round of the same client",
+    ),
     Measure("gradient.nonfinite", "values", "NaN and Inf in the gradients of all steps.", needs=_MODEL),
     Measure("weight.norm", "1", "L2 norm of all weights after training.", "‖w‖₂", needs=_MODEL),
-    Measure("weight.drift", "1", "Distance that the weights moved since the round's start.", "‖w − w_start‖₂",
-            needs=_MODEL),
-    Measure("weight.drift_init", "1", "Distance of the weights from the run's first global model.", "‖w − w_init‖₂",
-            needs="a global model in `monitor.round`"),
-    Measure("weight.difference", "1", "Sum of the weight changes, signed (the paper's Figures 8 and 10).",
-            "Σ (w_after − w_before)", needs=_MODEL),
+    Measure(
+        "weight.drift", "1", "Distance that the weights moved since the round's start.", "‖w − w_start‖₂", needs=_MODEL
+    ),
+    Measure(
+        "weight.drift_init",
+        "1",
+        "Distance of the weights from the run's first global model.",
+        "‖w − w_init‖₂",
+        needs="a global model in `monitor.round`",
+    ),
+    Measure(
+        "weight.difference",
+        "1",
+        "Sum of the weight changes, signed (the paper's Figures 8 and 10).",
+        "Σ (w_after − w_before)",
+        needs=_MODEL,
+    ),
     Measure("weight.difference_absolute", "1", "The same with magnitudes.", "Σ |w_after − w_before|", needs=_MODEL),
-    Measure("weight.update_ratio", "1", "Size of the change against the size of the weights.",
-            "‖w − w_start‖₂ / ‖w_start‖₂", needs=_MODEL),
+    Measure(
+        "weight.update_ratio",
+        "1",
+        "Size of the change against the size of the weights.",
+        "‖w − w_start‖₂ / ‖w_start‖₂",
+        needs=_MODEL,
+    ),
     Measure("weight.nonfinite", "values", "NaN and Inf in the weights after training.", needs=_MODEL),
     Measure("update.norm", "1", "L2 norm of the client's update.", "‖d‖₂", level=0, needs=_MODEL),
-    Measure("update.cosine_mean", "1", "Cosine of the update to the mean of all *other* clients' updates.",
-            "cos(d_i, Σ_{j≠i} d_j)", level=0, needs="at least two clients in the round"),
-    Measure("update.cosine_previous", "1", "Cosine to this client's previous update.", level=0,
-            needs="a second round of the same client"),
+    Measure(
+        "update.cosine_mean",
+        "1",
+        "Cosine of the update to the mean of all *other* clients' updates.",
+        "cos(d_i, Σ_{j≠i} d_j)",
+        level=0,
+        needs="at least two clients in the round",
+    ),
+    Measure(
+        "update.cosine_previous",
+        "1",
+        "Cosine to this client's previous update.",
+        level=0,
+        needs="a second round of the same client",
+    ),
     Measure("update.zero", "0/1", "1 if the update is exactly zero.", level=0, needs=_MODEL),
-    Measure("update.duplicates", "clients", "Other clients that sent exactly the same update in this round.", level=0,
-            needs=_MODEL),
+    Measure(
+        "update.duplicates",
+        "clients",
+        "Other clients that sent exactly the same update in this round.",
+        level=0,
+        needs=_MODEL,
+    ),
     Measure("clients", "clients", "Clients that took part in the round.", level=0),
     Measure("clients.failed", "clients", "Clients whose scope ended with an exception.", level=0),
     Measure("label.entropy", "nats", "Entropy of the client's label histogram.", level=3, needs=_LABELLED),
@@ -118,8 +198,8 @@ def level_of(record: Record) -> int:
         case LayerStats(family=family):
             # What the server computes from updates that it holds anyway is not telemetry.
             return 0 if family.startswith("update") else FAMILIES[family].level
-        case Sketch():
-            return 0
+        case Event(name="log" | "labels"):
+            return 3
         case _:
             return 0
 
@@ -139,14 +219,31 @@ def markdown() -> str:
     for m in MEASURES:
         formula = f"`{m.formula}`" if m.formula else ""
         lines.append(f"| `{m.name}` | {m.unit} | {m.meaning} | {formula} | {m.needs} | {m.level} |")
-    lines += ["", "## Families of layer statistics", "",
-              "Packed matrices, one row a layer; the columns add up over steps, clients and edges where `merges` says so.",
-              "", "| family | rows | columns | merges | level |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        "",
+        "## Families of layer statistics",
+        "",
+        "Packed matrices, one row a layer; the columns add up over steps, clients and edges where `merges` says so.",
+        "",
+        "| family | rows | columns | merges | level |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, family in FAMILIES.items():
-        columns = ", ".join(family.columns) if len(family.columns) < 20 else (
-            f"{len(family.columns)} bins: sign × binary exponent, `{family.columns[0]}` … `{family.columns[-1]}`")
+        columns = (
+            ", ".join(family.columns)
+            if len(family.columns) < 20
+            else (f"{len(family.columns)} bins: sign × binary exponent, `{family.columns[0]}` … `{family.columns[-1]}`")
+        )
         lines.append(f"| `{name}` | {family.rows} | {columns} | {'yes' if family.merge else 'no'} | {family.level} |")
-    lines += ["", "From the nine sums derive, over the finite values: mean, std, l2, rms, absmax, mean_magnitude, "
-              "sparsity, finite.", "", "## Privacy", "", "| level | may leave a client |", "| --- | --- |"]
+    lines += [
+        "",
+        "From the nine sums derive, over the finite values: mean, std, l2, rms, absmax, mean_magnitude, "
+        "sparsity, finite.",
+        "",
+        "## Privacy",
+        "",
+        "| level | may leave a client |",
+        "| --- | --- |",
+    ]
     lines += [f"| {level} | {text} |" for level, text in enumerate(LEVELS)]
     return "\n".join(lines) + "\n"

@@ -61,6 +61,8 @@ class budget:  # noqa: N801 - reads as its siblings every() and first()
         self._expected = 0.0
 
     def __call__(self, moment: Moment) -> bool:
+        if moment.cost_so_far < self._spent:
+            self._spent = 0.0  # another run, whose costs start from nothing
         cost = moment.cost_so_far - self._spent
         if cost > 0:
             self._spent, self._expected = moment.cost_so_far, cost

@@ -23,6 +23,7 @@ class Scope:
     group: str | None = None
     trace: str = ""
     span: str | None = None
+    parent: str | None = None
 
 
 current: ContextVar[Scope | None] = ContextVar("fedvitals_scope", default=None)

@@ -34,33 +34,34 @@ ALIGNMENT_COLUMNS = ("cosine_mean", "cosine_previous", "share")
 
 # The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
 LOWEST_EXPONENT, EXPONENTS = -48, 64
-HISTOGRAM_COLUMNS = tuple(
-    f"{sign}2^{LOWEST_EXPONENT + i}" for sign in ("-", "+") for i in range(EXPONENTS)
-)
+HISTOGRAM_COLUMNS = tuple(f"{sign}2^{LOWEST_EXPONENT + i}" for sign in ("-", "+") for i in range(EXPONENTS))
 
 
 def merge_sums(rows: Array) -> Array:
     """One row from rows stacked along axis 0: sums add, the smallest and the largest are kept."""
-    merged = rows.sum(axis=0)
+    merged: Array = rows.sum(axis=0)
     merged[..., MIN] = rows[..., MIN].min(axis=0)
     merged[..., MAX] = rows[..., MAX].max(axis=0)
     return merged
 
 
 def merge_counts(rows: Array) -> Array:
-    return rows.sum(axis=0)
+    return np.asarray(rows.sum(axis=0))
 
 
 def merge_steps(rows: Array) -> Array:
     """Totals add; the largest norm and change keep the step where they stood; the last value is that of the last step.
 
-    A tie is settled by the earlier step, so that the order of merging does not matter.
+    A tie is settled by the earlier step, so that the order of merging does not matter. NaN counts as the largest.
+    A row of zeros, «no step», is neutral.
     """
-    merged = rows.sum(axis=0)
+    merged: Array = rows.sum(axis=0)
+    measured = rows[..., 0] > 0
     for value, step in ((2, 3), (6, 7)):
         largest = rows[..., value].max(axis=0)
-        steps = np.where(rows[..., value] == largest, rows[..., step], np.inf).min(axis=0)
-        merged[..., value], merged[..., step] = largest, steps
+        there = (rows[..., value] == largest) | (np.isnan(rows[..., value]) & np.isnan(largest))
+        steps = np.where(there & measured, rows[..., step], np.inf).min(axis=0)
+        merged[..., value], merged[..., step] = largest, np.where(np.isinf(steps), 0, steps)
     last_step = rows[..., 5].max(axis=0)
     last = np.where(rows[..., 5] == last_step, rows[..., 4], -np.inf).max(axis=0)
     merged[..., 4], merged[..., 5] = last, last_step
@@ -119,7 +120,8 @@ def _mean(m: Array) -> Array:
 
 
 def _std(m: Array) -> Array:
-    variance = _over(m[..., SUM_SQUARES], _finite(m)) - _mean(m) ** 2
+    with np.errstate(over="ignore", invalid="ignore"):
+        variance = _over(m[..., SUM_SQUARES], _finite(m)) - _mean(m) ** 2
     return np.sqrt(np.maximum(variance, 0))
 
 
@@ -174,12 +176,11 @@ def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
     Sums of squares overflow float32 from |x| > 1.8e19 on, and a small spread around a large mean drowns in them.
     So the nine sums travel as count, mean, std, smallest...: each in range whenever the tensor's own values were.
     """
-    if FAMILIES[family].columns is not STATISTICS:
-        return matrix.astype(np.float32)
     packed = matrix.copy()
-    packed[..., SUM] = np.nan_to_num(_mean(matrix), nan=0.0)
-    packed[..., SUM_SQUARES] = np.nan_to_num(_std(matrix), nan=0.0)
-    packed[..., SUM_MAGNITUDES] = np.nan_to_num(_over(matrix[..., SUM_MAGNITUDES], _finite(matrix)), nan=0.0)
+    if FAMILIES[family].columns is STATISTICS:
+        packed[..., SUM] = np.nan_to_num(_mean(matrix), nan=0.0)
+        packed[..., SUM_SQUARES] = np.nan_to_num(_std(matrix), nan=0.0)
+        packed[..., SUM_MAGNITUDES] = np.nan_to_num(_over(matrix[..., SUM_MAGNITUDES], _finite(matrix)), nan=0.0)
     with np.errstate(over="ignore"):
         return packed.astype(np.float32)
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detectors on a run as it trains: they see every record in memory, and speak when a round is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from fedvitals.protocols import Detector, History, Sink
+from fedvitals.records import Finding, Metric, Record
+
+ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
+_WORST_FIRST = {"critical": 0, "warning": 1, "note": 2}
+
+
+class Memory(Sink, Protocol):
+    def history(self, run: str) -> History: ...
+
+
+class LiveDetectors:
+    """A sink, so it runs on a queue's worker: detectors take no time from the training thread."""
+
+    name = "detectors"
+
+    def __init__(
+        self, run: str, memory: Memory, detectors: Sequence[Detector], found: Callable[[Finding], None]
+    ) -> None:
+        self._run, self._memory, self._detectors, self._found = run, memory, detectors, found
+
+    def write(self, records: Sequence[Record], /) -> None:
+        self._memory.write([record for record in records if not isinstance(record, Finding)])
+        for record in records:
+            if isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.round is not None:
+                self._examine(record.where.round)
+
+    def _examine(self, number: int) -> None:
+        history = self._memory.history(self._run)
+        for detector in self._detectors:
+            for finding in detector(history, number):
+                self._found(finding)
+
+
+class Findings(tuple[Finding, ...]):
+    """Findings, worst first; printed as sentences."""
+
+    installed: int
+
+    def __new__(cls, findings: Iterable[Finding], *, installed: int) -> Findings:
+        ordered = sorted(findings, key=lambda f: (_WORST_FIRST.get(f.severity, 3), -f.confidence))
+        made = super().__new__(cls, ordered)
+        made.installed = installed
+        return made
+
+    def __str__(self) -> str:
+        if not self.installed:
+            return "No findings: no detector is installed. Pass some with Monitor(detectors=[...])."
+        if not self:
+            return f"No findings by {self.installed} detectors."
+        return "\n".join(f"{f.severity}: {f.message} ({f.issue}, {f.confidence:.0%})" for f in self)
+
+    __repr__ = __str__

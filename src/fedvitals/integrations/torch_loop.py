@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model without any federation: `with fv.watch(model, optimizer, "one.db"):` around a plain training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fedvitals.errors import ConfigError
+from fedvitals.monitor import Monitor
+
+NODE = "model"
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    store: str | os.PathLike[str] = "runs.db",
+    *,
+    run: str = "watch",
+    steps: int = 100,
+    data: Any = None,
+    loss: Callable[..., Any] | None = None,
+    **settings: Any,
+) -> Iterator[Monitor]:
+    """Watch one model's training. Every `steps` optimiser steps are told as one round of the node «model».
+
+    `settings` are those of `Monitor`: probes, sinks, detectors, privacy, config, seed...
+    """
+    if steps < 1:
+        raise ConfigError(f"watch(steps=) needs at least 1 step per round, got {steps}.")
+    own = {id(p) for p in model.parameters()}
+    count = 0
+    monitor = Monitor(store, run, **settings)
+
+    def begin() -> None:
+        monitor.round_begin(count // steps, model)
+        monitor.client_begin(NODE, model, optimizer, data, loss=loss)
+
+    def end(error: BaseException | None = None) -> None:
+        monitor.client_end(NODE, error)
+        monitor.round_end(count // steps, model)
+
+    def after_step(stepping: Optimizer, *_: Any) -> None:
+        nonlocal count
+        if stepping is not optimizer and not any(id(p) in own for g in stepping.param_groups for p in g["params"]):
+            return
+        if (count + 1) % steps == 0:
+            # After a step, not before: torch walks the very hooks that closing a client removes.
+            end()
+            count += 1
+            begin()
+        else:
+            count += 1
+
+    begin()
+    handle = register_optimizer_step_post_hook(after_step)
+    failure: BaseException | None = None
+    try:
+        yield monitor
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        handle.remove()
+        end(failure)
+        monitor.close()

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes LLVM assembly: typed values, one method per instruction, and the two control structures the kernel needs.
+
+LLVM assembly is in single assignment form: every instruction defines one new name, and a value that changes in a loop
+is written as a `phi` that says «this one when coming from there, that one when coming from here». `Function.loop` and
+`Function.choose` write those, so that `ir.py` reads like a program with loops and branches.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Type(NamedTuple):
+    """A scalar (`lanes` 0) or a vector of `lanes` elements, which LLVM maps to as many registers as it takes."""
+
+    element: str
+    lanes: int = 0
+
+    def __str__(self) -> str:
+        return f"<{self.lanes} x {self.element}>" if self.lanes else self.element
+
+    @property
+    def suffix(self) -> str:
+        """How the names of intrinsic functions spell the type: `v16f32`."""
+        short = {"float": "f32", "double": "f64", "ptr": "p0"}.get(self.element, self.element)
+        return f"v{self.lanes}{short}" if self.lanes else short
+
+    @property
+    def floating(self) -> bool:
+        return self.element in ("half", "float", "double")
+
+    def of(self, element: str) -> Type:
+        """As many lanes of another element."""
+        return Type(element, self.lanes)
+
+    def __call__(self, number: float) -> Value:
+        """The constant with this number in every lane."""
+        # Floating constants are spelled as the bits of a double, also for float: decimal text may not be exact.
+        text = "0x" + struct.pack(">d", number).hex().upper() if self.floating else str(int(number))
+        return Value(self, f"<{', '.join([f'{self.element} {text}'] * self.lanes)}>" if self.lanes else text)
+
+
+class Value(NamedTuple):
+    """A constant or the result of an instruction."""
+
+    type: Type
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.name}"
+
+
+BIT, WORD, POINTER, DOUBLE = Type("i1"), Type("i64"), Type("ptr"), Type("double")
+
+
+class Function:
+    """A function under construction: each method appends instructions and returns the value they define."""
+
+    def __init__(self, name: str, returns: str, parameters: Mapping[str, Type], *, public: bool = False) -> None:
+        self.name = name
+        self.returns = returns
+        self.parameters = [Value(type_, f"%{parameter}") for parameter, type_ in parameters.items()]
+        self.declarations: set[str] = set()
+        self._linkage = "" if public else "internal "
+        self._lines = ["entry:"]
+        self._block = "entry"  # where the next instruction goes: a phi must name the block a value comes from
+        self._names = 0
+
+    def text(self) -> str:
+        parameters = ", ".join(map(str, self.parameters))
+        body = "\n".join(self._lines)
+        return f"define {self._linkage}{self.returns} @{self.name}({parameters}) nounwind {{\n{body}\n}}"
+
+    # Instructions
+
+    def add(self, a: Value, b: Value) -> Value:
+        return self._define(a.type, f"{'fadd' if a.type.floating else 'add'} {a}, {b.name}")
+
+    def subtract(self, a: Value, b: Value) -> Value:
+        return self._define(a.type, f"sub {a}, {b.name}")
+
+    def multiply(self, a: Value, b: Value) -> Value:
+        return self._define(a.type, f"mul {a}, {b.name}")
+
+    def both(self, a: Value, b: Value) -> Value:
+        return self._define(a.type, f"and {a}, {b.name}")
+
+    def either(self, a: Value, b: Value) -> Value:
+        return self._define(a.type, f"or {a}, {b.name}")
+
+    def shift_left(self, a: Value, bits: int) -> Value:
+        return self._define(a.type, f"shl {a}, {a.type(bits).name}")
+
+    def compare(self, predicate: str, a: Value, b: Value) -> Value:
+        """Per lane; predicates as LLVM spells them: `slt`, `ne` for integers, `olt`, `oeq`, `uno` for floats."""
+        return self._define(a.type.of("i1"), f"{'fcmp' if a.type.floating else 'icmp'} {predicate} {a}, {b.name}")
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        return self._define(a.type, f"select {condition}, {a}, {b}")
+
+    def smaller(self, a: Value, b: Value) -> Value:
+        """`a` if it is below `b`: for floats one instruction, which returns `b` when `a` is NaN."""
+        return self.select(self.compare("olt" if a.type.floating else "slt", a, b), a, b)
+
+    def larger(self, a: Value, b: Value) -> Value:
+        return self.select(self.compare("ogt" if a.type.floating else "sgt", a, b), a, b)
+
+    def magnitude(self, a: Value) -> Value:
+        return self.intrinsic("llvm.fabs", a.type, a)
+
+    def add_square(self, a: Value, total: Value) -> Value:
+        """`a * a + total`, fused where the machine can."""
+        return self.intrinsic("llvm.fmuladd", a.type, a, a, total)
+
+    def convert(self, how: str, a: Value, element: str) -> Value:
+        """`how` is LLVM's name of the conversion: `fpext` widens a float, `zext` an integer, `bitcast` keeps bits."""
+        type_ = a.type.of(element)
+        return self._define(type_, f"{how} {a} to {type_}")
+
+    def address(self, base: Value, element: str, index: Value) -> Value:
+        return self._define(POINTER, f"getelementptr {element}, {base}, {index}")
+
+    def load(self, type_: Type, address: Value, alignment: int) -> Value:
+        return self._define(type_, f"load {type_}, {address}, align {alignment}")
+
+    def store(self, value: Value, address: Value, alignment: int) -> None:
+        self._line(f"store {value}, {address}, align {alignment}")
+
+    def prefetch(self, address: Value) -> None:
+        """Ask for a cache line (to read, to keep in every cache, as data); a wrong address is no fault."""
+        self.declarations.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+        self._line(f"call void @llvm.prefetch.p0({address}, i32 0, i32 3, i32 1)")
+
+    def horizontal(self, join: str, a: Value) -> Value:
+        """The lanes of a vector joined to one scalar: `add`, `min` or `max`."""
+        scalar = Type(a.type.element)
+        name = f"llvm.vector.reduce.{'f' if a.type.floating else ''}{join}"
+        if not a.type.floating:
+            return self.intrinsic(name, scalar, a)
+        if join == "add":  # a float sum takes a start value, and «reassoc» frees it from adding lane after lane
+            return self.intrinsic(name, scalar, scalar(-0.0), a, flags="reassoc ")
+        return self.intrinsic(name, scalar, a, flags="nnan nsz ")
+
+    def intrinsic(self, name: str, returns: Type, *arguments: Value, flags: str = "") -> Value:
+        full = f"@{name}.{arguments[-1].type.suffix}"
+        self.declarations.add(f"declare {returns} {full}({', '.join(str(a.type) for a in arguments)})")
+        return self._define(returns, f"call {flags}{returns} {full}({', '.join(map(str, arguments))})")
+
+    def call(self, function: str, *arguments: Value) -> Value:
+        """The bit that one of our own functions returns."""
+        return self._define(BIT, f"call i1 @{function}({', '.join(map(str, arguments))})")
+
+    def call_address(self, address: Value, *arguments: Value) -> None:
+        """Call the function that stands at an address known only when the kernel runs."""
+        pointer = self._define(POINTER, f"inttoptr {address} to ptr")
+        self._line(f"call void {pointer.name}({', '.join(map(str, arguments))})")
+
+    def finish(self, result: Value | None = None) -> None:
+        self._line(f"ret {result}" if result else "ret void")
+
+    # Control
+
+    def loop(
+        self,
+        span: tuple[Value, Value, int],
+        initial: Mapping[Key, Value],
+        body: Callable[[Value, dict[Key, Value]], dict[Key, Value]],
+    ) -> dict[Key, Value]:
+        """`for index in range(*span)`: `body` gets the index and the running values and returns the next ones.
+
+        Comes back with the running values after the last turn, which are the initial ones if there was none.
+        """
+        start, stop, step = span
+        head, turn, done = self._label("head"), self._label("turn"), self._label("done")
+        before = self._block
+        self._branch(head)
+        self._open(head)
+        # The phis stand at the head but name values the body defines: leave room now, write them afterwards.
+        index = self._name(WORD)
+        running = {key: self._name(value.type) for key, value in initial.items()}
+        room = len(self._lines)
+        more = self.compare("slt", index, stop)
+        self._line(f"br {more}, label %{turn}, label %{done}")
+        self._open(turn)
+        following = body(index, running)
+        following_index = self.add(index, WORD(step))
+        last = self._block
+        self._branch(head)
+        phis = [(index, start, following_index), *((running[key], initial[key], following[key]) for key in initial)]
+        self._lines[room:room] = [
+            f"  {value.name} = phi {value.type} [{first.name}, %{before}], [{later.name}, %{last}]"
+            for value, first, later in phis
+        ]
+        self._open(done)
+        return running
+
+    def choose(self, condition: Value, then: Callable[[], Value], otherwise: Callable[[], Value]) -> Value:
+        """`then() if condition else otherwise()`: only the instructions of the chosen one run."""
+        labels, after = (self._label("then"), self._label("else")), self._label("after")
+        self._line(f"br {condition}, label %{labels[0]}, label %{labels[1]}")
+        results, origins = [], []
+        for label, branch in zip(labels, (then, otherwise), strict=True):
+            self._open(label)
+            results.append(branch())
+            origins.append(self._block)
+            self._branch(after)
+        self._open(after)
+        pairs = ", ".join(f"[{result.name}, %{origin}]" for result, origin in zip(results, origins, strict=True))
+        return self._define(results[0].type, f"phi {results[0].type} {pairs}")
+
+    # Text
+
+    def _name(self, type_: Type) -> Value:
+        self._names += 1
+        return Value(type_, f"%v{self._names}")
+
+    def _label(self, word: str) -> str:
+        self._names += 1  # values and labels share one name space
+        return f"{word}{self._names}"
+
+    def _define(self, type_: Type, instruction: str) -> Value:
+        value = self._name(type_)
+        self._line(f"{value.name} = {instruction}")
+        return value
+
+    def _line(self, instruction: str) -> None:
+        self._lines.append(f"  {instruction}")
+
+    def _branch(self, label: str) -> None:
+        self._line(f"br label %{label}")
+
+    def _open(self, label: str) -> None:
+        self._lines.append(f"{label}:")
+        self._block = label

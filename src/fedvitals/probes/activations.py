@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations: what each module puts out, and which of its units are dead or saturated.
+
+Hooks exist only during scheduled steps, and compute at once: an in-place activation would overwrite what they saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedvitals.kernels import sums
+from fedvitals.probes import samples
+from fedvitals.probes.view import View, undisturbed
+from fedvitals.stats import HEALTH_COLUMNS, Array, empty_sums, merge_sums
+
+# Output values that a bounded activation hardly leaves: where its slope has fallen under 1 % of the largest.
+SATURATION: dict[type[nn.Module], tuple[float, float]] = {
+    nn.Tanh: (-0.995, 0.995),
+    nn.Sigmoid: (0.0025, 0.9975),
+    nn.Hardtanh: (-1.0, 1.0),
+    nn.ReLU6: (-1.0, 6.0),
+}
+
+
+def watched_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that compute something themselves: those without children."""
+    return [(name or "model", m) for name, m in model.named_modules() if not any(m.children())]
+
+
+def health(output: Tensor, module: nn.Module) -> Array:
+    """Units of an output [samples, units, ...]: how many, dead, saturated, of both signs (HEALTH_COLUMNS).
+
+    A unit is a column of the first feature axis. Dead: 0 for every sample and place. Saturated: beyond the limits of
+    SATURATION for every sample and place. Sign-diverse: positive for some, negative for others.
+    """
+    units = output.detach().flatten(2).transpose(1, 2).flatten(0, 1) if output.dim() > 2 else output.detach()
+    units = units.reshape(-1, units.shape[-1]) if units.dim() != 2 else units
+    low, high = units.amin(0), units.amax(0)
+    dead = (low == 0) & (high == 0)
+    limits = SATURATION.get(type(module))
+    saturated = torch.zeros_like(dead)
+    if limits is not None:
+        saturated = ((units <= limits[0]) | (units >= limits[1])).all(0)
+    counts = torch.stack([dead.sum(), saturated.sum(), ((low < 0) & (high > 0)).sum()]).tolist()
+    return np.array([float(dead.numel()), *map(float, counts)])
+
+
+Take = Callable[[], Mapping[str, Any]]
+"""Ends what `prepare` began: takes the hooks off and gives what they saw."""
+
+
+def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
+    """Hooks on, for one step; returns the function that takes them off. `charge` runs a function on our account."""
+    seen: dict[int, list[tuple[Array, Array]]] = {}
+    modules = watched_modules(view.model)
+
+    def hook_for(index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() >= 2:
+                charge(lambda: seen.setdefault(index, []).append(_measured(tensor, module)))
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_for(i)) for i, (_, module) in enumerate(modules)]
+
+    def take() -> Mapping[str, Any]:
+        for handle in handles:
+            handle.remove()
+        return _summed(seen, len(modules)) if seen else {}
+
+    return take
+
+
+def activations(view: View) -> Mapping[str, Any]:
+    """Nine sums and unit health of every module's output, on at most 64 of the client's own samples.
+
+    This is the probe as it runs when a scope closes. At scheduled steps the monitor calls `prepare` instead, and the
+    training's own forward pass is measured, which costs no other.
+    """
+    if view.data is None:
+        return {}
+    x, _ = samples.read(view.data, samples.spread(samples.size(view.data), 64, 0))
+    take = prepare(view, lambda measure: measure())
+    try:
+        with undisturbed(view.model):
+            view.model(x)
+    finally:
+        found = take()
+    return found
+
+
+activations.prepare = prepare  # type: ignore[attr-defined]
+
+
+def _summed(seen: Mapping[int, list[tuple[Array, Array]]], count: int) -> Mapping[str, Any]:
+    """One row a module; a module that ran twice is merged, one that did not run is neutral."""
+    values, units = empty_sums(count), np.zeros((count, len(HEALTH_COLUMNS)))
+    for index, found in seen.items():
+        values[index] = merge_sums(np.stack([v for v, _ in found]))
+        units[index] = np.sum([u for _, u in found], axis=0)
+    return {"activation": values, "activation.health": units}
+
+
+def _measured(tensor: Tensor, module: nn.Module) -> tuple[Array, Array]:
+    return np.asarray(torch.as_tensor(sums([tensor.detach()])).cpu())[0], health(tensor, module)

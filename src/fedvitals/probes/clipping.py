@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient norm before the user's clipping, at no cost to those who do not clip.
+
+A gradient that was changed in place since it was made has a raised version counter. That is suspicious, though
+gradient accumulation raises it too. So on suspicion one hook is set, which looks at all gradients when the backward
+pass ends; if they differ at the optimiser's step, it was clipping, and the hook stays; if not, it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.kernels import sums
+from fedvitals.stats import SUM_SQUARES
+
+
+class ClipWatch:
+    def __init__(self, parameters: Sequence[Tensor], *, confirmed: bool = False) -> None:
+        self.confirmed = confirmed  # clipping was seen; carried over from scope to scope, so that no step is missed
+        self._parameters = parameters
+        self._cleared = False
+        self._handle: Any = None
+        self._reference: tuple[list[int], Any] | None = None
+        if confirmed:
+            self._set_hook(next((p for p in parameters if p.requires_grad), None))
+
+    def before_step(self, owned: Sequence[Tensor | None]) -> float | None:
+        """The L2 norm that this step's gradient had before clipping; None if it was not clipped, or not seen."""
+        versions = self._versions(owned)
+        if self._reference is None:
+            suspicious = not self._cleared and self._handle is None and any(v > 0 for v in versions)
+            if suspicious:
+                self._set_hook(next(p for p in owned if p is not None and p.grad is not None))
+            return None
+        before, found = self._reference
+        changed = [i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if new > old >= 0]
+        if not changed:
+            if not self.confirmed:
+                self.remove()
+                self._cleared = True
+            return None
+        self.confirmed = True
+        rows = np.asarray(torch.as_tensor(found).cpu())
+        mine = [i for i, version in enumerate(versions) if version >= 0]
+        return float(np.sqrt(rows[mine, SUM_SQUARES].sum()))
+
+    def look(self) -> None:
+        """Take the gradients as they are now for the unclipped ones: after a backward pass, after unscaling."""
+        if self._handle is not None:
+            self._reference = (self._versions(self._parameters), sums([p.grad for p in self._parameters]))
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._reference = None
+
+    def _set_hook(self, parameter: Tensor | None) -> None:
+        if parameter is not None:
+            self._handle = parameter.register_post_accumulate_grad_hook(self._at_end_of_backward)
+
+    def _at_end_of_backward(self, _parameter: Tensor) -> None:
+        # A gradient hook runs in the middle of the backward pass; the engine calls this once all have run.
+        torch.autograd.Variable._execution_engine.queue_callback(self.look)  # noqa: SLF001
+
+    @staticmethod
+    def _versions(owned: Sequence[Tensor | None]) -> list[int]:
+        return [-1 if p is None or p.grad is None else p.grad._version for p in owned]  # noqa: SLF001

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit: how well the received model, and then the trained one, suits the client's own samples.
+
+The most telling sign of wrong labels, and the dearest: two forward passes. `Fit` keeps itself inside a share of the
+client's training time by choosing how many samples it looks at, from 2 to 64, from what the last ones cost.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedvitals.probes import samples
+from fedvitals.probes.view import View, undisturbed
+
+MOST, FEWEST = 64, 2
+
+
+class Fit:
+    """One run's fit probe. `percent` of training time is its allowance; None: always `most` samples.
+
+    Each client-round earns `percent` of its training time and spends what fit cost. When even the fewest samples cost
+    more than a round earns (a tiny model), rounds are left out until the allowance covers one.
+    """
+
+    def __init__(self, percent: float | None, most: int = MOST) -> None:
+        self.percent, self.most = percent, most
+        self._count = most if percent is None else min(8, most)
+        self._allowance = self._expected = 0.0
+
+    def before(self, view: View) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
+        """Metrics of the received model, and the samples for `after` (None: not this time)."""
+        total = samples.size(view.data)
+        found: dict[str, float] = {"samples": total}
+        saving = self.percent is not None and self._allowance < self._expected
+        if view.loss is None or not total or saving:
+            return found, None
+        x, y = samples.read(view.data, samples.spread(total, self._count, (view.round or 0) * self._count))
+        x, y = _to_device(view.model, x, y)
+        output, losses = predict(view.model, view.loss, x, y)
+        found |= {"fit.samples": len(y), "fit.loss_before": float(losses.mean())}
+        if len(losses) > 1:
+            found["fit.loss_p90"] = float(torch.quantile(losses, 0.9))
+        if is_classifier(output, y):
+            guess = output.argmax(1)
+            found["fit.accuracy_before"] = float((guess == y).double().mean())
+            found["fit.confusion"] = confusion(y, guess)
+        return found, (x, y)
+
+    def after(self, view: View, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
+        """Metrics of the trained model on the same samples."""
+        x, y = batch
+        assert view.loss is not None  # noqa: S101 - `before` gave no batch otherwise
+        output, losses = predict(view.model, view.loss, x, y)
+        found = {"fit.loss_after": float(losses.mean())}
+        if is_classifier(output, y):
+            found["fit.accuracy_after"] = float((output.argmax(1) == y).double().mean())
+        return found
+
+    def settle(self, cost: float, training: float) -> None:
+        """Book a client-round: what fit cost (0: it was left out) and how long the training took."""
+        if self.percent is None:
+            return
+        earned = training * self.percent / 100
+        if cost:
+            self._expected = cost
+            if cost > earned:
+                self._count = max(FEWEST, int(self._count * 0.8))
+            elif cost < 0.7 * earned:
+                self._count = min(self.most, self._count + max(1, self._count // 4))
+        self._allowance = min(self._allowance + earned - cost, max(self._expected, earned))
+
+
+def predict(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and per-sample losses in evaluation mode; nothing of the model or the random stream is changed."""
+    with undisturbed(model):
+        output = model(x)
+        return output, per_sample(loss, output, y)
+
+
+def per_sample(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> Tensor:
+    """The loss of each sample: with `reduction="none"` where the function knows it, else one call per sample."""
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        unreduced: Any = copy.copy(loss)
+        unreduced.reduction = "none"
+        losses = unreduced(output, y)
+        return torch.as_tensor(losses).reshape(len(y), -1).mean(1).double()
+    try:
+        losses = loss(output, y, reduction="none")
+    except TypeError:
+        losses = torch.stack([loss(output[i : i + 1], y[i : i + 1]) for i in range(len(y))])
+    return losses.reshape(len(y), -1).mean(1).double()
+
+
+def is_classifier(output: Any, y: Tensor) -> bool:
+    return isinstance(output, Tensor) and output.dim() == 2 and y.dim() == 1 and not y.is_floating_point()
+
+
+def confusion(y: Tensor, guess: Tensor) -> float:
+    """How far errors gather in one pair of classes: max over a≠b of max(C_ab − 1, 0) / (n_a + 2)."""
+    counts: dict[tuple[int, int], int] = {}
+    sizes: dict[int, int] = {}
+    for label, other in zip(y.tolist(), guess.tolist(), strict=True):
+        sizes[label] = sizes.get(label, 0) + 1
+        if label != other:
+            counts[label, other] = counts.get((label, other), 0) + 1
+    return max((max(n - 1, 0) / (sizes[a] + 2) for (a, _), n in counts.items()), default=0.0)
+
+
+def label_entropy(histogram: Mapping[int, int]) -> float:
+    total = sum(histogram.values())
+    return -sum(n / total * math.log(n / total) for n in histogram.values() if n)
+
+
+def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
+    """How many samples of each label, where that costs next to nothing: labels that lie in one tensor."""
+    data = getattr(data, "dataset", data)
+    labels = data.tensors[1] if hasattr(data, "tensors") and len(data.tensors) == 2 else None
+    if labels is None and isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor):
+        labels = data[1]
+    if labels is None or labels.dim() != 1 or labels.is_floating_point() or len(labels) > most:
+        return None
+    values, counts = torch.unique(labels, return_counts=True)
+    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+def _to_device(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device == x.device:
+        return x, y
+    return x.to(parameter.device), y.to(parameter.device)

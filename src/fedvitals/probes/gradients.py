@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients: nine sums per layer at each step, and what a client-round of them amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.kernels import histogram, sums
+from fedvitals.probes.view import View
+from fedvitals.stats import COUNT, INFS, NANS, STEP_COLUMNS, SUM_SQUARES, Array, merge_sums
+
+
+def gradients(view: View) -> Mapping[str, Any]:
+    """The nine sums of every layer's gradient, as the optimiser is about to use it."""
+    return {"gradient": sums(view.gradients)}
+
+
+def gradient_histogram(view: View) -> Mapping[str, Any]:
+    """How many gradient values lie in each octave, by sign."""
+    return {"gradient.histogram": histogram(view.gradients)}
+
+
+def summarise(steps: Sequence[int], rows: Array) -> tuple[dict[str, Array], dict[str, tuple[float, int | None]]]:
+    """A client-round from its steps: layer matrices by family, and metrics as (value, step).
+
+    `rows` is [measurements, layers, 9]; two optimisers give two measurements of one step, of different layers.
+    """
+    present = rows[..., COUNT] > 0
+    if not present.any():
+        return {}, {}
+    norms = np.sqrt(rows[..., SUM_SQUARES])
+    matrices = {
+        "gradient": merge_sums(rows),
+        "gradient.steps": _step_norms(np.asarray(steps, dtype=np.float64), norms, present),
+    }
+    numbers, index = np.unique(np.asarray(steps), return_inverse=True)
+    whole = np.sqrt(np.bincount(index, weights=rows[..., SUM_SQUARES].sum(axis=1)))
+    largest = int(whole.argmax())
+    metrics: dict[str, tuple[float, int | None]] = {
+        "gradient.norm": (float(whole.mean()), None),
+        "gradient.norm_max": (float(whole[largest]), int(numbers[largest])),
+        "gradient.norm_last": (float(whole[-1]), int(numbers[-1])),
+        "gradient.nonfinite": (float(rows[..., NANS].sum() + rows[..., INFS].sum()), None),
+    }
+    change = _relative_change(whole)
+    if change.size:
+        metrics["gradient.change"] = (float(change.max()), int(numbers[1:][change.argmax()]))
+    return matrices, metrics
+
+
+def _relative_change(norms: Array) -> Array:
+    """|n_s − n_{s−1}| / n_{s−1} along the first axis; 0 where both are 0, inf where something follows nothing."""
+    before, after = norms[:-1], norms[1:]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(before == after, 0.0, np.abs(after - before) / before)
+
+
+def _step_norms(steps: Array, norms: Array, present: npt.NDArray[np.bool_]) -> Array:
+    """Per layer: how many steps, the sum, the largest and the last of the norms, the largest change, with its step."""
+    layers = norms.shape[1]
+    result = np.zeros((layers, len(STEP_COLUMNS)))
+    for layer in range(layers):
+        seen = present[:, layer]
+        if not seen.any():
+            continue
+        own, at = norms[seen, layer], steps[seen]
+        change = _relative_change(own)
+        result[layer, :6] = len(own), own.sum(), own.max(), at[own.argmax()], own[-1], at[-1]
+        if change.size:
+            result[layer, 6:] = change.max(), at[1:][change.argmax()]
+    return result

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured when: three presets, or the user's own list.
+
+| probe | light | standard | deep |
+| --- | --- | --- | --- |
+| samples, timing, memory, fit | client-round | client-round | client-round, 64 samples |
+| gradients | once, as the scope closes | each step, stored merged | each step, stored each step; histogram |
+| weights | global model, each round | and each client-round | and their difference at each step |
+| updates | norm, cosine to the others | and per layer, own past, sketch | the same |
+| activations | no | no | within 2 % of the training time |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.probes.activations import activations
+from fedvitals.probes.gradients import gradient_histogram, gradients
+from fedvitals.probes.weights import weights
+from fedvitals.protocols import Probe, Schedule
+from fedvitals.schedule import always, at_exit, budget
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A probe and when it runs: at the steps that `when` grants, or (`last()`) once as the client's scope closes."""
+
+    probe: Probe
+    when: Schedule = at_exit
+    each: bool = False  # store every measurement, too, not only what they merge to
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    name: str
+    probes: tuple[Planned, ...]
+    fit_percent: float | None  # share of training time; None: as many samples as allowed, whatever it costs
+    brief_updates: bool = False
+    difference_each_step: bool = False
+
+
+def preset(name: str) -> Preset:
+    """A preset by name; fresh, since a budget holds the state of one run."""
+    match name:
+        case "light":
+            return Preset("light", (Planned(gradients),), fit_percent=0.4, brief_updates=True)
+        case "standard":
+            return Preset("standard", (Planned(gradients, always), Planned(weights)), fit_percent=1.0)
+        case "deep":
+            return Preset(
+                "deep",
+                (
+                    Planned(gradients, always, each=True),
+                    Planned(gradient_histogram, always),
+                    Planned(weights),
+                    Planned(activations, budget(2.0)),
+                ),
+                fit_percent=None,
+                difference_each_step=True,
+            )
+    raise ConfigError(unknown("preset", name, ("light", "standard", "deep")))
+
+
+def resolve(probes: str | Preset | Sequence[str | Preset | Planned | Probe | tuple[Probe, Schedule]]) -> Preset:
+    """What the user passed as `probes=`: a preset, or a list of a preset and own probes.
+
+    In a list, a bare function runs once per client-round; a pair (function, schedule) at the steps of its schedule.
+    """
+    if isinstance(probes, str):
+        return preset(probes)
+    if isinstance(probes, Preset):
+        return probes
+    chosen = Preset("own", (), fit_percent=1.0)
+    own: list[Planned] = []
+    for entry in probes:
+        match entry:
+            case str() | Preset():
+                chosen = preset(entry) if isinstance(entry, str) else entry
+            case Planned():
+                own.append(entry)
+            case (probe, when) if callable(probe) and callable(when):
+                own.append(Planned(probe, when))
+            case _ if callable(entry):
+                own.append(Planned(entry))
+            case _:
+                raise ConfigError(
+                    f"A probe is a function of a View, a pair (function, schedule), or a preset's name; got {entry!r}."
+                )
+    return replace(chosen, probes=(*chosen.probes, *own), name=chosen.name if not own else f"{chosen.name}+own")

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What measuring gave, before it is known as what to store it: names and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedvitals.stats import Array
+
+
+@dataclass(slots=True)
+class Results:
+    """Metrics (name, value, step), matrices (family, values, step), remarks (name, message, data)."""
+
+    metrics: list[tuple[str, float, int | None]] = field(default_factory=list)
+    matrices: list[tuple[str, Array, int | None]] = field(default_factory=list)
+    remarks: list[tuple[str, str, Mapping[str, Any]]] = field(default_factory=list)
+    sketch: tuple[float, ...] | None = None
+
+    def take(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self.metrics += [(name, float(value), step) for name, value in metrics.items()]

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client's training, watched: hooks on at the start, numbers at the end, and nothing left behind."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fedvitals.kernels import sums
+from fedvitals.probes.activations import Take, watched_modules
+from fedvitals.probes.clipping import ClipWatch
+from fedvitals.probes.fit import Fit, label_entropy, labels_of
+from fedvitals.probes.gradients import summarise
+from fedvitals.probes.hooks import StepHooks
+from fedvitals.probes.presets import Planned, Preset
+from fedvitals.probes.results import Results
+from fedvitals.probes.updates import Updates
+from fedvitals.probes.view import View, flatten, split, table_of
+from fedvitals.probes.weights import movement
+from fedvitals.protocols import Moment
+from fedvitals.records import LayerTable
+from fedvitals.schedule import always, at_exit, budget
+from fedvitals.stats import FAMILIES, MAX, MIN, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
+
+Report = Callable[[Exception, str], None]
+
+
+class Instruments:
+    """What a run keeps between its client-rounds: the plan, the allowances, the updates, what was learnt."""
+
+    def __init__(self, preset: Preset, update_memory: int) -> None:
+        self.preset = preset
+        self.fit = Fit(preset.fit_percent)
+        self.updates = Updates(brief=preset.brief_updates, memory=update_memory)
+        self.costs = [0.0] * len(preset.probes)
+        self.clipping_seen = False
+        self.initial: Tensor | None = None
+        self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
+        self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
+        self._tables: dict[Any, LayerTable] = {}
+
+    def table(self, rows: str, tensors: Sequence[tuple[str, Tensor]]) -> LayerTable:
+        key = (rows, *((name, t.shape, t.dtype) for name, t in tensors))
+        if key not in self._tables:
+            self._tables[key] = table_of(rows, tensors)
+        return self._tables[key]
+
+
+class ClientSession:
+    """Begins when it is made; `finish` ends it and gives the results; `abandon` ends it without."""
+
+    def __init__(self, kit: Instruments, view: View, report: Report) -> None:
+        began = time.perf_counter()
+        self._kit, self._view, self._report = kit, view, report
+        self._results = Results()
+        self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in kit.preset.probes]
+        self._takes: dict[int, Take] = {}
+        self._unclipped = 0.0
+        self._skipped = self._steps = 0
+        self._step_began = self._step_seconds = 0.0
+        self._batch: tuple[Tensor, Tensor] | None = None
+        self._fit_cost = 0.0
+        view.before = self._last = flatten(view.parameters)
+        if view.data is not None:
+            self._guarded("fit", self._fit_before)
+        self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen)
+        self._hooks = StepHooks(view.parameters, self._measure, self._clip.look)
+        self._stepwise = [(i, p) for i, p in enumerate(kit.preset.probes) if p.when is not at_exit]
+        self._began = self._step_began = time.perf_counter()
+        self.cost = self._began - began
+        self._arm(0)
+
+    def abandon(self) -> None:
+        self._hooks.remove()
+        self._clip.remove()
+        for take in self._takes.values():
+            take()
+        self._takes.clear()
+
+    def finish(self) -> tuple[Results, Tensor, Array]:
+        """The results; the client's update as one vector; and its nine sums per layer."""
+        ended = time.perf_counter()
+        self.abandon()
+        training = ended - self._began - self.cost
+        kit, view, results = self._kit, self._view, self._results
+        kit.clipping_seen |= self._clip.confirmed
+        results.take({"steps": self._steps})
+        if self._steps:
+            results.take({"time.step": (ended - self._began) / self._steps})
+        if self._skipped:
+            results.take({"steps.skipped": self._skipped})
+        if self._unclipped:
+            results.take({"gradient.norm_unclipped": self._unclipped})
+        if kit.preset.difference_each_step and self._steps:
+            self._difference(self._steps - 1)
+        for index, planned in enumerate(kit.preset.probes):
+            if planned.when is at_exit:
+                self._rows[index] = [(self._steps - 1, found) for found in [self._run(index, planned)] if found]
+            self._guarded("merging", functools.partial(self._merge, index, planned))
+        now = flatten(view.parameters)
+        assert view.before is not None  # noqa: S101 - set when the session began
+        update = now - view.before
+        rows = np.asarray(torch.as_tensor(sums(split(update, view.parameters))).cpu())
+        initial = kit.initial if not kit.preset.brief_updates else None
+        results.take(movement(rows, view.before, now, initial))
+        results.matrices.append(("update", rows, None))
+        if self._batch is not None:
+            self._guarded("fit", self._fit_after)
+        kit.fit.settle(self._fit_cost, training)
+        self.cost += time.perf_counter() - ended
+        return results, update, rows
+
+    # -- at each step -------------------------------------------------------------------------------------------------
+
+    def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool) -> None:
+        """Called before each optimiser step, on the thread that trains."""
+        now = time.perf_counter()
+        self._step_seconds, self._step_began = now - self._step_began, now
+        try:
+            view = self._view
+            view.step, view.owned = step, owned
+            self._steps = max(self._steps, step + 1)
+            self._skipped += skipped
+            for index, planned in self._stepwise:
+                if index in self._takes:
+                    found = self._takes.pop(index)()
+                elif planned.when is always or (
+                    not hasattr(planned.probe, "prepare") and planned.when(self._moment(index, step))
+                ):
+                    found = self._run(index, planned)
+                else:
+                    continue
+                if "gradient" in found:
+                    unscale(found["gradient"], optimizer)
+                self._rows[index].append((step, found))
+            unclipped = self._clip.before_step(owned)
+            if unclipped is not None and unclipped > self._unclipped:
+                self._unclipped = unclipped
+            if self._kit.preset.difference_each_step and step:
+                self._difference(step - 1)
+            self._arm(step + 1)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            self._report(error, "measuring a step")
+        self.cost += time.perf_counter() - now
+
+    def _run(self, index: int, planned: Planned) -> Mapping[str, Any]:
+        started = time.perf_counter()
+        try:
+            return planned.probe(self._view)
+        except Exception as error:  # noqa: BLE001 - a user's probe may do anything
+            self._report(error, f"the probe '{getattr(planned.probe, '__name__', planned.probe)}'")
+            return {}
+        finally:
+            self._kit.costs[index] += time.perf_counter() - started
+
+    def _arm(self, step: int) -> None:
+        """Set the hooks of probes that must watch the next step's forward pass, if their schedule grants it."""
+        for index, planned in self._stepwise:
+            prepare = getattr(planned.probe, "prepare", None)
+            if prepare is not None and planned.when(self._moment(index, step)):
+                self._takes[index] = prepare(self._view, lambda work, i=index: self._charge(work, i))
+
+    def _charge(self, work: Callable[[], None], index: int) -> None:
+        started = time.perf_counter()
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - runs inside the user's forward pass
+            self._report(error, "a forward hook")
+        spent = time.perf_counter() - started
+        self._kit.costs[index] += spent
+        self.cost += spent
+
+    def _moment(self, index: int, step: int) -> Moment:
+        return Moment(self._view.round, self._view.node, step, self._step_seconds, self._kit.costs[index])
+
+    def _difference(self, step: int) -> None:
+        """`weight.difference` of one iteration: taken before the next one, so that no hook after the step is needed."""
+        now = flatten(self._view.parameters)
+        change = now - self._last
+        self._results.take({"weight.difference": float(change.sum(dtype=torch.float64))}, step)
+        self._results.take({"weight.difference_absolute": float(change.abs().sum(dtype=torch.float64))}, step)
+        self._last = now
+
+    # -- at the end ---------------------------------------------------------------------------------------------------
+
+    def _merge(self, index: int, planned: Planned) -> None:
+        """Step by step measurements of one probe to one client-round."""
+        if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
+            self._tell_thinned(planned, planned.when)
+        arrays: dict[str, list[tuple[int, Array]]] = {}
+        for step, found in self._rows[index]:
+            for name, value in found.items():
+                array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+                if array.ndim == 0:
+                    self._results.take({name: array}, None if planned.when is at_exit else step)
+                else:
+                    arrays.setdefault(name, []).append((step, array))
+        for family, rows in arrays.items():
+            if family not in FAMILIES:
+                raise ValueError(f"A probe gave the family '{family}'. Known: {', '.join(FAMILIES)}.")
+            if planned.each:
+                self._results.matrices += [(family, array, step) for step, array in rows]
+            if family == "gradient":
+                self._gradient([step for step, _ in rows], np.stack([array for _, array in rows]))
+            else:
+                self._results.matrices.append((family, merge(family, [array for _, array in rows]), None))
+
+    def _gradient(self, steps: list[int], rows: Array) -> None:
+        matrices, metrics = summarise(steps, rows)
+        self._results.matrices += [(family, matrix, None) for family, matrix in matrices.items()]
+        for name, (value, step) in metrics.items():
+            self._results.take({name: value}, step)
+        node = self._view.node or ""
+        if "gradient.norm" in metrics:
+            norm, before = metrics["gradient.norm"][0], self._kit.norms.get(node)
+            if before:
+                self._results.take({"gradient.change_round": abs(norm - before) / before})
+            self._kit.norms[node] = norm
+
+    def _tell_thinned(self, planned: Planned, schedule: budget) -> None:
+        name = getattr(planned.probe, "__name__", str(planned.probe))
+        data = {"probe": name, "percent": schedule.percent, "asked": schedule.asked, "granted": schedule.granted}
+        text = f"{name}: measured at {schedule.granted} of {schedule.asked} steps, to stay in {schedule.percent:g} %"
+        self._results.remarks.append(("budget", text, data))
+        schedule.asked = schedule.granted = 0
+
+    def _fit_before(self) -> None:
+        started = time.perf_counter()
+        found, self._batch = self._kit.fit.before(self._view)
+        self._results.take(found)
+        self._tell_labels()
+        if self._batch is not None:
+            self._fit_cost = time.perf_counter() - started
+
+    def _tell_labels(self) -> None:
+        """Which labels the client holds: once per client, and again when they change."""
+        labels = labels_of(self._view.data)
+        if labels is None or labels == self._kit.labels.get(self._view.node or ""):
+            return
+        self._kit.labels[self._view.node or ""] = labels
+        self._results.take({"label.entropy": label_entropy(labels)})
+        text = ", ".join(f"{label}: {count}" for label, count in labels.items())
+        self._results.remarks.append(("labels", text[:1000], {"histogram": {str(k): n for k, n in labels.items()}}))
+
+    def _fit_after(self) -> None:
+        started = time.perf_counter()
+        assert self._batch is not None  # noqa: S101 - asked by the caller
+        self._results.take(self._kit.fit.after(self._view, self._batch))
+        self._fit_cost += time.perf_counter() - started
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            self._report(error, what)
+
+
+def unscale(rows: Any, optimizer: Optimizer) -> None:
+    """Make nine sums those of the true gradients, where a fused optimiser holds them times a GradScaler's scale."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return
+    scale = scale.to(torch.float64) if isinstance(rows, Tensor) else float(scale)
+    for column in (SUM, SUM_MAGNITUDES, MIN, MAX):
+        rows[:, column] /= scale
+    rows[:, SUM_SQUARES] /= scale * scale
+
+
+def tables_of(kit: Instruments, model: nn.Module) -> dict[str, LayerTable]:
+    """The layer tables of a model: parameters, buffers, and modules whose output can be watched."""
+    modules = [(name, torch.empty(0)) for name, _ in watched_modules(model)]
+    return {
+        "parameter": kit.table("parameter", list(model.named_parameters())),
+        "buffer": kit.table("buffer", list(model.named_buffers())),
+        "module": kit.table("module", modules),
+    }

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""256 numbers that stand for an update of any size: angles and distances between updates survive.
+
+Each coordinate gets a random sign and falls into one of 256 buckets (a count sketch): E⟨s(a), s(b)⟩ = ⟨a, b⟩, and the
+standard error of a cosine is about 1/16. Signs come from a stream of their own with a fixed seed, so that sketches of
+different runs can be compared and the user's random numbers are left alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIZE = 256
+COSINE_ERROR = SIZE**-0.5
+# One more than the size, and prime: no layer's width lines up with the buckets, whatever its columns hold.
+_FOLD = 257
+_CHUNK = _FOLD * 16384  # about 4 M values: the signs are made piece by piece, never for a whole large model
+
+
+class Sketcher:
+    """Sketches vectors of one length; keeps the signs when they are few."""
+
+    def __init__(self) -> None:
+        self._signs: dict[tuple[int, int, str], Tensor] = {}
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        total = torch.zeros(_FOLD, dtype=torch.float64, device=vector.device)
+        for piece, values in enumerate(vector.split(_CHUNK)):
+            signed = values * self._signs_of(piece, len(values), vector.device)
+            whole = len(values) // _FOLD * _FOLD
+            total += signed[:whole].view(-1, _FOLD).sum(0)
+            total[: len(values) - whole] += signed[whole:]
+        total[0] += total[SIZE]
+        return total[:SIZE]
+
+    def _signs_of(self, piece: int, length: int, device: torch.device) -> Tensor:
+        key = (piece, length, str(device))
+        if key not in self._signs:
+            if len(self._signs) >= 8:
+                self._signs.clear()
+            stream = torch.Generator().manual_seed(0x5EED + piece)
+            bits = torch.randint(0, 2, (length,), generator=stream, dtype=torch.int8)
+            self._signs[key] = (bits * 2 - 1).float().to(device)
+        return self._signs[key]

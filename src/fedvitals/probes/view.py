@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a probe may look at: the model as lists of tensors, and where training stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedvitals.records import Layer, LayerTable
+
+
+class View:
+    """One client's model during one round.
+
+    Mutable only for the monitor, which moves `step` and `owned` along; a probe reads. `owned` lists, per layer, the
+    parameter that the current optimiser step acts on, or None: with several optimisers each sees its own part.
+    """
+
+    __slots__ = ("before", "buffers", "data", "loss", "model", "node", "owned", "parameters", "round", "step")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        round: int | None = None,  # noqa: A002 - the domain's word
+        node: str | None = None,
+        data: Any = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.model = model
+        self.parameters: list[Tensor] = [p for _, p in model.named_parameters()]
+        self.buffers: list[Tensor] = [b for _, b in model.named_buffers()]
+        self.owned: Sequence[Tensor | None] = self.parameters
+        self.before: Tensor | None = None  # all parameters in one vector, as the scope began
+        self.round, self.node, self.step = round, node, 0
+        self.data, self.loss = data, loss
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What the optimiser is about to use; None where a parameter has no gradient or is not its own."""
+        return [None if p is None else p.grad for p in self.owned]
+
+
+def table_of(rows: str, tensors: Iterable[tuple[str, Tensor]]) -> LayerTable:
+    return LayerTable(rows, tuple(Layer(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors))
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Copies of all tensors in one vector: float64 if any of them is, else float32 (halves gain precision)."""
+    if not tensors:
+        return torch.zeros(0)
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    with torch.no_grad():
+        return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
+
+
+def split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The vector cut into one flat piece per tensor."""
+    return list(vector.split([t.numel() for t in like]))
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """A stretch in evaluation mode without gradients, after which modes and torch's random stream are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    state = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        torch.set_rng_state(state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Older rounds of layer statistics, rewritten so that one layer is read without the others.
+
+No layout is fast to write and fast to read at once: a round arrives as one row for all layers, and some rounds later it is
+merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedvitals.store.dialect import Database
+from fedvitals.store.packing import NONE, Entries, entries_of, joined, numbers_of
+
+NEWEST_ROUNDS = 10  # stay as they came
+CHUNK_ROUNDS = 32  # older ones are merged when there are this many
+CHUNK_BYTES = 8_000_000  # or this much, which bounds the memory that merging takes
+
+
+@dataclass(slots=True)
+class Pending:
+    """Blocks of one run, family and list of layers that are as they came: arrival, round and size."""
+
+    blocks: list[tuple[int, int | None, int]] = field(default_factory=list)
+    newest: int | None = None
+    unchecked: int = 0
+
+    def add(self, arrival: int, round: int | None, size: int) -> bool:  # noqa: A002 - the domain's word
+        """Whether it is time to look for old ones."""
+        self.blocks.append((arrival, round, size))
+        self.unchecked += 1
+        advanced = round is not None and (self.newest is None or round > self.newest)
+        if advanced:
+            self.newest = round
+        # With a block for each client, a look at every block would cost more than writing it.
+        return advanced or self.unchecked >= 256
+
+    def take(self) -> list[int]:
+        """The blocks to merge now, oldest first; [] when it is too early."""
+        self.unchecked = 0
+        limit = None if self.newest is None else self.newest - NEWEST_ROUNDS
+        old = [block for block in self.blocks if block[1] is None or (limit is not None and block[1] <= limit)]
+        if len(old) < 2 or (
+            len({block[1] for block in old}) < CHUNK_ROUNDS
+            and sum(block[2] for block in old) < CHUNK_BYTES
+            and len(old) < 100 * CHUNK_ROUNDS
+        ):
+            return []
+        taken: list[int] = []
+        size = 0
+        for arrival, _, weight in old:
+            size += weight
+            if size > CHUNK_BYTES and len(taken) >= 2:
+                break
+            taken.append(arrival)
+        gone = set(taken)
+        self.blocks = [block for block in self.blocks if block[0] not in gone]
+        return taken
+
+
+def load_pending(database: Database, run: int, family: int, table: int, layers: int) -> Pending:
+    """What an earlier writer left to do."""
+    pending = Pending()
+    found = database.rows(
+        "SELECT b.arrival, b.first_round, LENGTH(m.numbers) FROM layer_block AS b "
+        "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer = -1 "
+        "WHERE b.run = ? AND b.family = ? AND b.layer_table = ? AND b.layers = ? ORDER BY b.arrival",
+        (run, family, table, layers),
+    )
+    for arrival, first, size in found:
+        pending.add(arrival, first, size)
+    return pending
+
+
+def rounds_of(entries: Entries) -> tuple[int | None, int | None]:
+    """Smallest and largest round; None when an entry has none."""
+    low, high = int(entries.rounds.min()), int(entries.rounds.max())
+    return (None, None) if low == NONE else (low, high)
+
+
+def insert_block(database: Database, head: Sequence[int | None], entries: Entries) -> None:
+    """The block's row; `head` has its columns up to the rounds."""
+    database.execute(
+        "INSERT INTO layer_block (arrival, run, family, layer_table, layers, entries, first_round, last_round, "
+        "coordinates, details) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*head, entries.coordinates(), entries.details()),
+    )
+
+
+def compact(database: Database, family: str, arrivals: list[int]) -> None:
+    """Merge the blocks into one with a row a layer; to be called inside a transaction.
+
+    It takes the place of the last of them: so the blocks of one round stay in order of arrival.
+    """
+    holes = ", ".join("?" * len(arrivals))
+    found = database.rows(
+        "SELECT b.run, b.family, b.layer_table, b.layers, b.entries, b.coordinates, b.details, m.numbers "  # noqa: S608
+        f"FROM layer_block AS b JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.arrival IN ({holes}) "
+        "ORDER BY b.arrival",
+        arrivals,
+    )
+    entries = joined([entries_of(row[5], row[6], row[4]) for row in found])
+    numbers = np.concatenate([numbers_of(family, row[7], row[4]) for row in found], axis=2)
+    database.execute(f"DELETE FROM layer_matrix WHERE block IN ({holes})", arrivals)  # noqa: S608
+    database.execute(f"DELETE FROM layer_block WHERE arrival IN ({holes})", arrivals)  # noqa: S608
+    first, last = rounds_of(entries)
+    insert_block(database, (arrivals[-1], *found[0][:4], len(entries.at), first, last), entries)
+    database.many(
+        "INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, ?, ?)",
+        ((arrivals[-1], i, layer.tobytes()) for i, layer in enumerate(numbers)),
+    )

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the tables as data to SQL, and to the page docs/schema.md."""
+
+from __future__ import annotations
+
+from fedvitals.store.dialect import Dialect
+from fedvitals.store.schema import LAYER_STATISTICS, MIGRATIONS, TABLES, VERSION, Column, Table
+
+
+def quoted(name: str) -> str:
+    """The column's name, in quotes where SQL has the word for itself."""
+    return f'"{name}"' if name in ("group", "values") else name
+
+
+def _column(column: Column, dialect: Dialect) -> str:
+    return f"{quoted(column.name)} {dialect.types[column.type]}{'' if column.null else ' NOT NULL'}"
+
+
+def _create(table: Table, version: int, dialect: Dialect) -> str:
+    lines = [_column(column, dialect) for column in table.columns if column.since <= version]
+    if table.key:
+        lines.append(f"PRIMARY KEY ({', '.join(table.key)})")
+    return f"CREATE TABLE {table.name} (\n  " + ",\n  ".join(lines) + "\n)"
+
+
+def _indexes(table: Table) -> list[str]:
+    return [
+        f"CREATE {'UNIQUE ' if table.name == 'symbol' else ''}INDEX {table.name}_by_{'_'.join(columns)} "
+        f"ON {table.name} ({', '.join(map(quoted, columns))})"
+        for columns in table.indexes
+    ]
+
+
+def migration(version: int, dialect: Dialect) -> list[str]:
+    """The statements that lead from the version before to this one, but for the views."""
+    statements: list[str] = []
+    for table in TABLES:
+        if table.since == version:
+            statements += [_create(table, version, dialect), *_indexes(table)]
+        elif table.since < version:
+            added = [column for column in table.columns if column.since == version]
+            statements += [f"ALTER TABLE {table.name} ADD COLUMN {_column(column, dialect)}" for column in added]
+    return [*statements, *MIGRATIONS.get(version, ())]
+
+
+def _readable(table: Table) -> str:
+    """A view with names instead of numbers.
+
+    Joins, not subqueries: a condition on a name must find its way to the index on the number.
+    """
+    columns, joins = [], []
+    for column in table.columns:
+        name = quoted(column.name)
+        if column.type == "symbol":
+            columns.append(f"{column.name}_symbol.text AS {name}")
+            kind = "LEFT JOIN" if column.null else "JOIN"
+            joins.append(f"{kind} symbol AS {column.name}_symbol ON {column.name}_symbol.id = t.{name}")
+        else:
+            columns.append(f"t.{name}")
+    lines = [f"SELECT {', '.join(columns)}", f"FROM {table.name} AS t", *joins]
+    return f"CREATE VIEW {table.view} AS\n" + "\n".join(lines)
+
+
+def _layer_statistics() -> str:
+    """Packed statistics as rows; `fedvitals_layer` is registered on every connection of ours (see `reader`)."""
+    coordinates = ("round", "node", "step", '"group"', "at")
+    place = [
+        "json_extract(e.value, '$[0]') AS round",
+        "node_symbol.text AS node",
+        "json_extract(e.value, '$[2]') AS step",
+        "group_symbol.text AS \"group\"",
+        "json_extract(e.value, '$[4]') AS at",
+    ]
+    values = [
+        f"json_extract(e.value, '$[{i}]') AS {name}" for i, name in enumerate(LAYER_STATISTICS, start=len(coordinates))
+    ]
+    return (
+        "CREATE VIEW layer_statistics AS\n"
+        f"SELECT run_symbol.text AS run, {', '.join(place)}, family_symbol.text AS family, layer_symbol.text AS layer,\n"
+        f"  {', '.join(values)}\n"
+        "FROM layer_block AS b\n"
+        "JOIN symbol AS run_symbol ON run_symbol.id = b.run\n"
+        "JOIN symbol AS family_symbol ON family_symbol.id = b.family\n"
+        "JOIN layer AS l ON l.layer_table = b.layer_table\n"
+        "JOIN symbol AS layer_symbol ON layer_symbol.id = l.name\n"
+        "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer IN (-1, l.position)\n"
+        "JOIN json_each(fedvitals_layer(family_symbol.text, l.position, m.layer, b.layers, b.entries, "
+        "b.coordinates, b.details, m.numbers)) AS e\n"
+        "LEFT JOIN symbol AS node_symbol ON node_symbol.id = json_extract(e.value, '$[1]')\n"
+        "LEFT JOIN symbol AS group_symbol ON group_symbol.id = json_extract(e.value, '$[3]')"
+    )
+
+
+def views(dialect: Dialect) -> dict[str, str]:
+    """The views by name. They hold nothing, so every change of version makes them anew."""
+    made = {table.view: _readable(table) for table in TABLES if table.view}
+    if dialect.name == "sqlite":
+        made["layer_statistics"] = _layer_statistics()
+    return made
+
+
+def upgrade(version: int, dialect: Dialect) -> list[str]:
+    """Everything that leads from a version (0: an empty database) to the present one."""
+    made = views(dialect)
+    statements = [f"DROP VIEW IF EXISTS {name}" for name in made]
+    for step in range(version + 1, VERSION + 1):
+        statements += migration(step, dialect)
+    return [*statements, *made.values()]
+
+
+_HEAD = f"""# The store's schema
+
+Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.
+
+Version {VERSION} (`PRAGMA user_version`). A store is one SQLite file. `fedvitals query SQL` reads it, and so does any SQLite
+client while a training writes. Names are kept once, in `symbol`; the other tables hold their numbers. **People read the
+views**, which show the names:
+
+    fedvitals query "SELECT node, value FROM metrics WHERE run = '...' AND name = 'loss' AND round = 7"
+
+- NaN is stored as NULL (SQLite knows no NaN), infinity as it is. JSON has neither: there they are the texts "NaN",
+  "Infinity" and "-Infinity".
+- `layer_statistics` unpacks blobs through a function that fedvitals registers: use it in `fedvitals query`, or after
+  `fedvitals.store.open_reader`. A plain `sqlite3` shell reads everything but this one view.
+
+## Views
+"""
+
+
+def markdown() -> str:
+    """The page docs/schema.md."""
+    lines = [_HEAD, "| view | columns |", "| --- | --- |"]
+    for table in TABLES:
+        if table.view:
+            lines.append(f"| `{table.view}` | {', '.join(column.name for column in table.columns)} |")
+    statistics = ", ".join(LAYER_STATISTICS)
+    lines.append(f"| `layer_statistics` | run, round, node, step, group, at, family, layer, {statistics} |")
+    lines += ["", "## Tables"]
+    for table in TABLES:
+        lines += ["", f"### `{table.name}`", "", table.meaning]
+        lines += [f"View with names: `{table.view}`."] if table.view else []
+        lines += ["", "| column | type | meaning |", "| --- | --- | --- |"]
+        for column in table.columns:
+            kind = {"symbol": "number of a name", "key": "integer, primary key"}.get(column.type, column.type)
+            lines.append(f"| `{column.name}` | {kind} | {column.meaning} |")
+        if table.key:
+            lines += ["", f"Key: {', '.join(table.key)}."]
+        for index in table.indexes:
+            lines += ["", f"Index: {', '.join(index)}."]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored once, though delivered twice: which sequences of a source have been here, as few closed intervals."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+from fedvitals.records import Record, Run, run_of
+from fedvitals.store.dialect import Database
+from fedvitals.store.symbols import Symbols
+
+
+class Intervals:
+    """A set of integers that are mostly consecutive, and what changed in it since it was last saved."""
+
+    def __init__(self, intervals: Iterable[tuple[int, int]] = ()) -> None:
+        pairs = sorted(intervals)
+        self._first = [first for first, _ in pairs]
+        self._last = [last for _, last in pairs]
+        self.changed: dict[int, int | None] = {}  # first → last; None: no interval begins there any more
+
+    def add(self, number: int) -> bool:
+        """Whether the number is new."""
+        first, last = self._first, self._last
+        i = len(last) - 1
+        if i >= 0 and number <= last[i]:
+            i = bisect_right(first, number) - 1
+            if i >= 0 and number <= last[i]:
+                return False
+        grows_left = i >= 0 and last[i] == number - 1
+        grows_right = i + 1 < len(first) and first[i + 1] == number + 1
+        if grows_left and grows_right:
+            self.changed[first.pop(i + 1)] = None
+            last[i] = last.pop(i + 1)
+        elif grows_left:
+            last[i] = number
+        elif grows_right:
+            self.changed[first[i + 1]] = None
+            i += 1
+            first[i] = number
+        else:
+            i += 1
+            first.insert(i, number)
+            last.insert(i, number)
+        self.changed[first[i]] = last[i]
+        return True
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return list(zip(self._first, self._last, strict=True))
+
+
+def fresh(records: Sequence[Record], intervals: dict[tuple[str, str], Intervals]) -> list[Record]:
+    """The records that have not been here before; `intervals`, by run and source, then know them too.
+
+    A record without a source has no identity and counts as new. So does a Run, which is written over.
+    """
+    new: list[Record] = []
+    for record in records:
+        if not record.source:
+            new.append(record)
+            continue
+        key = (run_of(record), record.source)
+        here = intervals.get(key)
+        if here is None:
+            here = intervals[key] = Intervals()
+        if here.add(record.sequence) or isinstance(record, Run):
+            new.append(record)
+    return new
+
+
+class Delivered:
+    """The table `delivered`, as the one writer remembers it."""
+
+    def __init__(self, database: Database, symbols: Symbols) -> None:
+        self._database = database
+        self._symbols = symbols
+        self._intervals: dict[tuple[str, str], Intervals] = {}
+
+    def fresh(self, records: Sequence[Record]) -> list[Record]:
+        for key in {(run_of(record), record.source) for record in records}:
+            if key not in self._intervals:
+                self._intervals[key] = self._load(*key)
+        return fresh(records, self._intervals)
+
+    def _load(self, run: str, source: str) -> Intervals:
+        sql = "SELECT first, last FROM delivered WHERE run = ? AND source = ?"
+        return Intervals((int(a), int(b)) for a, b in self._database.rows(sql, self._key(run, source)))
+
+    def _key(self, run: str, source: str) -> tuple[int, int]:
+        return self._symbols.known(run), self._symbols.known(source)
+
+    def save(self, touched: Iterable[tuple[str, str]]) -> None:
+        """Write what changed; in the transaction of the records themselves."""
+        for key in touched:
+            intervals = self._intervals.get(key)
+            if intervals is None or not intervals.changed:
+                continue
+            place = self._key(*key)
+            for first, last in intervals.changed.items():
+                if last is None:
+                    gone = "DELETE FROM delivered WHERE run = ? AND source = ? AND first = ?"
+                    self._database.execute(gone, (*place, first))
+                else:
+                    self._database.execute(
+                        "INSERT INTO delivered (run, source, first, last) VALUES (?, ?, ?, ?) "
+                        "ON CONFLICT (run, source, first) DO UPDATE SET last = excluded.last",
+                        (*place, first, last),
+                    )
+            intervals.changed = {}
+
+    def forget(self) -> None:
+        self._intervals = {}

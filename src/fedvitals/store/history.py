@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of a run, out of SQL: the twin of `MemoryStore.history`, with the same answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.protocols import Node
+from fedvitals.records import Event
+from fedvitals.stats import FAMILIES, Array, statistics_of
+from fedvitals.store import rows
+from fedvitals.store.dialect import Database
+from fedvitals.store.packing import Part, coordinates_of, numbers_of, over_rounds, statistic_of
+from fedvitals.store.symbols import Names, natural
+
+
+def check_statistic(family: str, statistic: str) -> None:
+    """ConfigError, with what exists, when there is no such statistic."""
+    if family not in FAMILIES:
+        raise ConfigError(unknown("family", family, FAMILIES))
+    if statistic not in statistics_of(family):
+        raise ConfigError(unknown(f"statistic of family '{family}'", statistic, statistics_of(family)))
+
+
+def _value(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+class SqlHistory:
+    """A `protocols.History` of one run. A statement each: every answer is of one moment, also while a training writes."""
+
+    def __init__(self, database: Database, run: str) -> None:
+        self._database = database
+        self._names = Names(database)
+        self._run = run
+        self._number: int | None = None
+
+    def _ask(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Rows of a statement whose first value is this run; none as long as the store does not know the run."""
+        if self._number is None:
+            self._number = self._names.number(self._run)
+        return [] if self._number is None else self._database.rows(sql, (self._number, *values))
+
+    def rounds(self) -> list[int]:
+        return [row[0] for row in self._ask("SELECT round FROM run_round WHERE run = ? ORDER BY round")]
+
+    def nodes(self) -> list[Node]:
+        found = self._ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?")
+        return sorted((row[0] for row in found), key=natural)
+
+    def layers(self, family: str) -> tuple[str, ...]:
+        found = self._ask(
+            "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ("
+            "SELECT layer_table FROM layer_block WHERE run = ? AND family = (SELECT id FROM symbol WHERE text = ?) "
+            "ORDER BY arrival DESC LIMIT 1) ORDER BY l.position",
+            family,
+        )
+        return tuple(row[0] for row in found)
+
+    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+        found = self._ask(
+            "SELECT s.text, m.value FROM metric AS m JOIN symbol AS s ON s.id = m.node "
+            "WHERE m.run = ? AND m.name = (SELECT id FROM symbol WHERE text = ?) AND m.round = ? AND m.layer IS NULL "
+            "ORDER BY m.at, m.arrival",
+            name,
+            round,
+        )
+        newest = {node: _value(value) for node, value in found}
+        return {node: newest[node] for node in sorted(newest, key=natural)}
+
+    def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
+        # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
+        place = 'node IS NULL AND "group" IS NULL' if node is None else "node = (SELECT id FROM symbol WHERE text = ?)"
+        found = self._ask(
+            "SELECT round, value FROM metric WHERE run = ? AND name = (SELECT id FROM symbol WHERE text = ?) "  # noqa: S608
+            f"AND {place} AND round IS NOT NULL AND layer IS NULL ORDER BY at, arrival",
+            name,
+            *(() if node is None else (node,)),
+        )
+        newest = dict(found)
+        rounds = sorted(newest)
+        return rounds, [_value(newest[round_]) for round_ in rounds]
+
+    def matrix(self, family: str, statistic: str, layer: str) -> tuple[list[int], list[Node], Array]:
+        check_statistic(family, statistic)
+        found = self._ask(
+            "SELECT b.arrival, l.position, m.layer, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
+            "JOIN layer AS l ON l.layer_table = b.layer_table "
+            "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer IN (-1, l.position) "
+            "WHERE b.run = ? AND b.family = (SELECT id FROM symbol WHERE text = ?) "
+            "AND l.name = (SELECT id FROM symbol WHERE text = ?)",
+            family,
+            layer,
+        )
+        parts: list[Part] = []
+        # Sorted here, since SQL would carry the blobs through its sorter.
+        for _, position, stored, count, coordinates, numbers in sorted(found, key=lambda row: row[:2]):
+            columns = numbers_of(family, numbers, count)[position if stored < 0 else 0]
+            parts.append((*coordinates_of(coordinates, count), statistic_of(family, statistic, columns)))
+        return over_rounds(parts, self._names.texts)
+
+    def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
+        conditions, values = "", []
+        if name is not None:
+            conditions, values = " AND name = ?", [name]
+        if since is not None:
+            conditions, values = conditions + " AND round >= ?", [*values, since]
+        found = self._database.rows(
+            f"{rows.select(Event)} WHERE run = ?{conditions} ORDER BY at, arrival", (self._run, *values)
+        )
+        return [rows.from_row(Event, row) for row in found]

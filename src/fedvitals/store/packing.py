@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices of one family as one block: float32 numbers [layers, columns, entries], and where each entry belongs.
+
+Entries come last so that one statistic of one layer lies in one piece, over all its clients and rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.records import LayerStats, Where
+from fedvitals.stats import FAMILIES, Array, derive, pack, unpack
+from fedvitals.store.symbols import natural
+
+Numbers = npt.NDArray[np.float32]
+Whole = npt.NDArray[np.int64]
+
+NONE = -(2**63)  # of a round or a step; a symbol that is None is 0, since symbols count from 1
+
+# Little endian on every machine: a store may be carried to another.
+_COORDINATES = (("rounds", "<i8"), ("at", "<f8"), ("nodes", "<i4"))
+_DETAILS = (("steps", "<i8"), ("sequences", "<i8"), ("layers", "<i4"), ("groups", "<i4"), ("sources", "<i4"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """Where the matrices of a block belong: arrays of one length, names as symbols."""
+
+    rounds: Whole
+    at: Array
+    nodes: npt.NDArray[np.int32]
+    steps: Whole
+    sequences: Whole
+    layers: npt.NDArray[np.int32]
+    groups: npt.NDArray[np.int32]
+    sources: npt.NDArray[np.int32]
+
+    def coordinates(self) -> bytes:
+        return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES)
+
+    def details(self) -> bytes:
+        return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS)
+
+
+def _split(blob: bytes, fields: tuple[tuple[str, str], ...], count: int) -> list[Any]:
+    arrays, offset = [], 0
+    for _, kind in fields:
+        arrays.append(np.frombuffer(blob, kind, count, offset))
+        offset += arrays[-1].nbytes
+    return arrays
+
+
+def coordinates_of(blob: bytes, count: int) -> tuple[Whole, Array, npt.NDArray[np.int32]]:
+    """Rounds, times and nodes of the entries: all that a matrix over rounds and nodes needs."""
+    rounds, at, nodes = _split(blob, _COORDINATES, count)
+    return rounds, at, nodes
+
+
+def entries_of(coordinates: bytes, details: bytes, count: int) -> Entries:
+    return Entries(*_split(coordinates, _COORDINATES, count), *_split(details, _DETAILS, count))
+
+
+def joined(parts: Sequence[Entries]) -> Entries:
+    """The entries of several blocks as those of one."""
+    names = [name for name, _ in (*_COORDINATES, *_DETAILS)]
+    return Entries(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def block_of(records: Sequence[LayerStats], number: Callable[[str | None], int | None]) -> tuple[Entries, Numbers]:
+    """Records of one family and one list of layers as a block."""
+    places = [record.where for record in records]
+    entries = Entries(
+        np.array([NONE if where.round is None else where.round for where in places], np.int64),
+        np.array([record.at for record in records], np.float64),
+        np.array([number(where.node) or 0 for where in places], np.int32),
+        np.array([NONE if where.step is None else where.step for where in places], np.int64),
+        np.array([record.sequence for record in records], np.int64),
+        np.array([number(where.layer) or 0 for where in places], np.int32),
+        np.array([number(where.group) or 0 for where in places], np.int32),
+        np.array([number(record.source) or 0 for record in records], np.int32),
+    )
+    stacked = np.asarray(np.stack([record.matrix for record in records]), np.float64)
+    with np.errstate(all="ignore"):  # what overflows float32 becomes infinite, which is what it should say
+        packed = pack(records[0].family, stacked)
+    return entries, np.ascontiguousarray(packed.transpose(1, 2, 0))
+
+
+def numbers_of(family: str, blob: bytes, count: int) -> Numbers:
+    """The numbers of a block or of one of its layers, [layers, columns, entries]."""
+    return np.frombuffer(blob, "<f4").reshape(-1, len(FAMILIES[family].columns), count)
+
+
+def matrices(family: str, numbers: Numbers) -> Array:
+    """The matrices of a block as they were, [entries, layers, columns]."""
+    with np.errstate(all="ignore"):
+        return unpack(family, numbers.transpose(2, 0, 1))
+
+
+def statistic_of(family: str, statistic: str, numbers: Numbers) -> Array:
+    """One statistic of one layer, for each entry; numbers are [columns, entries]."""
+    with np.errstate(all="ignore"):
+        return derive(family, unpack(family, numbers.T), statistic)
+
+
+def records_of(
+    run: str, family: str, table: str, entries: Entries, numbers: Numbers, name: Callable[[int], str | None]
+) -> list[LayerStats]:
+    """The way back from `block_of`."""
+    found = []
+    for i, matrix in enumerate(matrices(family, numbers)):
+        rounds, step = int(entries.rounds[i]), int(entries.steps[i])
+        where = Where(
+            run,
+            None if rounds == NONE else rounds,
+            name(int(entries.nodes[i])),
+            None if step == NONE else step,
+            name(int(entries.layers[i])),
+            name(int(entries.groups[i])),
+        )
+        source = name(int(entries.sources[i])) or ""
+        found.append(LayerStats(where, float(entries.at[i]), family, matrix, table, source, int(entries.sequences[i])))
+    return found
+
+
+Part = tuple[Whole, Array, npt.NDArray[np.int32], Array]
+"""Rounds, times, nodes and values of some entries."""
+
+
+def newest(parts: Sequence[Part]) -> Part:
+    """The parts as one, so ordered that of two entries for the same place the later in the arrays is the newer.
+
+    Newer is what was measured later; at the same time, what arrived later, which is the order of the parts.
+    """
+    rounds, at, nodes, values = (np.concatenate([part[i] for part in parts]) for i in range(4))
+    placed = (rounds != NONE) & (nodes != 0)
+    if not placed.all():
+        rounds, at, nodes, values = rounds[placed], at[placed], nodes[placed], values[placed]
+    if np.any(at[1:] < at[:-1]):
+        order = np.argsort(at, kind="stable")
+        rounds, at, nodes, values = rounds[order], at[order], nodes[order], values[order]
+    return rounds, at, nodes, values
+
+
+def _index(values: Any) -> tuple[list[int], Any]:
+    """The distinct values, ascending, and for each value its place among them; without sorting where they are dense."""
+    low, high = int(values.min()), int(values.max())
+    if high - low > 4 * len(values) + 1024:
+        distinct, places = np.unique(values, return_inverse=True)
+        return distinct.tolist(), places
+    present = np.zeros(high - low + 1, bool)
+    present[values - low] = True
+    places = np.cumsum(present)[values - low] - 1
+    return (np.flatnonzero(present) + low).tolist(), places
+
+
+def over_rounds(
+    parts: Sequence[Part], names: Callable[[Iterable[int]], list[str]]
+) -> tuple[list[int], list[str], npt.NDArray[np.float64]]:
+    """One layer's values as [rounds × nodes]; NaN where a node took no part."""
+    rounds, _, nodes, values = newest(parts) if parts else (np.empty(0),) * 4
+    if not len(rounds):
+        return [], [], np.empty((0, 0))
+    distinct, row = _index(rounds)
+    symbols, column = _index(nodes.astype(np.int64))
+    labels = names(symbols)
+    order = sorted(range(len(labels)), key=lambda i: natural(labels[i]))
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    table = np.full((len(distinct), len(labels)), np.nan)
+    table[row, place[column]] = values  # an index that comes twice keeps its last value
+    return distinct, [labels[i] for i in order], table

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection that can only read: many at once, also while a training writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from pathlib import Path
+from types import TracebackType
+
+from fedvitals.errors import StoreError
+from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
+from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.history import SqlHistory
+from fedvitals.store.packing import NONE, entries_of, numbers_of
+from fedvitals.store.schema import LAYER_STATISTICS, VERSION
+from fedvitals.store.sqlite import check_file, check_version
+from fedvitals.store.symbols import Names
+
+_MAY = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+_PRAGMAS = ("application_id", "user_version", "database_list", "index_info", "index_list", "table_info", "table_list")
+
+
+def _authorise(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """Reading and nothing else: «mode=ro» alone would let ATTACH and VACUUM INTO write other files."""
+    if action in _MAY and second != "load_extension":
+        return sqlite3.SQLITE_OK
+    if action == sqlite3.SQLITE_PRAGMA and first in _PRAGMAS and (second is None or not first.endswith(("id", "version"))):
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_DENY
+
+
+def _in_json(value: float) -> float | None | str:
+    return None if math.isnan(value) else value
+
+
+def _layer(
+    family: str, position: int, stored: int, layers: int, count: int, coordinates: bytes, details: bytes, blob: bytes
+) -> str:
+    """One layer of a block as JSON rows for the view `layer_statistics`; NaN is NULL as everywhere in SQL."""
+    if position >= layers or FAMILIES[family].columns is not STATISTICS:
+        return "[]"
+    entries = entries_of(coordinates, details, count)
+    matrix = unpack(family, numbers_of(family, blob, count)[position if stored < 0 else 0].T)
+    places = zip(entries.rounds, entries.nodes, entries.steps, entries.groups, entries.at, strict=True)
+    values = zip(*(derive(family, matrix, statistic) for statistic in LAYER_STATISTICS), strict=True)
+    found = [
+        [
+            *(None if int(x) in (NONE, 0) and i in (1, 3) or int(x) == NONE else int(x) for i, x in enumerate(place[:4])),
+            _in_json(float(place[4])),
+            *(_in_json(float(x)) for x in numbers),
+        ]
+        for place, numbers in zip(places, values, strict=True)
+    ]
+    # JSON has no infinity, but a number too large for float64 is read as one.
+    return json.dumps(found).replace("Infinity", "9e999")
+
+
+class Reader:
+    """An open store to read from; `queries` has what can be asked."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.names = Names(database)
+
+    def history(self, run: str) -> SqlHistory:
+        return SqlHistory(self.database, run)
+
+    def close(self) -> None:
+        self.database.connection.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_sqlite(path: Path) -> Reader:
+    """A reader of the store in that file."""
+    if not path.exists():
+        raise StoreError(
+            f"There is no store '{path}'. Name one with --store or FEDVITALS_STORE, go to the folder where it lies, "
+            "or make one: `fedvitals demo` does, and so does `fedvitals.Monitor(...)` in a training."
+        )
+    check_file(path)
+    try:
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10, isolation_level=None, check_same_thread=False
+        )
+    except sqlite3.Error as error:
+        raise StoreError(f"The store '{path}' cannot be opened: {error}.") from error
+    database = Database(connection, SQLITE, str(path))
+    try:
+        version = check_version(database)
+        if version < VERSION:
+            what = f"has schema version {version}" if version else "is empty"
+            raise StoreError(  # noqa: TRY301 - the connection is to be closed
+                f"The store '{path}' {what}; this fedvitals reads version {VERSION}. "
+                "The first training that writes to it brings it up to date."
+            )
+        connection.execute("PRAGMA query_only = ON")
+        connection.create_function("fedvitals_layer", 8, _layer, deterministic=True)
+        connection.set_authorizer(_authorise)
+    except BaseException:
+        connection.close()
+        raise
+    return Reader(database)

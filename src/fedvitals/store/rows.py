@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as rows and back, column by column as `schema` types them. Layer statistics have `packing` instead."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from fedvitals.records import (
+    Action,
+    Event,
+    Finding,
+    Layer,
+    LayerTable,
+    Metric,
+    Record,
+    Run,
+    Sketch,
+    Snapshot,
+    Span,
+    Suspect,
+    Transfer,
+    Where,
+)
+from fedvitals.store.ddl import quoted
+from fedvitals.store.schema import TABLE
+from fedvitals.store.symbols import encodable
+
+# Which table holds which record; Run and LayerStats have ways of their own.
+TABLE_OF: Mapping[type, str] = {
+    Metric: "metric",
+    Event: "event",
+    Span: "span",
+    Transfer: "transfer",
+    Sketch: "sketch",
+    Finding: "finding",
+    Action: "action",
+    Snapshot: "snapshot",
+}
+
+_PLACE = ("run", "round", "node", "step", "layer", "group")
+Row = tuple[Any, ...]
+
+
+def _plain(value: Any) -> Any:
+    """The value in what JSON has; numbers that JSON lacks become texts, things that it does not know their `str`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def to_json(value: Any) -> str:
+    if not value and isinstance(value, Mapping):
+        return "{}"  # by far the most frequent
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value))
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _real(value: Any) -> float | None:
+    return None if value is None else float(value)  # also out of NumPy's types, which sqlite3 does not take
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else encodable(str(value))
+
+
+def _suspects(suspects: Sequence[Suspect]) -> str:
+    return to_json([asdict(suspect) for suspect in suspects])
+
+
+def _floats(values: Sequence[float]) -> bytes:
+    with np.errstate(over="ignore"):
+        return np.asarray(values, "<f4").tobytes()
+
+
+def to_row(kind: type, number: Callable[[str | None], int | None]) -> Callable[[Any], Row]:
+    """The function that makes a row of such a record; `number` gives a name's symbol."""
+    by_type = {"symbol": number, "integer": _whole, "real": _real, "text": _text, "json": to_json, "blob": _floats}
+    columns = TABLE[TABLE_OF[kind]].columns[1:]  # the database numbers the arrivals
+    fields = attrgetter(*(f"where.{c.name}" if c.name in _PLACE else c.name for c in columns))
+    plan = [_suspects if c.name == "suspects" else by_type[c.type] for c in columns]
+    return lambda record: tuple([convert(value) for convert, value in zip(plan, fields(record), strict=True)])
+
+
+def insert(kind: type) -> str:
+    table = TABLE[TABLE_OF[kind]]
+    columns = [quoted(column.name) for column in table.columns[1:]]
+    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"  # noqa: S608
+
+
+def select(kind: type) -> str:
+    """Every column of such records but their arrival, names for numbers; to be followed by conditions."""
+    table = TABLE[TABLE_OF[kind]]
+    return f"SELECT {', '.join(quoted(column.name) for column in table.columns[1:])} FROM {table.view}"  # noqa: S608
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def from_row(kind: type, row: Row) -> Any:
+    """The record that `select` found."""
+    columns = TABLE[TABLE_OF[kind]].columns[1:]
+    fields = {c.name: v for c, v in zip(columns, row, strict=True)}
+    where = Where(**{name: fields.pop(name) for name in _PLACE})
+    for column in columns:
+        if column.name not in fields:
+            continue
+        value = fields[column.name]
+        if column.type == "json":
+            fields[column.name] = json.loads(value)
+        elif column.type == "blob":
+            fields[column.name] = tuple(np.frombuffer(value, "<f4").tolist())
+        elif column.type == "real" and not (kind is Transfer and column.name == "seconds"):
+            fields[column.name] = _number(value)
+    if kind is Finding:
+        suspects = fields["suspects"]
+        fields["suspects"] = tuple(Suspect(s["node"], _score(s["score"]), s["reason"]) for s in suspects)
+    return kind(where=where, **fields)
+
+
+def _score(value: float | str) -> float:
+    return float(value)  # "NaN" and "Infinity", too
+
+
+RUN_COLUMNS = ("name", "host", "topology", "config", "seed", "started", "finished", "versions", "tables")
+
+
+def run_row(run: Run) -> Row:
+    """The run in the order of RUN_COLUMNS."""
+    digests = [table.digest for table in run.tables]
+    return (
+        _text(run.name),
+        _text(run.host),
+        _text(run.topology),
+        to_json(run.config),
+        _whole(run.seed),
+        _real(run.started),
+        _real(run.finished),
+        to_json(run.versions),
+        to_json(digests),
+    )
+
+
+def run_of_row(row: Row, tables: Mapping[str, LayerTable]) -> Run:
+    """The run from its id, RUN_COLUMNS, source and sequence."""
+    identity, name, host, topology, config, seed, started, finished, versions, digests, source, sequence = row
+    return Run(
+        identity,
+        name,
+        host,
+        topology,
+        json.loads(config),
+        seed,
+        _number(started),
+        finished,
+        json.loads(versions),
+        tuple(tables[digest] for digest in json.loads(digests)),
+        source,
+        sequence,
+    )
+
+
+def layer_rows(table: LayerTable, number: Callable[[str | None], int | None]) -> list[Row]:
+    digest = number(table.digest)
+    return [
+        (digest, i, number(layer.name), to_json(list(layer.shape)), _text(layer.dtype))
+        for i, layer in enumerate(table.layers)
+    ]
+
+
+def layer_table_of(rows: str, layers: Sequence[tuple[str, str, str]]) -> LayerTable:
+    """The list of layers from its name, shape and dtype columns."""
+    return LayerTable(rows, tuple(Layer(name, tuple(json.loads(shape)), dtype) for name, shape, dtype in layers))
+
+
+def as_stored(event: Event) -> Event:
+    """The event as it comes back from SQL: its data is JSON. What memory shows must not differ."""
+    if not event.data:
+        return event
+    data = json.loads(to_json(event.data))
+    return Event(event.where, event.at, event.level, event.name, event.message, data, event.source, event.sequence)
+
+
+def is_record(thing: Any) -> bool:
+    return isinstance(thing, Record)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a store, as data: names, types, meanings, and since which version of the schema they exist.
+
+`ddl` makes SQL and docs/schema.md from this. To change the schema: add a table or column with `since=` the next version,
+raise VERSION, and put whatever must happen to old rows into MIGRATIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+VERSION = 1
+
+# Plain SQL that runs after the new tables and columns of a version exist.
+MIGRATIONS: Mapping[int, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    name: str
+    type: str  # a word of `Dialect.types`; "symbol" is the number of a name in the table `symbol`
+    meaning: str
+    null: bool = False
+    since: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    name: str
+    meaning: str
+    columns: tuple[Column, ...]
+    key: tuple[str, ...] = ()
+    indexes: tuple[tuple[str, ...], ...] = ()
+    view: str = ""  # the same table with names instead of numbers, for people
+    since: int = 1
+
+
+def _where(meaning: str) -> tuple[Column, ...]:
+    return (
+        Column("arrival", "key", "Order of arrival in this store."),
+        Column("run", "symbol", "Id of the run."),
+        Column("round", "integer", "Round; NULL: the whole run.", null=True),
+        Column("node", "symbol", "Server, edge or client; NULL: the whole federation.", null=True),
+        Column("step", "integer", "Optimiser step inside the client-round; NULL: all of them.", null=True),
+        Column("layer", "symbol", "Layer; NULL: the whole model.", null=True),
+        Column("group", "symbol", "Edge, cluster or ring that the node is in.", null=True),
+        # Reals are nullable throughout, because SQLite keeps NaN as NULL.
+        Column("at", "real", f"When {meaning}, in seconds since the epoch.", null=True),
+    )
+
+
+_IDENTITY = (
+    Column("source", "symbol", "Who made the record; with `sequence` and `run` its identity."),
+    Column("sequence", "integer", "The how-manieth record of its source."),
+)
+
+
+def _records(name: str, view: str, meaning: str, *columns: Column, at: str = "it was made", index: str = "") -> Table:
+    """The table of a record type: coordinates, its own columns, identity."""
+    return Table(
+        name=name,
+        meaning=meaning,
+        columns=(*_where(at), *columns, *_IDENTITY),
+        indexes=(tuple(index.split()),) if index else (("run", "round"),),
+        view=view,
+    )
+
+
+TABLES: tuple[Table, ...] = (
+    Table(
+        "symbol",
+        "Every name, once: runs, nodes, layers, metrics. The other tables hold its number.",
+        (Column("id", "integer", "The number, from 1 up."), Column("text", "text", "The name.")),
+        key=("id",),
+        indexes=(("text",),),
+    ),
+    Table(
+        "run",
+        "One training, from its first event to its last.",
+        (
+            Column("id", "symbol", "Id of the run."),
+            Column("name", "text", "What the user called it; several runs may share a name."),
+            Column("host", "text", "Who trains: torch, lab, flower."),
+            Column("topology", "text", "Shape of the federation, where the host knows it.", null=True),
+            Column("config", "json", "Settings of the training."),
+            Column("seed", "integer", "Seed of the training, where there is one.", null=True),
+            Column("started", "real", "First moment, in seconds since the epoch.", null=True),
+            Column("finished", "real", "Last moment; NULL: still running, or killed.", null=True),
+            Column("versions", "json", "Versions of the packages in use."),
+            Column("tables", "json", "Digests of the layer tables (`layers`)."),
+            *_IDENTITY,
+        ),
+        key=("id",),
+        view="runs",
+    ),
+    _records(
+        "metric",
+        "metrics",
+        "One scalar each; docs/metrics.md says what the names mean.",
+        Column("name", "symbol", "Name of the metric."),
+        Column("value", "real", "The value; NULL stands for NaN (a metric that is absent has no row).", null=True),
+        at="it was measured",
+        # Covering, and in order of arrival within each name: one round, one node's history and one metric over
+        # everything are all short walks, and it costs a tenth of the insert rate (node before round costs two thirds).
+        index="run name round node at value layer",
+    ),
+    _records(
+        "event",
+        "events",
+        "Something that happened: a log line, a drop-out, an exception, records lost.",
+        Column("level", "symbol", "debug, info, warning, error or critical."),
+        Column("name", "symbol", "What kind of event."),
+        Column("message", "text", "One sentence for people."),
+        Column("data", "json", "Details."),
+        at="it happened",
+        index="run level",
+    ),
+    _records(
+        "span",
+        "spans",
+        "How long something took; the ids are those of W3C trace context.",
+        Column("name", "symbol", "What was timed."),
+        Column("seconds", "real", "Its length.", null=True),
+        Column("trace", "text", "Trace id."),
+        Column("id", "text", "Span id."),
+        Column("parent", "text", "Span id of the span around it.", null=True),
+        Column("attributes", "json", "Details."),
+        at="it began",
+    ),
+    _records(
+        "transfer",
+        "transfers",
+        "Bytes that went from one node to another.",
+        Column("sender", "symbol", "Node that sent."),
+        Column("receiver", "symbol", "Node that received."),
+        Column("bytes", "integer", "Bytes on the wire."),
+        Column("raw_bytes", "integer", "Their size before compression."),
+        Column("seconds", "real", "How long it took, where known.", null=True),
+        Column("kind", "symbol", "model, update or telemetry."),
+        at="it happened",
+    ),
+    _records(
+        "sketch",
+        "sketches",
+        "A random projection of an update: angles and distances survive it.",
+        Column("values", "blob", "The numbers, float32, little endian."),
+        Column("digest", "text", "Digest of the update itself: equal digests are equal updates."),
+    ),
+    _records(
+        "finding",
+        "findings",
+        "What a detector says.",
+        Column("issue", "symbol", "Code of the issue."),
+        Column("severity", "symbol", "note, warning or critical."),
+        Column("confidence", "real", "How sure, from 0 to 1.", null=True),
+        Column("message", "text", "One sentence for people."),
+        Column("evidence", "json", "The numbers behind it."),
+        Column("suspects", "json", 'Who is suspected: `[{"node", "score", "reason"}, ...]`.'),
+    ),
+    _records(
+        "action",
+        "actions",
+        "What a correction proposes, and what became of it.",
+        Column("finding", "text", "The finding that it answers."),
+        Column("kind", "symbol", "What to do."),
+        Column("target", "symbol", "With which node or layer.", null=True),
+        Column("arguments", "json", "How."),
+        Column("status", "symbol", "suggested, trial, applied, undone or refused."),
+    ),
+    _records(
+        "snapshot",
+        "snapshots",
+        "A tensor state on the replay tape, named by its content.",
+        Column("kind", "symbol", "global, update, optimizer or rng."),
+        Column("digest", "text", "Digest of the content."),
+        Column("bytes", "integer", "Its size."),
+    ),
+    Table(
+        "layer_table",
+        "Lists of layers that statistics speak about; stored once for all runs that share them.",
+        (
+            Column("id", "symbol", "Digest of the list."),
+            Column("rows", "text", "What the layers are: parameter, buffer or module."),
+        ),
+        key=("id",),
+    ),
+    Table(
+        "layer",
+        "The layers of each list, first to last.",
+        (
+            Column("layer_table", "symbol", "Digest of the list."),
+            Column("position", "integer", "Place in the list, from 0."),
+            Column("name", "symbol", "Name of the layer."),
+            Column("shape", "json", "Shape of the tensor."),
+            Column("dtype", "text", "Type of its elements."),
+        ),
+        key=("layer_table", "position"),
+        indexes=(("layer_table", "name"),),
+        view="layers",
+    ),
+    Table(
+        "layer_block",
+        "Layer statistics, packed: which matrices (the *entries*) one block of numbers holds. Blocks arrive one a batch "
+        "and round; older rounds are compacted into larger blocks, which changes no answer.",
+        (
+            Column("arrival", "key", "Order of arrival in this store."),
+            Column("run", "symbol", "Id of the run."),
+            Column("family", "symbol", "What the columns mean (docs/metrics.md, «Families»)."),
+            Column("layer_table", "symbol", "Digest of the list of layers."),
+            Column("layers", "integer", "How many layers."),
+            Column("entries", "integer", "How many matrices."),
+            Column("first_round", "integer", "Smallest round among them; NULL: one has no round.", null=True),
+            Column("last_round", "integer", "Largest round among them; NULL: one has no round.", null=True),
+            Column("coordinates", "blob", "Of each entry: round int64, at float64, node int32 (three arrays)."),
+            Column("details", "blob", "Step int64, sequence int64, layer, group, source int32 (five arrays)."),
+        ),
+        indexes=(("run", "family", "first_round"),),
+    ),
+    Table(
+        "layer_matrix",
+        "The numbers of a block, float32, [layers, columns, entries].",
+        (
+            Column("block", "integer", "`arrival` of the block."),
+            Column("layer", "integer", "Position of the layer; -1: all layers in one row (not yet compacted)."),
+            Column("numbers", "blob", "The numbers; the nine sums as `fedvitals.stats.pack` makes them."),
+        ),
+        key=("block", "layer"),
+    ),
+    Table(
+        "run_round",
+        "Rounds that have a record, with the time of the first and of the last one.",
+        (
+            Column("run", "symbol", "Id of the run."),
+            Column("round", "integer", "The round."),
+            Column("first", "real", "Smallest `at` of its records.", null=True),
+            Column("last", "real", "Largest `at` of its records.", null=True),
+        ),
+        key=("run", "round"),
+    ),
+    Table(
+        "run_node",
+        "Nodes that have a record.",
+        (Column("run", "symbol", "Id of the run."), Column("node", "symbol", "The node.")),
+        key=("run", "node"),
+    ),
+    Table(
+        "delivered",
+        "Which records of a source are here, as closed intervals of their sequence: delivered twice, stored once.",
+        (
+            Column("run", "symbol", "Id of the run."),
+            Column("source", "symbol", "Who made the records."),
+            Column("first", "integer", "First sequence of the interval."),
+            Column("last", "integer", "Last sequence of the interval."),
+        ),
+        key=("run", "source", "first"),
+    ),
+)
+
+TABLE = {table.name: table for table in TABLES}
+
+# Statistics that the view `layer_statistics` shows of each family with the nine sums.
+LAYER_STATISTICS = (
+    "count",
+    "mean",
+    "std",
+    "l2",
+    "min",
+    "max",
+    "absmax",
+    "mean_magnitude",
+    "sparsity",
+    "zeros",
+    "nans",
+    "infs",
+)

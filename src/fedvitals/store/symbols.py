@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers for names: a store keeps every name once. A symbol never changes and is never removed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from fedvitals.store.dialect import Database
+
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+def natural(name: str) -> tuple[object, ...]:
+    """Sort key by which c2 comes before c10."""
+    parts: list[object] = list(_DIGITS.split(name))
+    # Length, then text: the order of the numbers, at any number of digits.
+    parts[1::2] = [(len(digits), digits) for digits in (str(part).lstrip("0") for part in parts[1::2])]
+    return (*parts, name)
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which log lines from undecodable bytes have and no database takes."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+class Symbols:
+    """What a writer knows of the table `symbol`, and the names that it has to add."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._numbers: dict[str | None, int | None] = {None: None}
+        self._next: int | None = None
+        self._new: list[tuple[int, str]] = []
+
+    def number(self, text: str | None) -> int | None:
+        try:
+            return self._numbers[text]
+        except KeyError:
+            return self._learn(str(text))
+
+    def known(self, text: str) -> int:
+        """The number of a name that is not None, for those who count on it."""
+        return self.number(text) or 0
+
+    def _learn(self, text: str) -> int:
+        clean = encodable(text)
+        number = self._numbers.get(clean)
+        if number is None:
+            found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (clean,))
+            number = int(found[0][0]) if found else self._add(clean)
+            self._numbers[clean] = number
+        self._numbers[text] = number
+        return number
+
+    def _add(self, text: str) -> int:
+        if self._next is None:
+            self._next = int(self._database.rows("SELECT COALESCE(MAX(id), 0) + 1 FROM symbol")[0][0])
+        number, self._next = self._next, self._next + 1
+        self._new.append((number, text))
+        return number
+
+    def save(self) -> None:
+        """Write the new names; in the transaction of the rows that use them."""
+        if self._new:
+            self._database.many("INSERT INTO symbol (id, text) VALUES (?, ?)", self._new)
+            self._new = []
+
+    def forget(self) -> None:
+        """After a rollback, or when someone else has written: nothing known here can be trusted."""
+        self._numbers, self._next, self._new = {None: None}, None, []
+
+
+class Names:
+    """The way back for a reader: names by number, fetched as they are needed."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._texts: dict[int, str] = {}
+
+    def texts(self, numbers: Iterable[int]) -> list[str]:
+        wanted = [int(number) for number in numbers]
+        if any(number not in self._texts for number in wanted):
+            # One walk over what is new since the last time beats one question a name.
+            newest = max(self._texts, default=0)
+            self._texts.update(self._database.rows("SELECT id, text FROM symbol WHERE id > ?", (newest,)))
+        return [self._texts[number] for number in wanted]
+
+    def number(self, text: str) -> int | None:
+        """None: no record in the store bears this name."""
+        found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (encodable(text),))
+        return int(found[0][0]) if found else None

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of records into the tables, in one transaction; the same for every database."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fedvitals.errors import RecordError
+from fedvitals.records import LayerStats, LayerTable, Record, Run, run_of
+from fedvitals.store import compaction, rows
+from fedvitals.store.delivered import Delivered
+from fedvitals.store.dialect import Database
+from fedvitals.store.packing import block_of
+from fedvitals.store.symbols import Symbols
+
+Family = tuple[str, str, str, int]  # run, family, layer table, number of layers
+
+
+class Writer:
+    """The one writer of a database, and what it remembers between two batches."""
+
+    def __init__(self, database: Database, changed_elsewhere: Callable[[], bool]) -> None:
+        self._database = database
+        self._changed_elsewhere = changed_elsewhere
+        self._symbols = Symbols(database)
+        self._delivered = Delivered(database, self._symbols)
+        self._rows = {kind: (rows.insert(kind), rows.to_row(kind, self._symbols.number)) for kind in rows.TABLE_OF}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._symbols.forget()
+        self._delivered.forget()
+        self._tables: set[str] = set()
+        self._nodes: set[tuple[str, str | None]] = set()
+        self._rounds: dict[tuple[str, int], tuple[float, float]] = {}
+        self._pending: dict[Family, compaction.Pending] = {}
+        self._arrival: int | None = None
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Store what is new of the batch, all or nothing."""
+        for record in records:
+            if not rows.is_record(record):
+                raise RecordError(f"A store takes records (see fedvitals.records), got {type(record).__name__}.")
+        due: set[Family] = set()
+        self._transaction(partial(self._ingest, records, due))
+        for key in due:
+            # Each merge is a transaction of its own: a reader sees the blocks before or after it, never both.
+            while key in self._pending and (taken := self._pending[key].take()):
+                self._transaction(partial(compaction.compact, self._database, key[1], taken))
+
+    def _transaction(self, work: Callable[[], None]) -> None:
+        self._database.execute(self._database.dialect.begin)
+        try:
+            if self._changed_elsewhere():
+                self._forget()
+            work()
+            self._database.execute("COMMIT")
+        except BaseException:
+            self._forget()  # memory and tables must agree again, whatever went wrong
+            if self._database.connection.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise
+
+    def _ingest(self, records: Sequence[Record], due: set[Family]) -> None:
+        new = self._delivered.fresh(records)
+        by_kind: dict[type, list[Any]] = {}
+        for record in new:
+            by_kind.setdefault(type(record), []).append(record)
+        runs, statistics = by_kind.pop(Run, []), by_kind.pop(LayerStats, [])
+        for run in runs:
+            self._write_run(run)
+        for kind, same in by_kind.items():
+            statement, to_row = self._rows[kind]
+            self._database.many(statement, [to_row(record) for record in same])
+        due |= self._write_statistics(statistics)
+        self._note_places([record for record in new if not isinstance(record, Run)])
+        self._delivered.save({(run_of(record), record.source) for record in new})
+        self._symbols.save()
+
+    def _write_run(self, run: Run) -> None:
+        """Insert the run or write over it, unless its own source has said something newer before."""
+        for table in run.tables:
+            self._write_table(table)
+        number, source = self._symbols.number(run.id), self._symbols.number(run.source)
+        for last_source, last_sequence in self._database.rows("SELECT source, sequence FROM run WHERE id = ?", (number,)):
+            if last_source == source and run.sequence < last_sequence:
+                return
+        columns = (*rows.RUN_COLUMNS, "source", "sequence")
+        self._database.execute(
+            f"INSERT INTO run (id, {', '.join(columns)}) VALUES ({', '.join('?' * (1 + len(columns)))}) "  # noqa: S608
+            f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{column} = excluded.{column}' for column in columns)}",
+            (number, *rows.run_row(run), source, int(run.sequence)),
+        )
+
+    def _write_table(self, table: LayerTable) -> None:
+        if table.digest in self._tables:
+            return
+        self._tables.add(table.digest)
+        number = self._symbols.number(table.digest)
+        if self._database.rows("SELECT id FROM layer_table WHERE id = ?", (number,)):
+            return
+        self._database.execute("INSERT INTO layer_table (id, rows) VALUES (?, ?)", (number, table.rows))
+        self._database.many(
+            "INSERT INTO layer (layer_table, position, name, shape, dtype) VALUES (?, ?, ?, ?, ?)",
+            rows.layer_rows(table, self._symbols.number),
+        )
+
+    def _write_statistics(self, records: Sequence[LayerStats]) -> set[Family]:
+        """A block for each family and round; what comes back may have enough old rounds to merge."""
+        groups: dict[tuple[Family, int | None], list[LayerStats]] = {}
+        for record in records:
+            where = record.where
+            key = (where.run, record.family, record.table, len(record.matrix))
+            groups.setdefault((key, where.round), []).append(record)
+        due = set()
+        for (key, round_), same in groups.items():
+            pending = self._pending_of(key)  # before the block is written, or it would be in there twice
+            if pending.add(*self._write_block(key, same, round_)):
+                due.add(key)
+        return due
+
+    def _write_block(self, key: Family, same: list[LayerStats], round_: int | None) -> tuple[int, int | None, int]:
+        if self._arrival is None:
+            self._arrival = int(self._database.rows("SELECT COALESCE(MAX(arrival), 0) FROM layer_block")[0][0])
+        self._arrival += 1
+        entries, numbers = block_of(same, self._symbols.number)
+        blob = numbers.astype("<f4", copy=False).tobytes()
+        run, family, table, layers = key
+        names = [self._symbols.number(name) for name in (run, family, table)]
+        first, last = compaction.rounds_of(entries)
+        compaction.insert_block(self._database, (self._arrival, *names, layers, len(same), first, last), entries)
+        self._database.execute(
+            "INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, -1, ?)", (self._arrival, blob)
+        )
+        return self._arrival, round_, len(blob)
+
+    def _pending_of(self, key: Family) -> compaction.Pending:
+        pending = self._pending.get(key)
+        if pending is None:
+            names = [self._symbols.known(name) for name in key[:3]]
+            pending = self._pending[key] = compaction.load_pending(self._database, *names, key[3])
+        return pending
+
+    def _note_places(self, records: Sequence[Any]) -> None:
+        """Keep `run_round` and `run_node`: what rounds and nodes there are must not need a walk over all records."""
+        spans: dict[tuple[str, int], tuple[float, float]] = {}
+        nodes: set[tuple[str, str | None]] = set()
+        for record in records:
+            where, at = record.where, record.at
+            if where.node is not None:
+                nodes.add((where.run, where.node))
+            if where.round is not None:
+                key = (where.run, int(where.round))
+                first, last = spans.get(key, (math.inf, -math.inf))
+                if at < first or at > last:
+                    spans[key] = (min(at, first), max(at, last))
+                elif key not in spans:
+                    spans[key] = (first, last)
+        number = self._symbols.number
+        added = nodes - self._nodes
+        self._nodes |= added
+        self._database.many(
+            "INSERT INTO run_node (run, node) VALUES (?, ?) ON CONFLICT (run, node) DO NOTHING",
+            [(number(run), number(node)) for run, node in added],
+        )
+        for key, span in spans.items():
+            self._note_round(key, span)
+
+    def _note_round(self, key: tuple[str, int], span: tuple[float, float]) -> None:
+        place = (self._symbols.number(key[0]), key[1])
+        known = self._rounds.get(key)
+        if known is None:
+            found = self._database.rows("SELECT first, last FROM run_round WHERE run = ? AND round = ?", place)
+            known = found[0] if found else (math.inf, -math.inf)
+        wider = (min(known[0], span[0]), max(known[1], span[1]))
+        if wider != known or not math.isfinite(wider[0]):
+            self._database.execute(
+                "INSERT INTO run_round (run, round, first, last) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (run, round) DO UPDATE SET first = excluded.first, last = excluded.last",
+                (*place, *wider),
+            )
+        self._rounds[key] = wider

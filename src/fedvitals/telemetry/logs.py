@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log lines that know where in the federation they were written: as events in the store, and on the screen.
+
+The user goes on using `logging`; what is written inside a round or a client is bound to it.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.records import Event, Where
+from fedvitals.scope import Scope, current
+
+MESSAGE_BYTES = 4096
+TRACEBACK_BYTES = 16_384
+OURS = "fedvitals"  # loggers whose lines never become events, and the name of the handler that `configure` installs
+
+# What every log record has; the rest came in through `extra`.
+STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+LEVELS = (
+    (logging.CRITICAL, "critical"),
+    (logging.ERROR, "error"),
+    (logging.WARNING, "warning"),
+    (logging.INFO, "info"),
+)
+
+
+def level_name(number: int) -> str:
+    """«debug», «info», «warning», «error» or «critical»; a level between two counts as the lower."""
+    return next((name for bound, name in LEVELS if number >= bound), "debug")
+
+
+def bounded(text: str, limit: int = MESSAGE_BYTES) -> str:
+    """The text within a number of bytes, fit for UTF-8: lone surrogates, which no store takes, are written out."""
+    encoded = text.encode("utf-8", "backslashreplace")
+    if len(encoded) <= limit:
+        return encoded.decode()
+    ellipsis = "…"
+    return encoded[: limit - len(ellipsis.encode())].decode("utf-8", "ignore") + ellipsis
+
+
+class EventHandler(logging.Handler):
+    """Hands each log record that is made inside a scope to `emit`, as an Event named «log».
+
+    A thread of the user's own sees no scope; `fallback` then says where the federation stands. With `run`, scopes of
+    other runs are left alone, so that two monitors in one process do not take each other's lines.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        *,
+        fallback: Callable[[], Scope | None] | None = None,
+        run: str | None = None,
+        tracebacks: bool = False,
+        level: int | str = logging.NOTSET,
+    ) -> None:
+        super().__init__(level)
+        self._hand_over = emit
+        self._fallback = fallback
+        self._run = run
+        self._tracebacks = tracebacks
+        self._busy = threading.local()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """As in `logging`, but without a lock: nothing here is shared, and a log line must not wait for another."""
+        if not self.filter(record):
+            return False
+        self.emit(record)
+        return True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Whatever takes the event may log, too: that line would come back here for ever.
+        if _is_ours(record) or getattr(self._busy, "now", False):
+            return
+        self._busy.now = True
+        try:
+            scope = current.get() or (self._fallback() if self._fallback is not None else None)
+            if scope is not None and self._run in (None, scope.run):
+                self._hand_over(event_of(record, scope, tracebacks=self._tracebacks))
+        except Exception:  # noqa: BLE001 - a log line must never stop training
+            self.handleError(record)
+        finally:
+            self._busy.now = False
+
+
+def event_of(record: logging.LogRecord, scope: Scope, *, tracebacks: bool = False) -> Event:
+    """The log record as an Event at the scope's coordinates."""
+    return Event(
+        Where(scope.run, scope.round, scope.node, group=scope.group),
+        record.created,
+        level_name(record.levelno),
+        "log",
+        bounded(_message(record)),
+        {
+            **_extra(record),
+            "logger": record.name,
+            "file": f"{record.filename}:{record.lineno}",
+            **_exception(record, tracebacks=tracebacks),
+        },
+    )
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: at, level, logger, file, message, run, round, node, and what came in through `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        scope = current.get()
+        line: dict[str, Any] = {
+            **_extra(record),
+            "at": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": level_name(record.levelno),
+            "logger": record.name,
+            "file": f"{record.filename}:{record.lineno}",
+            "message": _message(record),
+            **_exception(record, tracebacks=True),
+        }
+        if scope is not None:
+            line |= {"run": scope.run, "round": scope.round, "node": scope.node}
+        return json_format.dumps(line, ensure_ascii=False)
+
+
+class HumanFormatter(logging.Formatter):
+    """`12:03:04 info    digits round 3 c7  train: message`, followed by the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        scope = current.get()
+        place = []
+        if scope is not None:
+            place = [scope.run, "" if scope.round is None else f"round {scope.round}", scope.node or ""]
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        where = " ".join(part for part in place if part)
+        line = (
+            f"{clock} {level_name(record.levelno):<8} {where + '  ' if where else ''}{record.name}: {_message(record)}"
+        )
+        text = _exception(record, tracebacks=True).get("traceback")
+        return f"{line}\n{text.rstrip()}" if text else line
+
+
+def configure(
+    *,
+    json: bool = False,
+    level: int | str = "INFO",
+    stream: TextIO | None = None,
+) -> logging.Handler:
+    """The one handler on the root logger that shows lines with their place, for programs without logging of their own.
+
+    Called again, it changes that handler instead of adding another.
+    """
+    name = level.upper() if isinstance(level, str) else level
+    known = logging.getLevelNamesMapping()
+    if isinstance(name, str) and name not in known:
+        raise ConfigError(unknown("log level", str(level), known))
+    root = logging.getLogger()
+    found = next((handler for handler in root.handlers if handler.get_name() == OURS), None)
+    handler = found if isinstance(found, logging.StreamHandler) else logging.StreamHandler()
+    handler.setStream(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if json else HumanFormatter())
+    handler.set_name(OURS)
+    root.setLevel(name)
+    if handler not in root.handlers:
+        root.addHandler(handler)
+    return handler
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name == OURS or record.name.startswith(OURS + ".")
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # noqa: BLE001 - arguments that do not fit the text: show both rather than nothing
+        return f"{record.msg} {_text(record.args)}"
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 - a broken __str__ in user code
+        return f"<{type(value).__name__} whose text fails with {type(error).__name__}>"
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    """The fields given as `extra` that JSON can hold, as they are now: the user may change a list later."""
+    fields = {}
+    for name, value in vars(record).items():
+        if name in STANDARD:
+            continue
+        try:
+            text = json_format.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            continue
+        if len(text) <= MESSAGE_BYTES:
+            fields[bounded(name)] = bounded(value) if isinstance(value, str) else json_format.loads(text)
+    return fields
+
+
+def _exception(record: logging.LogRecord, *, tracebacks: bool) -> dict[str, str]:
+    kind, error, _ = record.exc_info or (None, None, None)
+    if kind is None or error is None:
+        return {}
+    fields = {"exception": kind.__name__, "exception_message": bounded(_text(error))}
+    if tracebacks:
+        fields["traceback"] = bounded("".join(traceback.format_exception(error)), TRACEBACK_BYTES)
+    return fields

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a scope and a number to a record: the one place where telemetry about a scope is put into words."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Span, Where
+from fedvitals.scope import Scope
+from fedvitals.stats import Array
+from fedvitals.telemetry.timing import new_span_id
+
+TRACEBACK_CHARACTERS = 8000
+
+
+def where(scope: Scope, step: int | None = None) -> Where:
+    return Where(scope.run, scope.round, scope.node, step, None, scope.group)
+
+
+class Recorder:
+    def __init__(self, emit: Callable[[Record], None]) -> None:
+        self.emit = emit
+
+    def metric(self, scope: Scope, name: str, value: float, step: int | None = None) -> None:
+        self.emit(Metric(where(scope, step), time.time(), name, value))
+
+    def layers(self, scope: Scope, family: str, matrix: Array, table: str, step: int | None = None) -> None:
+        self.emit(LayerStats(where(scope, step), time.time(), family, matrix, table))
+
+    def sketch(self, scope: Scope, values: tuple[float, ...]) -> None:
+        self.emit(Sketch(where(scope), time.time(), values))
+
+    def span(self, scope: Scope, name: str, seconds: float, **attributes: Any) -> None:
+        began = time.time() - seconds
+        own = scope.span or new_span_id()
+        self.emit(Span(where(scope), began, name, seconds, scope.trace, own, scope.parent, attributes))
+
+    def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
+        self.emit(Event(where(scope), time.time(), level, name, message, data or {}))
+
+    def exception(self, scope: Scope, name: str, error: BaseException, *, details: bool) -> None:
+        """An exception as an event; its words and its traceback only where the privacy level allows (`details`)."""
+        kind = type(error).__name__
+        data: dict[str, Any] = {"type": kind}
+        if details:
+            data["traceback"] = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+        self.event(scope, "error", name, f"{kind}: {error}"[:1000] if details else kind, data)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Important records that found no room in memory, or no sink at the end: kept in a file, one JSON line each.
+
+A file is locked as long as its queue lives, so that `drain_spill` takes over only what a dead process left behind.
+JSON and not pickle: whoever can write into the folder must not be able to run code in the next process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from fedvitals.errors import RecordError
+from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Where
+
+try:
+    import fcntl
+except ImportError:  # Windows: there an open file cannot be removed, which protects it as well
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("fedvitals.telemetry")
+
+KINDS: dict[str, type[Run | Event | Finding | Action | Snapshot]] = {
+    kind.__name__: kind for kind in (Run, Event, Finding, Action, Snapshot)
+}
+
+
+def to_json(record: Record) -> str:
+    """The record on one line; only for the kinds that are important (see `records.is_important`)."""
+    kind = type(record).__name__
+    if kind not in KINDS:
+        raise RecordError(f"Only {', '.join(KINDS)} can be spilled to a file, got {kind}.")
+    return json.dumps({"kind": kind, "record": record}, default=_plain)
+
+
+def from_json(line: str | bytes) -> Record:
+    """The record back from `to_json`; tuples inside free-form data have become lists."""
+    try:
+        content = json.loads(line)
+        kind, fields = KINDS[content["kind"]], content["record"]
+        if "where" in fields:
+            fields["where"] = Where(**fields["where"])
+        if "suspects" in fields:
+            fields["suspects"] = tuple(Suspect(**suspect) for suspect in fields["suspects"])
+        if "tables" in fields:
+            fields["tables"] = tuple(_table(table) for table in fields["tables"])
+        # `Action` and `Snapshot` have a field «kind» of their own, which is why the record is nested.
+        return kind(**fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"A spilled line cannot be read ({type(error).__name__}: {error}): {line[:80]!r}") from error
+
+
+def _table(table: Mapping[str, Any]) -> LayerTable:
+    layers = (Layer(layer["name"], tuple(layer["shape"]), layer["dtype"]) for layer in table["layers"])
+    return LayerTable(table["rows"], tuple(layers))
+
+
+def _plain(value: Any) -> Any:
+    """What the JSON encoder does not know: records and their parts, foreign mappings, numbers of numpy."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
+
+
+class Spill:
+    """A file of records that waits for the sink: appended at the end, read from the front.
+
+    Writing and reading may happen on two threads, one each. Nothing is made on disk before the first record.
+    """
+
+    def __init__(self, folder: Path, sink: str) -> None:
+        self.waiting = 0  # records that were appended and not yet read; whoever appends and reads keeps the count
+        self._folder = folder
+        self._name = f"spill-{sink}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
+        self._end = 0
+        self._writer: IO[bytes] | None = None
+        self._reader: IO[bytes] | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._folder / self._name
+
+    def append(self, record: Record) -> None:
+        """Write one record through to the operating system, so that a killed process loses none."""
+        line = to_json(record).encode() + b"\n"
+        writer = self._writer or self._open()
+        written = 0
+        try:
+            written = writer.write(line)
+        finally:
+            if written != len(line):
+                # The disk is full. Half a line would spoil the next one.
+                with contextlib.suppress(OSError):
+                    writer.truncate(self._end)
+        if written != len(line):
+            raise OSError(f"The disk took only a part of a record: {self.path}")
+        self._end += len(line)
+
+    def read(self, count: int) -> list[Record]:
+        """The next records in order, at most `count` lines; a line that cannot be read is left out and logged."""
+        if self._reader is None:
+            self._reader = self.path.open("rb")
+        return list(_records(self._reader, count))
+
+    def clear(self) -> None:
+        """Forget what was read: everything has reached the sink."""
+        if self._writer is not None and self._reader is not None:
+            self._writer.truncate(0)
+            self._end = 0
+            # A reader that only seeks back would still serve the old lines from its buffer.
+            self._reader.close()
+            self._reader = None
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of the file, for the next process to find if `keep`."""
+        if self._writer is not None and not keep:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        self.detach()
+
+    def detach(self) -> None:
+        """Close the descriptors and leave the file as it is; in a forked child the parent keeps its lock."""
+        for handle in (self._writer, self._reader):
+            if handle is not None:
+                handle.close()
+        self._writer = self._reader = None
+
+    def _open(self) -> IO[bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # Locked under another name first: a drainer must never see it unlocked.
+        newborn = self.path.with_suffix(".new")
+        writer = newborn.open("ab", buffering=0)
+        try:
+            _lock(writer)
+            newborn.rename(self.path)
+        except OSError:
+            writer.close()
+            raise
+        self._writer = writer
+        return writer
+
+
+def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
+    """Every record that dead processes left in a folder (of one sink, or of all), oldest file first.
+
+    A file is removed when the caller comes back for more after its last record. Whoever stops before that, or dies,
+    leaves it for the next time: delivered twice, a record is stored once.
+    """
+    pattern = f"spill-{sink or '*'}-*.jsonl"
+    for path in sorted(Path(folder).glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+        try:
+            file = path.open("r+b")
+        except FileNotFoundError:  # another process drained it meanwhile
+            continue
+        with file:
+            try:
+                _lock(file)
+            except OSError:  # its queue is alive
+                continue
+            yield from _records(file)
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                path.unlink()
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Hold the file until it is closed; raises OSError when somebody else does."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _records(file: IO[bytes], count: int | None = None) -> Iterator[Record]:
+    while count is None or count > 0:
+        line = file.readline()
+        if not line:
+            return
+        count = None if count is None else count - 1
+        try:
+            yield from_json(line)
+        except RecordError as error:  # e.g. torn by a crash
+            logger.warning("Left out of the spill file: %s", error)
