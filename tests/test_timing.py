@@ -32,7 +32,9 @@ def test_a_block_becomes_a_span_of_the_scope(emitted):
     before = time.time()
     with timed("load", shard=3):
         time.sleep(0.01)
+        inside = current.get()
     [span] = emitted
+    assert (inside.span, inside.parent, inside.node) == (span.id, "0" * 16, "c7")
     assert span.where == Where("digits-1", 3, "c7", group="edge-2")
     assert (span.name, span.attributes, span.trace, span.parent) == ("load", {"shard": 3}, "f" * 32, "0" * 16)
     assert 0.01 <= span.seconds < 5
@@ -152,9 +154,9 @@ def test_attributes_of_one_call_do_not_reach_the_next(emitted):
     @timed("train", shard=3)
     def train(*, fail: bool) -> None:
         if fail:
-            raise ValueError
+            raise ValueError("once")
 
-    with pytest.raises(ValueError, match=""):
+    with pytest.raises(ValueError, match="once"):
         train(fail=True)
     train(fail=False)
     assert emitted[-1].attributes == {"shard": 3}

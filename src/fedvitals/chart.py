@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from fedvitals.protocols import Detector, Sink
 from fedvitals.records import Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
-from fedvitals.store import MemoryStore, open_store, spill_folder
+from fedvitals.store import open_store, store_path
+from fedvitals.store.memory import MemoryStore
 from fedvitals.telemetry.logs import EventHandler
 from fedvitals.telemetry.outlet import Outlet
 from fedvitals.telemetry.recorder import Recorder
@@ -103,7 +105,7 @@ class Chart:
             sinks: list[Sink] = [] if self._store is None else [open_store(self._store)]
             if self._detectors:
                 sinks.append(LiveDetectors(self.run.id, MemoryStore(), self._detectors, self._take_finding))
-            spill = None if self._store is None else spill_folder(self._store)
+            spill = None if self._store is None else Path(f"{store_path(self._store)}.d")
             outlet = Outlet([*sinks, *self._sinks], privacy=self._privacy, spill=spill, strict=self.strict)
             self._outlet = outlet
             handler = EventHandler(self.emit, fallback=self._scope, tracebacks=self._privacy >= 3)

@@ -27,7 +27,7 @@ class Type(NamedTuple):
     @property
     def suffix(self) -> str:
         """How the names of intrinsic functions spell the type: `v16f32`."""
-        short = {"float": "f32", "double": "f64", "ptr": "p0"}.get(self.element, self.element)
+        short = {"float": "f32", "double": "f64"}.get(self.element, self.element)
         return f"v{self.lanes}{short}" if self.lanes else short
 
     @property
@@ -84,14 +84,14 @@ class Function:
     def subtract(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"sub {a}, {b.name}")
 
-    def multiply(self, a: Value, b: Value) -> Value:
-        return self._define(a.type, f"mul {a}, {b.name}")
-
     def both(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"and {a}, {b.name}")
 
     def either(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"or {a}, {b.name}")
+
+    def opposite(self, a: Value) -> Value:
+        return self._define(a.type, f"xor {a}, {a.type(-1).name}")
 
     def shift_left(self, a: Value, bits: int) -> Value:
         return self._define(a.type, f"shl {a}, {a.type(bits).name}")

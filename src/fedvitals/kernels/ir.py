@@ -61,7 +61,7 @@ class Kind:
 
     @property
     def huge(self) -> float:
-        """A block whose squares add up to less did not overflow."""
+        """A block whose squares add up to less could be summed in the working precision."""
         return {"float": 2.0**127, "double": float("inf")}[self.working]
 
 
@@ -184,17 +184,18 @@ def _fast(machine: Machine, kind: Kind) -> Function:
         _add_to_row(f, total, row)
         return BIT(1)
 
-    f.finish(f.choose(_clean(f, kind, total), then=accept, otherwise=lambda: BIT(0)))
+    clean = _in_range(f, total, kind.tiny, float("inf"))
+    f.finish(f.choose(clean, then=accept, otherwise=lambda: BIT(0)))
     return f
 
 
-def _clean(f: Function, kind: Kind, total: Columns) -> Value:
-    """Whether the fast reading of a block can be trusted; a NaN anywhere makes both comparisons false."""
+def _in_range(f: Function, total: Columns, tiny: float, huge: float) -> Value:
+    """Whether no square over- or underflowed. A NaN or infinity in a block makes its squares NaN or infinite: false."""
     squares, magnitudes = total[SUM_SQUARES], total[SUM_MAGNITUDES]
-    finite = f.compare("olt", squares, squares.type(float("inf")))
-    not_tiny = f.compare("oge", squares, squares.type(kind.tiny))
+    not_huge = f.compare("olt", squares, squares.type(huge))
+    not_tiny = f.compare("oge", squares, squares.type(tiny))
     all_zero = f.compare("oeq", magnitudes, magnitudes.type(0))
-    return f.both(finite, f.either(not_tiny, all_zero))
+    return f.both(not_huge, f.either(not_tiny, all_zero))
 
 
 def _exact(_: Machine, kind: Kind) -> Function:
@@ -206,12 +207,8 @@ def _exact(_: Machine, kind: Kind) -> Function:
     rest = _exact_loop(f, kind, (values, whole, length), 1)
     total = {column: _join(f, column, wide[column], rest[column]) for column in EXACT}
     _add_to_row(f, total, row)
-    squares, nonfinite = total[SUM_SQUARES], f.add(total[NANS], total[INFS])
-    out_of_range = f.either(
-        f.compare("olt", squares, DOUBLE(kind.tiny)),
-        f.compare("oge", squares, DOUBLE(kind.huge)),
-    )
-    f.finish(f.either(f.compare("ne", nonfinite, WORD(0)), out_of_range))
+    nonfinite = f.compare("ne", f.add(total[NANS], total[INFS]), WORD(0))
+    f.finish(f.either(nonfinite, f.opposite(_in_range(f, total, kind.tiny, kind.huge))))
     return f
 
 

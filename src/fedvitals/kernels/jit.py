@@ -70,7 +70,8 @@ def _load() -> Loaded:
     begin = time.perf_counter()
     try:
         if tuple(map(int, version.split(".")[:2])) < OLDEST:
-            return _without(f"llvmlite {version} is too old ({OLDEST[0]}.{OLDEST[1]} or newer is needed)", logging.WARNING)
+            needed = ".".join(map(str, OLDEST))
+            return _without(f"llvmlite {version} is too old ({needed} or newer is needed)", logging.WARNING)
         if not _may_execute():
             return _without("this system forbids making memory executable", logging.WARNING)
         kernel = compiled()

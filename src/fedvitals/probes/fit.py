@@ -32,6 +32,7 @@ class Fit:
         self.percent, self.most = percent, most
         self._count = most if percent is None else min(8, most)
         self._allowance = self._expected = 0.0
+        self._warm = False
 
     def before(self, view: View) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
         """Metrics of the received model, and the samples for `after` (None: not this time)."""
@@ -43,13 +44,13 @@ class Fit:
         x, y = samples.read(view.data, samples.spread(total, self._count, (view.round or 0) * self._count))
         x, y = _to_device(view.model, x, y)
         output, losses = predict(view.model, view.loss, x, y)
-        found |= {"fit.samples": len(y), "fit.loss_before": float(losses.mean())}
-        if len(losses) > 1:
-            found["fit.loss_p90"] = float(torch.quantile(losses, 0.9))
+        found |= {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
+        if len(y) > 1:
+            found["fit.loss_p90"] = sorted(losses)[math.ceil(0.9 * len(y)) - 1]
         if is_classifier(output, y):
-            guess = output.argmax(1)
-            found["fit.accuracy_before"] = float((guess == y).double().mean())
-            found["fit.confusion"] = confusion(y, guess)
+            labels, guesses = y.tolist(), output.argmax(1).tolist()
+            found["fit.accuracy_before"] = accuracy(labels, guesses)
+            found["fit.confusion"] = confusion(labels, guesses)
         return found, (x, y)
 
     def after(self, view: View, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
@@ -57,9 +58,9 @@ class Fit:
         x, y = batch
         assert view.loss is not None  # noqa: S101 - `before` gave no batch otherwise
         output, losses = predict(view.model, view.loss, x, y)
-        found = {"fit.loss_after": float(losses.mean())}
+        found = {"fit.loss_after": math.fsum(losses) / len(y)}
         if is_classifier(output, y):
-            found["fit.accuracy_after"] = float((output.argmax(1) == y).double().mean())
+            found["fit.accuracy_after"] = accuracy(y.tolist(), output.argmax(1).tolist())
         return found
 
     def settle(self, cost: float, training: float) -> None:
@@ -67,6 +68,9 @@ class Fit:
         if self.percent is None:
             return
         earned = training * self.percent / 100
+        if cost and not self._warm:
+            # The first forward pass of a process pays for its set-up; booking it would silence fit for many rounds.
+            self._warm, cost = True, 0.0
         if cost:
             self._expected = cost
             if cost > earned:
@@ -76,36 +80,42 @@ class Fit:
         self._allowance = min(self._allowance + earned - cost, max(self._expected, earned))
 
 
-def predict(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def predict(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor
+) -> tuple[Tensor, list[float]]:
     """Outputs and per-sample losses in evaluation mode; nothing of the model or the random stream is changed."""
     with undisturbed(model):
         output = model(x)
-        return output, per_sample(loss, output, y)
+        return output, per_sample(loss, output, y).tolist()
 
 
 def per_sample(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> Tensor:
-    """The loss of each sample: with `reduction="none"` where the function knows it, else one call per sample."""
+    """The loss of each sample: unreduced where the function can give it so, else one call per sample."""
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         unreduced: Any = copy.copy(loss)
         unreduced.reduction = "none"
         losses = unreduced(output, y)
-        return torch.as_tensor(losses).reshape(len(y), -1).mean(1).double()
-    try:
-        losses = loss(output, y, reduction="none")
-    except TypeError:
-        losses = torch.stack([loss(output[i : i + 1], y[i : i + 1]) for i in range(len(y))])
-    return losses.reshape(len(y), -1).mean(1).double()
+    else:
+        try:
+            losses = loss(output, y, reduction="none")
+        except TypeError:
+            losses = torch.stack([loss(output[i : i + 1], y[i : i + 1]) for i in range(len(y))])
+    return torch.as_tensor(losses).reshape(len(y), -1).mean(1)
 
 
 def is_classifier(output: Any, y: Tensor) -> bool:
     return isinstance(output, Tensor) and output.dim() == 2 and y.dim() == 1 and not y.is_floating_point()
 
 
-def confusion(y: Tensor, guess: Tensor) -> float:
+def accuracy(labels: list[int], guesses: list[int]) -> float:
+    return sum(a == b for a, b in zip(labels, guesses, strict=True)) / len(labels)
+
+
+def confusion(labels: list[int], guesses: list[int]) -> float:
     """How far errors gather in one pair of classes: max over a≠b of max(C_ab − 1, 0) / (n_a + 2)."""
     counts: dict[tuple[int, int], int] = {}
     sizes: dict[int, int] = {}
-    for label, other in zip(y.tolist(), guess.tolist(), strict=True):
+    for label, other in zip(labels, guesses, strict=True):
         sizes[label] = sizes.get(label, 0) + 1
         if label != other:
             counts[label, other] = counts.get((label, other), 0) + 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Older rounds of layer statistics, rewritten so that one layer is read without the others.
 
-No layout is fast to write and fast to read at once: a round arrives as one row for all layers, and some rounds later it is
-merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read as a whole.
+No layout is fast to write and fast to read at once: a round arrives as one row for all layers, and some rounds later
+it is merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedvitals.store.dialect import Database
 from fedvitals.store.packing import NONE, Entries, entries_of, joined, numbers_of
 
 NEWEST_ROUNDS = 10  # stay as they came
-CHUNK_ROUNDS = 32  # older ones are merged when there are this many
+CHUNK_ROUNDS = 64  # older ones are merged when there are this many
 CHUNK_BYTES = 8_000_000  # or this much, which bounds the memory that merging takes
 
 
@@ -61,14 +61,14 @@ class Pending:
         return taken
 
 
-def load_pending(database: Database, run: int, family: int, table: int, layers: int) -> Pending:
-    """What an earlier writer left to do."""
+def load_pending(database: Database, key: Sequence[int]) -> Pending:
+    """What an earlier writer left to do; the key is run, family, layer table and number of layers."""
     pending = Pending()
     found = database.rows(
         "SELECT b.arrival, b.first_round, LENGTH(m.numbers) FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer = -1 "
         "WHERE b.run = ? AND b.family = ? AND b.layer_table = ? AND b.layers = ? ORDER BY b.arrival",
-        (run, family, table, layers),
+        key,
     )
     for arrival, first, size in found:
         pending.add(arrival, first, size)

@@ -68,7 +68,7 @@ def _layer_statistics() -> str:
         "json_extract(e.value, '$[0]') AS round",
         "node_symbol.text AS node",
         "json_extract(e.value, '$[2]') AS step",
-        "group_symbol.text AS \"group\"",
+        'group_symbol.text AS "group"',
         "json_extract(e.value, '$[4]') AS at",
     ]
     values = [
@@ -76,7 +76,8 @@ def _layer_statistics() -> str:
     ]
     return (
         "CREATE VIEW layer_statistics AS\n"
-        f"SELECT run_symbol.text AS run, {', '.join(place)}, family_symbol.text AS family, layer_symbol.text AS layer,\n"
+        f"SELECT run_symbol.text AS run, {', '.join(place)},\n"
+        "  family_symbol.text AS family, layer_symbol.text AS layer,\n"
         f"  {', '.join(values)}\n"
         "FROM layer_block AS b\n"
         "JOIN symbol AS run_symbol ON run_symbol.id = b.run\n"
@@ -108,13 +109,12 @@ def upgrade(version: int, dialect: Dialect) -> list[str]:
     return [*statements, *made.values()]
 
 
-_HEAD = f"""# The store's schema
+_HEAD = """# The store's schema
 
 Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.
 
-Version {VERSION} (`PRAGMA user_version`). A store is one SQLite file. `fedvitals query SQL` reads it, and so does any SQLite
-client while a training writes. Names are kept once, in `symbol`; the other tables hold their numbers. **People read the
-views**, which show the names:
+A store is one SQLite file. `fedvitals query SQL` reads it, and so does any SQLite client while a training writes. Names
+are kept once, in `symbol`; the other tables hold their numbers. **People read the views**, which show the names:
 
     fedvitals query "SELECT node, value FROM metrics WHERE run = '...' AND name = 'loss' AND round = 7"
 
@@ -129,10 +129,8 @@ views**, which show the names:
 
 def markdown() -> str:
     """The page docs/schema.md."""
-    lines = [_HEAD, "| view | columns |", "| --- | --- |"]
-    for table in TABLES:
-        if table.view:
-            lines.append(f"| `{table.view}` | {', '.join(column.name for column in table.columns)} |")
+    lines = [_HEAD, f"Schema version {VERSION} (`PRAGMA user_version`).", "", "| view | columns |", "| --- | --- |"]
+    lines += [f"| `{t.view}` | {', '.join(column.name for column in t.columns)} |" for t in TABLES if t.view]
     statistics = ", ".join(LAYER_STATISTICS)
     lines.append(f"| `layer_statistics` | run, round, node, step, group, at, family, layer, {statistics} |")
     lines += ["", "## Tables"]

@@ -39,8 +39,8 @@ SQLITE = Dialect(
         "json": "TEXT",
         "blob": "BLOB",
     },
-    # An integer beyond 64 bits is an OverflowError of the driver; a second statement in one text is a Warning.
-    errors=(sqlite3.Error, sqlite3.Warning, OverflowError),
+    # An integer beyond 64 bits, a lone surrogate in a name that is asked for, a second statement in one text.
+    errors=(sqlite3.Error, OverflowError, UnicodeEncodeError, sqlite3.Warning),
     begin="BEGIN IMMEDIATE",  # a deferred one could not wait for its turn once it has read
 )
 

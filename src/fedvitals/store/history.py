@@ -30,7 +30,10 @@ def _value(value: float | None) -> float:
 
 
 class SqlHistory:
-    """A `protocols.History` of one run. A statement each: every answer is of one moment, also while a training writes."""
+    """A `protocols.History` of one run.
+
+    Every answer is one statement, hence of one moment, also while a training writes.
+    """
 
     def __init__(self, database: Database, run: str) -> None:
         self._database = database
@@ -73,10 +76,12 @@ class SqlHistory:
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
         # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
-        place = 'node IS NULL AND "group" IS NULL' if node is None else "node = (SELECT id FROM symbol WHERE text = ?)"
+        whole, one = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
         found = self._ask(
-            "SELECT round, value FROM metric WHERE run = ? AND name = (SELECT id FROM symbol WHERE text = ?) "  # noqa: S608
-            f"AND {place} AND round IS NOT NULL AND layer IS NULL ORDER BY at, arrival",
+            # A seek for each round; without `run_round` it would be a walk over all nodes.
+            "SELECT m.round, m.value FROM run_round AS r JOIN metric AS m ON r.run = ? AND m.run = r.run "  # noqa: S608
+            "AND m.round = r.round AND m.name = (SELECT id FROM symbol WHERE text = ?) "
+            f"AND {whole if node is None else one} AND m.layer IS NULL ORDER BY m.at, m.arrival",
             name,
             *(() if node is None else (node,)),
         )
@@ -91,7 +96,7 @@ class SqlHistory:
             "JOIN layer AS l ON l.layer_table = b.layer_table "
             "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer IN (-1, l.position) "
             "WHERE b.run = ? AND b.family = (SELECT id FROM symbol WHERE text = ?) "
-            "AND l.name = (SELECT id FROM symbol WHERE text = ?)",
+            "AND l.name = (SELECT id FROM symbol WHERE text = ?) AND l.position < b.layers",
             family,
             layer,
         )
@@ -103,7 +108,7 @@ class SqlHistory:
         return over_rounds(parts, self._names.texts)
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
-        conditions, values = "", []
+        conditions, values = "", list[Any]()
         if name is not None:
             conditions, values = " AND name = ?", [name]
         if since is not None:

@@ -108,9 +108,10 @@ def statistic_of(family: str, statistic: str, numbers: Numbers) -> Array:
 
 
 def records_of(
-    run: str, family: str, table: str, entries: Entries, numbers: Numbers, name: Callable[[int], str | None]
+    key: tuple[str, str, str], entries: Entries, numbers: Numbers, name: Callable[[int], str | None]
 ) -> list[LayerStats]:
-    """The way back from `block_of`."""
+    """The way back from `block_of`; the key is run, family and layer table."""
+    run, family, table = key
     found = []
     for i, matrix in enumerate(matrices(family, numbers)):
         rounds, step = int(entries.rounds[i]), int(entries.steps[i])

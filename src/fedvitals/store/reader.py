@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
@@ -26,16 +26,16 @@ def _authorise(action: int, first: str | None, second: str | None, *_: str | Non
     """Reading and nothing else: «mode=ro» alone would let ATTACH and VACUUM INTO write other files."""
     if action in _MAY and second != "load_extension":
         return sqlite3.SQLITE_OK
-    if action == sqlite3.SQLITE_PRAGMA and first in _PRAGMAS and (second is None or not first.endswith(("id", "version"))):
+    if (
+        action == sqlite3.SQLITE_PRAGMA
+        and first in _PRAGMAS
+        and (second is None or not first.endswith(("id", "version")))
+    ):
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_DENY
 
 
-def _in_json(value: float) -> float | None | str:
-    return None if math.isnan(value) else value
-
-
-def _layer(
+def _layer(  # noqa: PLR0917 - SQL has no keywords
     family: str, position: int, stored: int, layers: int, count: int, coordinates: bytes, details: bytes, blob: bytes
 ) -> str:
     """One layer of a block as JSON rows for the view `layer_statistics`; NaN is NULL as everywhere in SQL."""
@@ -43,18 +43,17 @@ def _layer(
         return "[]"
     entries = entries_of(coordinates, details, count)
     matrix = unpack(family, numbers_of(family, blob, count)[position if stored < 0 else 0].T)
-    places = zip(entries.rounds, entries.nodes, entries.steps, entries.groups, entries.at, strict=True)
-    values = zip(*(derive(family, matrix, statistic) for statistic in LAYER_STATISTICS), strict=True)
-    found = [
-        [
-            *(None if int(x) in (NONE, 0) and i in (1, 3) or int(x) == NONE else int(x) for i, x in enumerate(place[:4])),
-            _in_json(float(place[4])),
-            *(_in_json(float(x)) for x in numbers),
-        ]
-        for place, numbers in zip(places, values, strict=True)
+    columns: list[list[float | None]] = [
+        [None if round_ == NONE else round_ for round_ in entries.rounds.tolist()],
+        [node or None for node in entries.nodes.tolist()],
+        [None if step == NONE else step for step in entries.steps.tolist()],
+        [group or None for group in entries.groups.tolist()],
+        entries.at.tolist(),
+        *(derive(family, matrix, statistic).tolist() for statistic in LAYER_STATISTICS),
     ]
-    # JSON has no infinity, but a number too large for float64 is read as one.
-    return json.dumps(found).replace("Infinity", "9e999")
+    text = json.dumps(list(zip(*columns, strict=True)))
+    # JSON has neither NaN nor infinity; but a number too large for float64 is read as infinity.
+    return text.replace("NaN", "null").replace("Infinity", "9e999")
 
 
 class Reader:
@@ -70,7 +69,7 @@ class Reader:
     def close(self) -> None:
         self.database.connection.close()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

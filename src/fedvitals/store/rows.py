@@ -93,7 +93,14 @@ def _floats(values: Sequence[float]) -> bytes:
 
 def to_row(kind: type, number: Callable[[str | None], int | None]) -> Callable[[Any], Row]:
     """The function that makes a row of such a record; `number` gives a name's symbol."""
-    by_type = {"symbol": number, "integer": _whole, "real": _real, "text": _text, "json": to_json, "blob": _floats}
+    by_type: dict[str, Callable[[Any], Any]] = {
+        "symbol": number,
+        "integer": _whole,
+        "real": _real,
+        "text": _text,
+        "json": to_json,
+        "blob": _floats,
+    }
     columns = TABLE[TABLE_OF[kind]].columns[1:]  # the database numbers the arrivals
     fields = attrgetter(*(f"where.{c.name}" if c.name in _PLACE else c.name for c in columns))
     plan = [_suspects if c.name == "suspects" else by_type[c.type] for c in columns]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of a store, as data: names, types, meanings, and since which version of the schema they exist.
 
-`ddl` makes SQL and docs/schema.md from this. To change the schema: add a table or column with `since=` the next version,
-raise VERSION, and put whatever must happen to old rows into MIGRATIONS.
+`ddl` makes SQL and docs/schema.md from this. To change the schema: add a table or column with `since=` the next
+version, raise VERSION, and put whatever must happen to old rows into MIGRATIONS.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ TABLES: tuple[Table, ...] = (
     ),
     Table(
         "layer_block",
-        "Layer statistics, packed: which matrices (the *entries*) one block of numbers holds. Blocks arrive one a batch "
-        "and round; older rounds are compacted into larger blocks, which changes no answer.",
+        "Layer statistics, packed: which matrices (the *entries*) one block of numbers holds. Blocks arrive one a "
+        "batch and round; older rounds are compacted into larger blocks, which changes no answer.",
         (
             Column("arrival", "key", "Order of arrival in this store."),
             Column("run", "symbol", "Id of the run."),

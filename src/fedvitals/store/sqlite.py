@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from fedvitals.errors import StoreError
 from fedvitals.records import Record
@@ -156,7 +157,7 @@ class SqliteStore:
                 self._database = self._writer = None
                 self._file_lock.release()
 
-    def __enter__(self) -> SqliteStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -85,7 +85,9 @@ class Writer:
         for table in run.tables:
             self._write_table(table)
         number, source = self._symbols.number(run.id), self._symbols.number(run.source)
-        for last_source, last_sequence in self._database.rows("SELECT source, sequence FROM run WHERE id = ?", (number,)):
+        for last_source, last_sequence in self._database.rows(
+            "SELECT source, sequence FROM run WHERE id = ?", (number,)
+        ):
             if last_source == source and run.sequence < last_sequence:
                 return
         columns = (*rows.RUN_COLUMNS, "source", "sequence")
@@ -140,8 +142,8 @@ class Writer:
     def _pending_of(self, key: Family) -> compaction.Pending:
         pending = self._pending.get(key)
         if pending is None:
-            names = [self._symbols.known(name) for name in key[:3]]
-            pending = self._pending[key] = compaction.load_pending(self._database, *names, key[3])
+            names = tuple(self._symbols.known(name) for name in key[:3])
+            pending = self._pending[key] = compaction.load_pending(self._database, (*names, key[3]))
         return pending
 
     def _note_places(self, records: Sequence[Any]) -> None:

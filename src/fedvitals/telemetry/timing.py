@@ -119,7 +119,7 @@ class _Block:
         if self.outer is not None:
             self.id = new_span_id()
             self.trace = self.outer.trace or new_trace()
-            self.token = current.set(replace(self.outer, trace=self.trace, span=self.id))
+            self.token = current.set(replace(self.outer, trace=self.trace, span=self.id, parent=self.outer.span))
         self.at = time.time()
         self.began = time.perf_counter()
 

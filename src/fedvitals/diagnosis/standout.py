@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which clients and layers stand out: a ranking for the eye, never a finding.
+
+The score is how far a value lies from its peers' median, in robust standard deviations (1.4826 · MAD), for the size of
+the update and for its direction, whichever is more; the median over the newest rounds. It says «look here first»: with
+ten clients somebody exceeds 3.5 in every eighth round (see shared notes on multiplicity), so it accuses nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.protocols import History, Node
+from fedvitals.stats import Array
+
+NEWEST = 5  # rounds looked at
+FEWEST = 4  # peers, under which a median says nothing
+# Spread that peers always have: keeps a cohort of near-equal values from turning rounding into scores.
+FLOORS = {"update.norm": 0.05, "update.cosine_mean": 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class StandOut:
+    """A client or layer, how far it lies from its peers, and in which sign."""
+
+    name: str
+    score: float
+    why: str
+
+
+def robust_scores(values: Array, floor: float) -> Array:
+    """Distance from the median in robust standard deviations, signed; NaN stays NaN."""
+    middle = np.nanmedian(values)
+    spread = 1.4826 * np.nanmedian(np.abs(values - middle))
+    return np.asarray((values - middle) / np.hypot(spread, floor))
+
+
+def clients_that_stand_out(history: History, rounds: Sequence[int] | None = None) -> list[StandOut]:
+    """Every client of the newest rounds, the one that stands out most first."""
+    chosen = (rounds if rounds is not None else history.rounds())[-NEWEST:]
+    scores: dict[Node, list[tuple[float, str]]] = {}
+    for number in chosen:
+        for node, score in _one_round(history, number).items():
+            scores.setdefault(node, []).append(score)
+    ranked = [_median(node, found) for node, found in scores.items()]
+    return sorted(ranked, key=lambda s: -s.score)
+
+
+def _one_round(history: History, number: int) -> Mapping[Node, tuple[float, str]]:
+    norms, cosines = history.latest("update.norm", number), history.latest("update.cosine_mean", number)
+    nodes = [node for node in norms if node in cosines]
+    if len(nodes) < FEWEST:
+        return {}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sizes = np.log(np.array([norms[node] for node in nodes]))
+        turns = np.arctanh(np.clip(np.array([cosines[node] for node in nodes]), -0.999, 0.999))
+    sizes[~np.isfinite(sizes)] = np.nan
+    size = robust_scores(sizes, FLOORS["update.norm"])
+    turn = robust_scores(turns, FLOORS["update.cosine_mean"])
+    found = {}
+    for i, node in enumerate(nodes):
+        candidates = [
+            (abs(size[i]), "larger updates" if size[i] > 0 else "smaller updates"),
+            (-turn[i], "updates point elsewhere"),
+        ]
+        usable = [c for c in candidates if np.isfinite(c[0])]
+        found[node] = max(usable) if usable else (float("inf"), "updates that are zero or not finite")
+    return found
+
+
+def _median(node: Node, found: list[tuple[float, str]]) -> StandOut:
+    ordered = sorted(found)
+    score, why = ordered[len(ordered) // 2]
+    return StandOut(node, float(score), why)
+
+
+def layers_that_stand_out(history: History) -> list[StandOut]:
+    """Every layer, the one whose gradient changed most against its own first rounds first; not-finite ones on top."""
+    ranked = []
+    for layer in history.layers("gradient"):
+        rounds, _, norms = history.matrix("gradient", "rms", layer)
+        _, _, nans = history.matrix("gradient", "nans", layer)
+        _, _, infs = history.matrix("gradient", "infs", layer)
+        broken = float(np.nansum(nans) + np.nansum(infs))
+        if broken:
+            ranked.append(StandOut(layer, float("inf"), f"{broken:.0f} gradient values NaN or Inf"))
+            continue
+        typical = np.array([np.nanmedian(row) if np.isfinite(row).any() else np.nan for row in norms])
+        early, late = typical[: max(1, len(rounds) // 4)], typical[-NEWEST:]
+        ratio = float(np.nanmedian(late) / np.nanmedian(early)) if len(rounds) and np.nanmedian(early) > 0 else 1.0
+        if ratio == 0:
+            ranked.append(StandOut(layer, float("inf"), "gradient became zero"))
+            continue
+        change = abs(float(np.log2(ratio)))
+        ranked.append(StandOut(layer, change, f"gradient {ratio:.2g}× its size in the first rounds"))
+    return sorted(ranked, key=lambda s: -s.score)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line and the dashboard ask of a store. One function a question, one statement or two behind each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.protocols import Node
+from fedvitals.records import Event, LayerStats, LayerTable, Run
+from fedvitals.stats import Array, derive
+from fedvitals.store import rows
+from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
+from fedvitals.store.reader import Reader
+from fedvitals.store.symbols import natural
+
+R = TypeVar("R")
+RoundTable = dict[Node | None, dict[str, float]]
+"""Metrics by node; None is the whole federation. What was not measured has no entry, so a NaN is a measured one."""
+
+# The names that a run has metrics of, by one seek each: DISTINCT would walk over every value of the run.
+_NAMES = (
+    "WITH RECURSIVE names(name) AS (SELECT MIN(name) FROM metric WHERE run = ? UNION ALL "
+    "SELECT (SELECT MIN(m.name) FROM metric AS m WHERE m.run = ? AND m.name > names.name) "
+    "FROM names WHERE names.name IS NOT NULL) "
+)
+# Without a node, only what is about the whole federation: not the whole of one edge or cluster.
+_WHOLE = 'AND (m.node IS NOT NULL OR m."group" IS NULL) '
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    id: str
+    name: str
+    host: str
+    topology: str | None
+    started: float
+    finished: float | None
+    seconds: float | None  # so far, when it is not finished
+    rounds: int
+    clients: int
+    accuracy: float | None  # of the global model where it was measured, else the clients' mean
+    loss: float | None
+    events: Mapping[str, int]  # by level
+    findings: int
+    lost: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRound:
+    """The statistics of one family in one round: matrix [nodes, layers, columns]."""
+
+    family: str
+    layers: tuple[str, ...]
+    nodes: tuple[Node | None, ...]
+    matrix: Array
+
+    def get(self, statistic: str) -> Array:
+        """One statistic of every node and layer, [nodes, layers]."""
+        return derive(self.family, self.matrix, statistic)
+
+
+def _by_name(node: Node | None) -> tuple[Any, ...]:
+    """Sort key: the whole first, then the nodes in natural order."""
+    return (False,) if node is None else (True, *natural(node))
+
+
+def list_runs(reader: Reader) -> list[RunSummary]:
+    """Every run, the newest first."""
+    found = reader.database.rows(
+        "SELECT id, name, host, topology, started, finished FROM run ORDER BY started DESC, id DESC"
+    )
+    return [_summary(reader, row) for row in found]
+
+
+def _summary(reader: Reader, row: rows.Row) -> RunSummary:
+    run, name, host, topology, started, finished = row
+    ask = reader.database.rows
+    ((rounds, last),) = ask("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (run,))
+    ((clients,),) = ask(
+        "SELECT COUNT(*) FROM run_node AS n JOIN symbol AS s ON s.id = n.node "
+        "WHERE n.run = ? AND s.text <> 'server' AND s.text NOT LIKE 'edge-%'",
+        (run,),
+    )
+    levels = ask("SELECT s.text, COUNT(*) FROM event AS e JOIN symbol AS s ON s.id = e.level WHERE e.run = ? "
+                 "GROUP BY s.text", (run,))  # fmt: skip
+    ((findings,),) = ask("SELECT COUNT(*) FROM finding WHERE run = ?", (run,))
+    ((lost,),) = ask(
+        "SELECT MAX(value) FROM metric WHERE run = ? AND name = (SELECT id FROM symbol WHERE text = 'monitor.lost')",
+        (run,),
+    )
+    end = finished if finished is not None else last
+    return RunSummary(
+        id=reader.names.texts([run])[0],
+        name=name,
+        host=host,
+        topology=topology,
+        started=math.nan if started is None else started,
+        finished=finished,
+        seconds=None if end is None or started is None else end - started,
+        rounds=rounds,
+        clients=clients,
+        accuracy=_last(reader, run, "accuracy"),
+        loss=_last(reader, run, "loss"),
+        events=dict(levels),
+        findings=findings,
+        lost=int(lost or 0),
+    )
+
+
+def _last(reader: Reader, run: int, metric: str) -> float | None:
+    """The newest value about the whole federation, else the mean over the nodes of the last round that has one."""
+    name = reader.names.number(metric)
+    ((last,),) = reader.database.rows("SELECT MAX(round) FROM metric WHERE run = ? AND name = ?", (run, name))
+    if last is None:
+        return None
+    found = reader.database.rows(
+        # A global model is often evaluated every few rounds only; no further back than fifty, to stay quick.
+        "SELECT m.round, m.node IS NULL OR s.text = 'server', m.value FROM metric AS m "
+        "LEFT JOIN symbol AS s ON s.id = m.node WHERE m.run = ? AND m.name = ? AND m.round > ? AND m.layer IS NULL "
+        "ORDER BY m.round, m.at, m.arrival",
+        (run, name, last - 50),
+    )
+    whole = [value for _, is_whole, value in found if is_whole]
+    values = whole[-1:] or [value for round_, _, value in found if round_ == last]
+    return math.fsum(math.nan if value is None else value for value in values) / len(values) if values else None
+
+
+def find_run(reader: Reader, text: str) -> str:
+    """The id of the run that a person means: an id, the newest run of a name, or the beginning of one id."""
+    found = reader.database.rows("SELECT id, name FROM runs ORDER BY started DESC")
+    ids = [row[0] for row in found]
+    if text in ids:
+        return text
+    named = [identity for identity, name in found if name == text]
+    if named:
+        return str(named[0])
+    starting = [identity for identity in ids if text and identity.startswith(text)]
+    if len(starting) == 1:
+        return str(starting[0])
+    if starting:
+        raise ConfigError(f"Several runs begin with '{text}': {', '.join(sorted(starting))}. Give more of the id.")
+    raise ConfigError(unknown("run", text, {row[1] for row in found}))
+
+
+def get_run(reader: Reader, run: str) -> Run:
+    """The run as it was last written; ConfigError when there is none of that id."""
+    columns = ("id", *rows.RUN_COLUMNS, "source", "sequence")
+    found = reader.database.rows(f"SELECT {', '.join(columns)} FROM runs WHERE id = ?", (run,))  # noqa: S608
+    if not found:
+        raise ConfigError(unknown("run", run, [row[0] for row in reader.database.rows("SELECT id FROM runs")]))
+    return rows.run_of_row(found[0], layer_tables(reader))
+
+
+def layer_tables(reader: Reader) -> dict[str, LayerTable]:
+    """Every list of layers in the store, by its digest."""
+    found = reader.database.rows(
+        "SELECT digest.text, t.rows, name.text, l.shape, l.dtype FROM layer_table AS t "
+        "JOIN symbol AS digest ON digest.id = t.id LEFT JOIN layer AS l ON l.layer_table = t.id "
+        "LEFT JOIN symbol AS name ON name.id = l.name ORDER BY digest.text, l.position"
+    )
+    return {
+        digest: rows.layer_table_of(kind, [row[2:] for row in same if row[2] is not None])
+        for (digest, kind), same in groupby(found, key=itemgetter(0, 1))
+    }
+
+
+def _number(reader: Reader, run: str) -> int:
+    return reader.names.number(run) or 0
+
+
+def round_table(reader: Reader, run: str, round: int) -> RoundTable:  # noqa: A002 - the domain's word
+    """Every node's newest value of every metric in that round."""
+    number = _number(reader, run)
+    found = reader.database.rows(
+        _NAMES + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "
+        "ON m.run = ? AND m.name = names.name AND m.round = ? JOIN symbol AS name ON name.id = m.name "
+        "LEFT JOIN symbol AS node ON node.id = m.node WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
+        (number, number, number, round),
+    )
+    table: RoundTable = {}
+    for node, name, value in found:
+        table.setdefault(node, {})[name] = math.nan if value is None else value
+    return {node: table[node] for node in sorted(table, key=_by_name)}
+
+
+def newest_rounds(reader: Reader, run: str, count: int) -> dict[int, RoundTable]:
+    """The tables of the newest rounds, the newest first."""
+    found = reader.database.rows(
+        "SELECT round FROM run_round WHERE run = ? ORDER BY round DESC LIMIT ?", (_number(reader, run), count)
+    )
+    return {row[0]: round_table(reader, run, row[0]) for row in found}
+
+
+def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple[list[int], list[float]]]:
+    """Every metric of one node over the rounds (its newest value in each)."""
+    number = _number(reader, run)
+    place = "m.node IS NULL" if node is None else "m.node = (SELECT id FROM symbol WHERE text = ?)"
+    found = reader.database.rows(
+        _NAMES + "SELECT name.text, m.round, m.value FROM names JOIN run_round AS r ON r.run = ? JOIN metric AS m "  # noqa: S608
+        f"ON m.run = r.run AND m.name = names.name AND m.round = r.round AND {place} "
+        "JOIN symbol AS name ON name.id = m.name WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
+        (number, number, number, *(() if node is None else (node,))),
+    )
+    newest: dict[str, dict[int, float]] = {}
+    for name, round_, value in found:
+        newest.setdefault(name, {})[round_] = math.nan if value is None else value
+    return {name: (sorted(of), [of[key] for key in sorted(of)]) for name, of in sorted(newest.items())}
+
+
+def layer_matrix(
+    reader: Reader, run: str, family: str, statistic: str, layer: str
+) -> tuple[list[int], list[Node], Array]:
+    """One layer's statistic as [rounds × nodes]; ConfigError when the run has no such layer."""
+    history = reader.history(run)
+    found = history.matrix(family, statistic, layer)
+    if not found[0] and layer not in history.layers(family):
+        raise ConfigError(unknown(f"layer of family '{family}'", layer, history.layers(family)))
+    return found
+
+
+def layer_families(reader: Reader, run: str) -> list[str]:
+    """The families of which the run has layer statistics."""
+    sql = "SELECT DISTINCT s.text FROM layer_block AS b JOIN symbol AS s ON s.id = b.family WHERE b.run = ?"
+    return sorted(row[0] for row in reader.database.rows(sql, (_number(reader, run),)))
+
+
+def layer_round(reader: Reader, run: str, family: str, round: int) -> LayerRound:  # noqa: A002
+    """Every node's newest matrix of a family in that round."""
+    found = reader.database.rows(
+        "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
+        "JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.run = ? "
+        "AND b.family = (SELECT id FROM symbol WHERE text = ?) AND (b.first_round IS NULL OR "
+        "(b.first_round <= ? AND b.last_round >= ?))",
+        (_number(reader, run), family, round, round),
+    )
+    found.sort(key=itemgetter(0, 1))
+    newest: dict[int, tuple[float, Array]] = {}
+    table = found[-1][2] if found else None
+    for _, same in groupby((row for row in found if row[2] == table), key=itemgetter(0)):
+        block = list(same)
+        count = block[0][3]
+        rounds, at, nodes = coordinates_of(block[0][4], count)
+        here = np.flatnonzero(rounds == round)
+        numbers = np.concatenate([numbers_of(family, row[5], count)[..., here] for row in block])
+        for i, matrix in zip(here, matrices(family, numbers), strict=True):
+            node, when = int(nodes[i]), float(at[i])
+            if node not in newest or when >= newest[node][0]:
+                newest[node] = (when, matrix)
+    named: dict[Node | None, Array] = {
+        reader.names.texts([number])[0] if number else None: matrix for number, (_, matrix) in newest.items()
+    }
+    order = tuple(sorted(named, key=_by_name))
+    sql = "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position"
+    layers = tuple(row[0] for row in reader.database.rows(sql, (table,)))
+    return LayerRound(
+        family, layers, order, np.stack([named[node] for node in order]) if order else np.empty((0, 0, 0))
+    )
+
+
+def events(reader: Reader, run: str, *, level: str | None = None, limit: int | None = None) -> list[Event]:
+    """The newest events, of one level where given; oldest first."""
+    condition, values = ("", [run]) if level is None else (" AND level = ?", [run, level])
+    found = reader.database.rows(
+        f"{rows.select(Event)} WHERE run = ?{condition} ORDER BY at DESC, arrival DESC LIMIT ?",
+        (*values, 2**62 if limit is None else limit),
+    )
+    return [rows.from_row(Event, row) for row in reversed(found)]
+
+
+def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
+    """Every record of one type (but Run: see `get_run`), in order of arrival."""
+    if kind is LayerStats:
+        return _layer_stats(reader, run)  # type: ignore[return-value]
+    found = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
+    return [rows.from_row(kind, row) for row in found]
+
+
+def _layer_stats(reader: Reader, run: str) -> list[LayerStats]:
+    found = reader.database.rows(
+        "SELECT b.arrival, m.layer, f.text, t.text, b.entries, b.coordinates, b.details, m.numbers "
+        "FROM layer_block AS b JOIN layer_matrix AS m ON m.block = b.arrival "
+        "JOIN symbol AS f ON f.id = b.family JOIN symbol AS t ON t.id = b.layer_table WHERE b.run = ?",
+        (_number(reader, run),),
+    )
+    found.sort(key=itemgetter(0, 1))
+    stats: list[LayerStats] = []
+    for _, same in groupby(found, key=itemgetter(0)):
+        block = list(same)
+        _, _, family, table, count, coordinates, details, _ = block[0]
+        numbers = np.concatenate([numbers_of(family, row[7], count) for row in block])
+        entries = entries_of(coordinates, details, count)
+        name = lambda number: reader.names.texts([number])[0] if number else None  # noqa: E731
+        stats += records_of((run, family, table), entries, numbers, name)
+    return stats
