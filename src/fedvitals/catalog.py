@@ -151,11 +151,11 @@ MEASURES: tuple[Measure, ...] = (
         level=0,
         needs="a second round of the same client",
     ),
-    Measure("update.zero", "0/1", "1 if the update is exactly zero.", level=0, needs=_MODEL),
+    Measure("update.zero", "0/1", "1 if the update is exactly zero; absent otherwise.", level=0, needs=_MODEL),
     Measure(
         "update.duplicates",
         "clients",
-        "Other clients that sent exactly the same update in this round.",
+        "Other clients that sent exactly the same update in this round; absent if none.",
         level=0,
         needs=_MODEL,
     ),

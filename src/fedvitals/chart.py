@@ -67,8 +67,7 @@ class Chart:
 
     def tell(self, scope: Scope, results: Results) -> None:
         """Results of measuring, as records of this scope."""
-        for name, value, step in results.metrics:
-            self.record.metric(scope, name, value, step)
+        self.record.metrics(scope, results.metrics)
         for family, matrix, step in results.matrices:
             table = self._table_for(FAMILIES[family].rows, len(matrix))
             if table is not None:
@@ -108,7 +107,7 @@ class Chart:
             spill = None if self._store is None else Path(f"{store_path(self._store)}.d")
             outlet = Outlet([*sinks, *self._sinks], privacy=self._privacy, spill=spill, strict=self.strict)
             self._outlet = outlet
-            handler = EventHandler(self.emit, fallback=self._scope, tracebacks=self._privacy >= 3)
+            handler = EventHandler(self.emit, run=self.run.id, fallback=self._scope, tracebacks=self._privacy >= 3)
             logging.getLogger().addHandler(handler)
             self._stop = lambda: logging.getLogger().removeHandler(handler)
             self.run = replace(self.run, started=time.time(), versions=_versions())

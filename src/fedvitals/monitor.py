@@ -239,8 +239,9 @@ class Monitor:
                 raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
             opened = self._clients[node] = self._enter(node, group=group)
             if model is not None:
-                self._chart.know(tables_of(self._kit, model))
                 opened.view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
+                if not self._kit.preset.brief:
+                    self._chart.know(tables_of(self._kit, opened.view))
                 opened.session = ClientSession(self._kit, opened.view, self._chart.report)
 
         self._guard("opening a client", begin)
@@ -381,8 +382,9 @@ class Monitor:
         for (node, group), results in cohort.close(self._kit):
             self._chart.tell(replace(scope, node=node, group=group), results)
         if model is not None:
-            self._chart.know(tables_of(self._kit, model))
-            found = weights(View(model))
+            view = View(model)
+            self._chart.know(tables_of(self._kit, view))
+            found = weights(view)
             server = Results()
             server.take({name: value for name, value in found.items() if name not in FAMILIES})
             server.matrices = [
@@ -414,6 +416,6 @@ class Monitor:
     def _first_model(self, model: torch.nn.Module) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
         self._kit.initial = flatten([*model.parameters()])
-        self._chart.know(tables_of(self._kit, model))
+        self._chart.know(tables_of(self._kit, View(model)))
         for layer, remark in check_initialisation(model):
             self._record.event(self._scope(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})

@@ -31,12 +31,12 @@ class ClipWatch:
 
     def before_step(self, owned: Sequence[Tensor | None]) -> float | None:
         """The L2 norm that this step's gradient had before clipping; None if it was not clipped, or not seen."""
-        versions = self._versions(owned)
         if self._reference is None:
-            suspicious = not self._cleared and self._handle is None and any(v > 0 for v in versions)
-            if suspicious:
-                self._set_hook(next(p for p in owned if p is not None and p.grad is not None))
+            # A confirmed watcher without a reference hangs on a parameter that no backward pass reaches.
+            if not self._cleared and (self._handle is None or self.confirmed):
+                self._suspect(owned)
             return None
+        versions = self._versions(owned)
         before, found = self._reference
         changed = [i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if new > old >= 0]
         if not changed:
@@ -48,6 +48,14 @@ class ClipWatch:
         rows = np.asarray(torch.as_tensor(found).cpu())
         mine = [i for i, version in enumerate(versions) if version >= 0]
         return float(np.sqrt(rows[mine, SUM_SQUARES].sum()))
+
+    def _suspect(self, owned: Sequence[Tensor | None]) -> None:
+        """One gradient is asked for all: this runs at every step of those who do not clip."""
+        for p in owned:
+            if p is not None and (gradient := p.grad) is not None:
+                if gradient._version > 0:  # noqa: SLF001 - what autograd itself checks
+                    self._set_hook(p)
+                return
 
     def look(self) -> None:
         """Take the gradients as they are now for the unclipped ones: after a backward pass, after unscaling."""
@@ -61,6 +69,7 @@ class ClipWatch:
 
     def _set_hook(self, parameter: Tensor | None) -> None:
         if parameter is not None:
+            self.remove()
             self._handle = parameter.register_post_accumulate_grad_hook(self._at_end_of_backward)
 
     def _at_end_of_backward(self, _parameter: Tensor) -> None:

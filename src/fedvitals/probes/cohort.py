@@ -73,7 +73,7 @@ class Cohort:
         results.take(update.metrics)
         if update.alignment is not None:
             results.matrices.append(("update.alignment", update.alignment, None))
-        if update.sketch is not None and not kit.preset.brief_updates:
+        if update.sketch is not None and not kit.preset.brief:
             results.sketch = tuple(update.sketch.tolist())
         return (update.node, self._groups.get(update.node)), results
 

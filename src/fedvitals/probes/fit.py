@@ -25,22 +25,31 @@ class Fit:
     """One run's fit probe. `percent` of training time is its allowance; None: always `most` samples.
 
     Each client-round earns `percent` of its training time and spends what fit cost. When even the fewest samples cost
-    more than a round earns (a tiny model), rounds are left out until the allowance covers one.
+    more than a round earns (a tiny model), clients take turns: fit waits until the allowance covers one, and then
+    looks at whoever was looked at least.
     """
 
     def __init__(self, percent: float | None, most: int = MOST) -> None:
         self.percent, self.most = percent, most
+        # A power of two: convolution libraries prepare themselves for each new batch size, at many times its cost.
         self._count = most if percent is None else min(8, most)
         self._allowance = self._expected = 0.0
         self._warm = False
+        self._times: dict[str | None, int] = {}  # how often each client was looked at
+
+    def _due(self, node: str | None) -> bool:
+        times = self._times.setdefault(node, 0)
+        if self.percent is None:
+            return True
+        return self._allowance >= self._expected and times * len(self._times) <= sum(self._times.values())
 
     def before(self, view: View) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
         """Metrics of the received model, and the samples for `after` (None: not this time)."""
         total = samples.size(view.data)
         found: dict[str, float] = {"samples": total}
-        saving = self.percent is not None and self._allowance < self._expected
-        if view.loss is None or not total or saving:
+        if view.loss is None or not total or not self._due(view.node):
             return found, None
+        self._times[view.node] += 1
         x, y = samples.read(view.data, samples.spread(total, self._count, (view.round or 0) * self._count))
         x, y = _to_device(view.model, x, y)
         output, losses = predict(view.model, view.loss, x, y)
@@ -74,9 +83,9 @@ class Fit:
         if cost:
             self._expected = cost
             if cost > earned:
-                self._count = max(FEWEST, int(self._count * 0.8))
-            elif cost < 0.7 * earned:
-                self._count = min(self.most, self._count + max(1, self._count // 4))
+                self._count = max(FEWEST, self._count // 2)
+            elif cost < 0.4 * earned:
+                self._count = min(self.most, self._count * 2)
         self._allowance = min(self._allowance + earned - cost, max(self._expected, earned))
 
 
@@ -135,8 +144,9 @@ def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
         labels = data[1]
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or len(labels) > most:
         return None
-    values, counts = torch.unique(labels, return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))
+    if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < most:
+        return None
+    return {label: n for label, n in enumerate(torch.bincount(labels).tolist()) if n}
 
 
 def _to_device(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@
 | probe | light | standard | deep |
 | --- | --- | --- | --- |
 | samples, timing, memory, fit | client-round | client-round | client-round, 64 samples |
-| gradients | once, as the scope closes | each step, stored merged | each step, stored each step; histogram |
+| gradients | norm, as the scope closes | each step, stored merged | each step, stored each step; histogram |
 | weights | global model, each round | and each client-round | and their difference at each step |
 | updates | norm, cosine to the others | and per layer, own past, sketch | the same |
 | activations | no | no | within 2 % of the training time |
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.probes.activations import activations
-from fedvitals.probes.gradients import gradient_histogram, gradients
+from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient
 from fedvitals.probes.weights import weights
 from fedvitals.protocols import Probe, Schedule
 from fedvitals.schedule import always, at_exit, budget
@@ -37,7 +37,7 @@ class Preset:
     name: str
     probes: tuple[Planned, ...]
     fit_percent: float | None  # share of training time; None: as many samples as allowed, whatever it costs
-    brief_updates: bool = False
+    brief: bool = False  # of a client's weights and update only the norm and the cosine to the others
     difference_each_step: bool = False
 
 
@@ -45,7 +45,7 @@ def preset(name: str) -> Preset:
     """A preset by name; fresh, since a budget holds the state of one run."""
     match name:
         case "light":
-            return Preset("light", (Planned(gradients),), fit_percent=0.4, brief_updates=True)
+            return Preset("light", (Planned(last_gradient),), fit_percent=0.3, brief=True)
         case "standard":
             return Preset("standard", (Planned(gradients, always), Planned(weights)), fit_percent=1.0)
         case "deep":

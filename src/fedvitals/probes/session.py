@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedvitals.kernels import sums
-from fedvitals.probes.activations import Take, watched_modules
+from fedvitals.probes.activations import Take, activations, watched_modules
 from fedvitals.probes.clipping import ClipWatch
 from fedvitals.probes.fit import Fit, label_entropy, labels_of
 from fedvitals.probes.gradients import summarise
-from fedvitals.probes.hooks import StepHooks
+from fedvitals.probes.hooks import StepCounter, StepHooks
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.updates import Updates
@@ -38,7 +38,8 @@ class Instruments:
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
         self.fit = Fit(preset.fit_percent)
-        self.updates = Updates(brief=preset.brief_updates, memory=update_memory)
+        self.updates = Updates(brief=preset.brief, memory=update_memory)
+        self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
         self.clipping_seen = False
         self.initial: Tensor | None = None
@@ -70,9 +71,13 @@ class ClientSession:
         view.before = self._last = flatten(view.parameters)
         if view.data is not None:
             self._guarded("fit", self._fit_before)
-        self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen)
-        self._hooks = StepHooks(view.parameters, self._measure, self._clip.look)
         self._stepwise = [(i, p) for i, p in enumerate(kit.preset.probes) if p.when is not at_exit]
+        self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen and bool(self._stepwise))
+        self._hooks: StepHooks | StepCounter = (
+            StepHooks(view.parameters, self._measure, self._clip.look)
+            if self._stepwise
+            else StepCounter(view.parameters)
+        )
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
         self._arm(0)
@@ -84,15 +89,17 @@ class ClientSession:
             take()
         self._takes.clear()
 
-    def finish(self) -> tuple[Results, Tensor, Array]:
-        """The results; the client's update as one vector; and its nine sums per layer."""
+    def finish(self) -> tuple[Results, Tensor, Array | None]:
+        """The results; the client's update as one vector; and its nine sums per layer, unless the preset is brief."""
         ended = time.perf_counter()
         self.abandon()
         training = ended - self._began - self.cost
         kit, view, results = self._kit, self._view, self._results
         kit.clipping_seen |= self._clip.confirmed
+        if isinstance(self._hooks, StepCounter):
+            self._steps = self._hooks.steps
         results.take({"steps": self._steps})
-        if self._steps:
+        if self._steps and not kit.preset.brief:
             results.take({"time.step": (ended - self._began) / self._steps})
         if self._skipped:
             results.take({"steps.skipped": self._skipped})
@@ -107,10 +114,11 @@ class ClientSession:
         now = flatten(view.parameters)
         assert view.before is not None  # noqa: S101 - set when the session began
         update = now - view.before
-        rows = np.asarray(torch.as_tensor(sums(split(update, view.parameters))).cpu())
-        initial = kit.initial if not kit.preset.brief_updates else None
-        results.take(movement(rows, view.before, now, initial))
-        results.matrices.append(("update", rows, None))
+        rows = None
+        if not kit.preset.brief:
+            rows = np.asarray(torch.as_tensor(sums(split(update, view.parameters))).cpu())
+            results.take(movement(rows, view.before, now, kit.initial))
+            results.matrices.append(("update", rows, None))
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
         kit.fit.settle(self._fit_cost, training)
@@ -235,7 +243,8 @@ class ClientSession:
         started = time.perf_counter()
         found, self._batch = self._kit.fit.before(self._view)
         self._results.take(found)
-        self._tell_labels()
+        if not self._kit.preset.brief:
+            self._tell_labels()
         if self._batch is not None:
             self._fit_cost = time.perf_counter() - started
 
@@ -273,11 +282,13 @@ def unscale(rows: Any, optimizer: Optimizer) -> None:
     rows[:, SUM_SQUARES] /= scale * scale
 
 
-def tables_of(kit: Instruments, model: nn.Module) -> dict[str, LayerTable]:
-    """The layer tables of a model: parameters, buffers, and modules whose output can be watched."""
-    modules = [(name, torch.empty(0)) for name, _ in watched_modules(model)]
-    return {
-        "parameter": kit.table("parameter", list(model.named_parameters())),
-        "buffer": kit.table("buffer", list(model.named_buffers())),
-        "module": kit.table("module", modules),
-    }
+def tables_of(kit: Instruments, view: View) -> dict[str, LayerTable]:
+    """The layer tables of a model: parameters, buffers, and the modules whose output is watched, if any is."""
+    tables = {"parameter": kit.table("parameter", view.named_parameters)}
+    buffers = view.named_buffers
+    if buffers:
+        tables["buffer"] = kit.table("buffer", buffers)
+    if kit.watches_modules:
+        modules = [(name, torch.empty(0)) for name, _ in watched_modules(view.model)]
+        tables["module"] = kit.table("module", modules)
+    return tables

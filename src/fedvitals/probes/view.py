@@ -20,7 +20,9 @@ class View:
     parameter that the current optimiser step acts on, or None: with several optimisers each sees its own part.
     """
 
-    __slots__ = ("before", "buffers", "data", "loss", "model", "node", "owned", "parameters", "round", "step")
+    __slots__ = (
+        "before", "data", "loss", "model", "named_parameters", "node", "owned", "parameters", "round", "step",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -32,8 +34,8 @@ class View:
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.model = model
-        self.parameters: list[Tensor] = [p for _, p in model.named_parameters()]
-        self.buffers: list[Tensor] = [b for _, b in model.named_buffers()]
+        self.named_parameters: list[tuple[str, Tensor]] = list(model.named_parameters())
+        self.parameters: list[Tensor] = [p for _, p in self.named_parameters]
         self.owned: Sequence[Tensor | None] = self.parameters
         self.before: Tensor | None = None  # all parameters in one vector, as the scope began
         self.round, self.node, self.step = round, node, 0
@@ -45,6 +47,11 @@ class View:
         return [None if p is None else p.grad for p in self.owned]
 
 
+    @property
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        return list(self.model.named_buffers())
+
+
 def table_of(rows: str, tensors: Iterable[tuple[str, Tensor]]) -> LayerTable:
     return LayerTable(rows, tuple(Layer(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors))
 
@@ -53,9 +60,12 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Copies of all tensors in one vector: float64 if any of them is, else float32 (halves gain precision)."""
     if not tensors:
         return torch.zeros(0)
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    kinds = {t.dtype for t in tensors}
     with torch.no_grad():
-        return torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
+        if len(kinds) == 1 and tensors[0].dtype in (torch.float32, torch.float64):
+            return torch.cat([t.reshape(-1) for t in tensors])
+        dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        return torch.cat([t.reshape(-1).to(dtype) for t in tensors])
 
 
 def split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

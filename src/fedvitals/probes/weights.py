@@ -19,8 +19,9 @@ def weights(view: View) -> Mapping[str, Any]:
     """The nine sums of every parameter and, apart, of every buffer (batch norm's running statistics)."""
     found = sums([p.detach() for p in view.parameters])
     result = {"weight": found, **whole_model(found)}
-    if view.buffers:
-        result["buffer"] = sums([b.detach() for b in view.buffers])
+    buffers = view.named_buffers
+    if buffers:
+        result["buffer"] = sums([b for _, b in buffers])
     return result
 
 

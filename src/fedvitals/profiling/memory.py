@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
-_STATM = Path("/proc/self/statm")
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def resident_bytes() -> int | None:
     """What the process holds in memory now (Linux); None elsewhere."""
     try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", "rb", buffering=0) as statm:  # noqa: PTH123 - half the cost of a Path
+            return int(statm.read().split()[1]) * _PAGE
     except (OSError, ValueError, IndexError):
         return None
 
 
 def peak_bytes() -> int | None:
     """The most it ever held (Unix); None elsewhere."""
-    try:
-        import resource  # noqa: PLC0415 - not on Windows
-    except ImportError:
+    if resource is None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere but on macOS

@@ -26,7 +26,7 @@ def query(reader: Reader, sql: str, limit: int | None = None) -> Answer:
         cursor.close()  # a statement left open would hold the store's log back from being folded in
     except reader.database.dialect.errors as error:
         what = str(error)
-        if "not authorized" in what or "prohibited" in what or "readonly" in what:
+        if any(word in what for word in ("authoriz", "prohibited", "readonly")):
             raise StoreError(
                 "Only reading is allowed here, one SELECT at a time, and the store was not changed. "
                 f"Got: {sql.strip()[:200]}"

@@ -2,7 +2,7 @@
 """Older rounds of layer statistics, rewritten so that one layer is read without the others.
 
 No layout is fast to write and fast to read at once: a round arrives as one row for all layers, and some rounds later
-it is merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read as a whole.
+it is merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read whole.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class SqlHistory:
         whole, one = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
         found = self._ask(
             # A seek for each round; without `run_round` it would be a walk over all nodes.
-            "SELECT m.round, m.value FROM run_round AS r JOIN metric AS m ON r.run = ? AND m.run = r.run "  # noqa: S608
+            # CROSS JOIN, because SQLite keeps its order and would choose the walk if asked.
+            "SELECT m.round, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? AND m.run = r.run "  # noqa: S608
             "AND m.round = r.round AND m.name = (SELECT id FROM symbol WHERE text = ?) "
             f"AND {whole if node is None else one} AND m.layer IS NULL ORDER BY m.at, m.arrival",
             name,

@@ -14,7 +14,7 @@ from fedvitals.stats import Array
 from fedvitals.store.delivered import Intervals, fresh
 from fedvitals.store.history import check_statistic
 from fedvitals.store.packing import Entries, Numbers, Part, block_of, over_rounds, statistic_of
-from fedvitals.store.rows import as_stored
+from fedvitals.store.rows import as_stored, check
 from fedvitals.store.symbols import natural
 
 R = TypeVar("R")
@@ -50,6 +50,7 @@ class MemoryStore:
         self._texts: list[str] = [""]  # symbols count from 1
 
     def write(self, records: Sequence[Record], /) -> None:
+        check(records)
         with self.lock:
             statistics: dict[tuple[str, str, str, int, int | None], list[LayerStats]] = {}
             for record in fresh(records, self._delivered):

@@ -180,7 +180,7 @@ def round_table(reader: Reader, run: str, round: int) -> RoundTable:  # noqa: A0
     """Every node's newest value of every metric in that round."""
     number = _number(reader, run)
     found = reader.database.rows(
-        _NAMES + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "
+        _NAMES + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
         "ON m.run = ? AND m.name = names.name AND m.round = ? JOIN symbol AS name ON name.id = m.name "
         "LEFT JOIN symbol AS node ON node.id = m.node WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
         (number, number, number, round),
@@ -202,11 +202,12 @@ def newest_rounds(reader: Reader, run: str, count: int) -> dict[int, RoundTable]
 def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple[list[int], list[float]]]:
     """Every metric of one node over the rounds (its newest value in each)."""
     number = _number(reader, run)
-    place = "m.node IS NULL" if node is None else "m.node = (SELECT id FROM symbol WHERE text = ?)"
+    whole, one = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
     found = reader.database.rows(
-        _NAMES + "SELECT name.text, m.round, m.value FROM names JOIN run_round AS r ON r.run = ? JOIN metric AS m "  # noqa: S608
-        f"ON m.run = r.run AND m.name = names.name AND m.round = r.round AND {place} "
-        "JOIN symbol AS name ON name.id = m.name WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
+        # CROSS JOIN, because SQLite keeps its order: a seek for each metric and round, no walk over all nodes.
+        _NAMES + "SELECT name.text, m.round, m.value FROM names CROSS JOIN run_round AS r CROSS JOIN metric AS m "  # noqa: S608
+        "JOIN symbol AS name ON name.id = m.name WHERE r.run = ? AND m.run = r.run AND m.name = names.name "
+        f"AND m.round = r.round AND {whole if node is None else one} AND m.layer IS NULL ORDER BY m.at, m.arrival",
         (number, number, number, *(() if node is None else (node,))),
     )
     newest: dict[str, dict[int, float]] = {}

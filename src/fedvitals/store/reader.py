@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from pathlib import Path
 from types import TracebackType
@@ -86,10 +87,12 @@ def read_sqlite(path: Path) -> Reader:
             "or make one: `fedvitals demo` does, and so does `fedvitals.Monitor(...)` in a training."
         )
     check_file(path)
+    # Beside a write-ahead log, even a reader needs a file of its own. In a folder where it can have none (an archive, a
+    # read-only mount) nobody can write either, and the store may be taken as it lies.
+    fixed = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
+    address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if fixed else ''}"
     try:
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10, isolation_level=None, check_same_thread=False
-        )
+        connection = sqlite3.connect(address, uri=True, timeout=10, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise StoreError(f"The store '{path}' cannot be opened: {error}.") from error
     database = Database(connection, SQLITE, str(path))

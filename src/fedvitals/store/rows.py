@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.errors import RecordError
 from fedvitals.records import (
     Action,
     Event,
@@ -207,5 +208,8 @@ def as_stored(event: Event) -> Event:
     return Event(event.where, event.at, event.level, event.name, event.message, data, event.source, event.sequence)
 
 
-def is_record(thing: Any) -> bool:
-    return isinstance(thing, Record)
+def check(records: Sequence[Any]) -> None:
+    """RecordError for a batch with something else in it, before any of it is stored."""
+    for thing in records:
+        if not isinstance(thing, Record):
+            raise RecordError(f"A store takes records (see fedvitals.records), got {type(thing).__name__}.")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
@@ -70,10 +71,9 @@ def _connect(path: Path) -> Database:
     if path.exists():
         check_file(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
-        raise StoreError(f"The store '{path}' cannot be created: {error}. Name a file in a writable folder.") from error
+        connection = sqlite3.connect(path.absolute(), timeout=10, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise StoreError(f"The store '{path}' cannot be opened: {error}.") from error
     database = Database(connection, SQLITE, str(path))
     try:
         check_version(database)  # before anything is written
@@ -125,8 +125,13 @@ class SqliteStore:
                 f"The store '{self.path}' was opened by process {self._process}; its child {os.getpid()} cannot write "
                 "it. Send the records to the parent instead."
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file_lock.hold()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file_lock.hold()
+        except OSError as error:
+            raise StoreError(
+                f"The store '{self.path}' cannot be created: {error}. Name a file in a folder that can be written."
+            ) from error
         try:
             self._database = _connect(self.path)
         except BaseException:
@@ -150,8 +155,12 @@ class SqliteStore:
             if self._database is None or self._process != os.getpid():
                 return
             try:
-                # Answers «busy» while someone reads: then the next writer does it.
+                # Back to a plain file without side files, fit for any tool and any read-only disk. While someone reads,
+                # that is refused at once: then the next writer does it.
+                self._database.execute("PRAGMA busy_timeout = 0")
                 self._database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+                with contextlib.suppress(StoreError):
+                    self._database.execute("PRAGMA journal_mode = DELETE")
             finally:
                 self._database.connection.close()
                 self._database = self._writer = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fedvitals.errors import RecordError
 from fedvitals.records import LayerStats, LayerTable, Record, Run, run_of
 from fedvitals.store import compaction, rows
 from fedvitals.store.delivered import Delivered
@@ -41,9 +40,7 @@ class Writer:
 
     def write(self, records: Sequence[Record]) -> None:
         """Store what is new of the batch, all or nothing."""
-        for record in records:
-            if not rows.is_record(record):
-                raise RecordError(f"A store takes records (see fedvitals.records), got {type(record).__name__}.")
+        rows.check(records)
         due: set[Family] = set()
         self._transaction(partial(self._ingest, records, due))
         for key in due:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Span, Where
@@ -26,6 +26,12 @@ class Recorder:
 
     def metric(self, scope: Scope, name: str, value: float, step: int | None = None) -> None:
         self.emit(Metric(where(scope, step), time.time(), name, value))
+
+    def metrics(self, scope: Scope, found: Iterable[tuple[str, float, int | None]]) -> None:
+        """Many at once: one moment, and one place for all that are not about a step."""
+        now, here = time.time(), where(scope)
+        for name, value, step in found:
+            self.emit(Metric(here if step is None else where(scope, step), now, name, value))
 
     def layers(self, scope: Scope, family: str, matrix: Array, table: str, step: int | None = None) -> None:
         self.emit(LayerStats(where(scope, step), time.time(), family, matrix, table))

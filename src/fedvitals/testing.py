@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests, ours and yours: a sink in memory, a tiny federation, and checks of the contracts in `protocols.py`.
+
+A probe, sink or detector of your own holds its contract if the check of that name returns; what is wrong comes as an
+AssertionError that says so. Needs no test framework.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedvitals.monitor import Monitor
+from fedvitals.probes.view import View
+from fedvitals.protocols import Detector, Probe, Sink
+from fedvitals.records import (
+    Action,
+    Event,
+    Finding,
+    Layer,
+    LayerStats,
+    LayerTable,
+    Metric,
+    Record,
+    Run,
+    Sketch,
+    Snapshot,
+    Span,
+    Suspect,
+    Transfer,
+    Where,
+    stamped,
+)
+from fedvitals.stats import FAMILIES, empty_sums
+from fedvitals.store import MemoryStore
+
+__all__ = ["MemorySink", "check_detector", "check_probe", "check_sink", "examples_of_records", "tiny_run"]
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+class MemorySink:
+    """Keeps every record in a list, and picks from it: `sink.value("loss", node="c1", round=2)`."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.closed = 0
+
+    def write(self, records: Sequence[Record], /) -> None:
+        self.records += records
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def of(self, kind: type[Kind], name: str | None = None, **where: Any) -> list[Kind]:
+        """Records of a kind, by name (or family) and by coordinates, in order of arrival."""
+        found = []
+        for record in self.records:
+            if not isinstance(record, kind):
+                continue
+            own = getattr(record, "name", getattr(record, "family", getattr(record, "issue", None)))
+            place = getattr(record, "where", None)
+            if name in (None, own) and all(getattr(place, key) == value for key, value in where.items()):
+                found.append(record)
+        return found
+
+    def metrics(self, name: str | None = None, **where: Any) -> list[Metric]:
+        return self.of(Metric, name, **where)
+
+    def value(self, name: str, **where: Any) -> float:
+        """The one metric of that name there; an error that tells what is there if it is not one."""
+        return _only(self.metrics(name, **where), name, where).value
+
+    def layers(self, family: str, **where: Any) -> LayerStats:
+        """The one layer matrix of that family there; `step` is None (merged over the steps) unless given."""
+        where.setdefault("step", None)
+        return _only(self.of(LayerStats, family, **where), family, where)
+
+    def events(self, name: str | None = None, **where: Any) -> list[Event]:
+        return self.of(Event, name, **where)
+
+    def names(self) -> set[str]:
+        """Every metric name seen."""
+        return {metric.name for metric in self.metrics()}
+
+    def table(self, digest: str) -> LayerTable:
+        """The layer table that a LayerStats record names."""
+        tables = [table for run in self.of(Run) for table in run.tables if table.digest == digest]
+        _require(tables, f"No run record tells of layer table {digest}.")
+        return tables[-1]
+
+
+def tiny_run(
+    store: str | os.PathLike[str] | None = None,
+    *,
+    clients: int = 4,
+    rounds: int = 3,
+    steps: int = 5,
+    seed: int = 0,
+    **settings: Any,
+) -> Monitor:
+    """A federation that takes well under two seconds, watched to its end; `settings` are those of `Monitor`.
+
+    An MLP learns three classes of eight synthetic features, by plain averaging. Clients are «c0», «c1», ...
+    """
+    stream = torch.Generator().manual_seed(seed)
+    centres = torch.randn(3, 8, generator=stream)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        shared = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    data = []
+    for _ in range(clients):
+        y = torch.randint(0, 3, (40,), generator=stream)
+        data.append((centres[y] + 0.5 * torch.randn(40, 8, generator=stream), y))
+    with Monitor(store, **{"run": "tiny", "seed": seed, **settings}) as monitor:
+        for number in range(rounds):
+            with monitor.round(number, shared):
+                states = [_train(monitor, f"c{i}", shared, x, y, steps) for i, (x, y) in enumerate(data)]
+                mean = {key: torch.stack([state[key] for state in states]).mean(0) for key in states[0]}
+                shared.load_state_dict(mean)
+            monitor.log(accuracy=_accuracy(shared, data))
+    return monitor
+
+
+def check_probe(probe: Probe, models: Iterable[tuple[nn.Module, Tensor, Tensor]] | None = None) -> None:
+    """A probe gives numbers by name, the same each time, and leaves the model and all random streams as they were.
+
+    `models` are triples (model, inputs, labels) whose gradients the check makes; without them, an MLP is used.
+    """
+    _require(callable(probe), f"A probe is a function of a View, got {probe!r}.")
+    if models is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            models = [(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(6, 8), torch.arange(6) % 3)]
+    for model, x, y in models:
+        functional.cross_entropy(model(x), y).backward()
+        before = _fingerprint(model)
+        view = View(model, round=0, node="c0", data=(x, y), loss=functional.cross_entropy)
+        first, second = probe(view), probe(view)
+        _require(_fingerprint(model) == before, f"{_name(probe)} changed the model, its hooks or a random stream.")
+        _check_numbers(probe, first, view)
+        same = first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+        _require(same, f"{_name(probe)} gave other numbers for the same view the second time.")
+        _without_gradients(probe, view)
+
+
+def check_sink(make_sink: Callable[[], Sink]) -> None:
+    """A sink takes every kind of record, in any batch size, twice, from a thread that did not make it, and closes."""
+    sink = make_sink()
+    _require(isinstance(sink, Sink), f"A sink has write(records), {type(sink).__name__} has not.")
+    examples = examples_of_records()
+    batch = list(examples)
+    failure: list[BaseException] = []
+
+    def deliver() -> None:
+        try:
+            sink.write(batch)
+            sink.write(batch)  # a retry after a failure that was none
+            for record in examples:
+                sink.write([record])
+            sink.write([])
+            getattr(sink, "close", lambda: None)()
+        except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
+            failure.append(error)
+
+    worker = threading.Thread(target=deliver, name="check_sink")
+    worker.start()
+    worker.join(30)
+    _require(not worker.is_alive(), f"{type(sink).__name__} did not come back within 30 s.")
+    if failure:
+        raise AssertionError(f"{type(sink).__name__} refused what a run may hold: {failure[0]!r}") from failure[0]
+    _require(batch == examples, f"{type(sink).__name__} changed the list of records that it was handed.")
+
+
+def check_detector(detector: Detector) -> None:
+    """A detector is pure: silent without history, the same twice, and its findings are well formed."""
+    _require(callable(detector), f"A detector is a function (history, round), got {detector!r}.")
+    findings = list(detector(MemoryStore().history("nothing"), 0))
+    _require(not findings, f"{_name(detector)} finds something in a run without records: {findings}")
+    sink, store = MemorySink(), MemoryStore()
+    run = tiny_run(sinks=[sink], clients=3).run
+    store.write(sink.records)
+    for number in range(3):
+        first = list(detector(store.history(run.id), number))
+        second = list(detector(store.history(run.id), number))
+        _require(first == second, f"{_name(detector)} is not pure: other findings the second time, or other times `at`.")
+        for finding in first:
+            _check_finding(detector, finding, run.id)
+
+
+def examples_of_records(run: str = "example") -> list[Record]:
+    """One record of each kind, with all the awkward values that are legal: NaN, infinity, None, any script."""
+    where, at = Where(run, 1, "c7", 3, None, "edge-2"), 1.7e9
+    table = LayerTable("parameter", (Layer("fc.weight", (3, 8), "float32"), Layer("fc.bias", (3,), "float32")))
+    matrix = empty_sums(2)
+    matrix[0] = 24, -1.5, 1e30, 3, -2, float(np.finfo(np.float32).max), 0, 1, 2
+    records: list[Record] = [
+        Run(run, "a naïve run «ü»", config={"lr": 0.1}, seed=1, started=at, versions={"torch": "2"}, tables=(table,)),
+        Metric(where, at, "loss", 0.5),
+        Metric(where, at, "user.ratio", float("nan")),
+        Metric(Where(run), at, "accuracy", float("-inf")),
+        LayerStats(where, at, "gradient", matrix, table.digest),
+        Span(where, at, "client", 0.25, "0" * 32, "1" * 16, None, {"failed": False}),
+        Transfer(where, at, "c7", "server", 10**12, 10**12, None),
+        Event(where, at, "warning", "log", "it's «quoted»\n\N{SNOWMAN}", {"nested": {"list": [1, None, True]}}),
+        Sketch(where, at, tuple(float(i) for i in range(256))),
+        Finding(where, at, "label_flip", "critical", 0.9, "c7 stands out", {"z": 4.2}, (Suspect("c7", 0.9, "loss"),)),
+        Action(where, at, "label_flip", "exclude", "c7", {"rounds": 3}),
+        Snapshot(where, at, "global", "ab" * 16, 1024),
+    ]
+    return [stamped(record, "example", i) for i, record in enumerate(records)]
+
+
+def _train(monitor: Monitor, node: str, shared: nn.Module, x: Tensor, y: Tensor, steps: int) -> Mapping[str, Tensor]:
+    model = copy.deepcopy(shared)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with monitor.client(node, model, optimizer, data=(x, y), loss=functional.cross_entropy):
+        for step in range(steps):
+            part = slice(8 * step % 40, 8 * step % 40 + 8)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x[part]), y[part]).backward()
+            optimizer.step()
+        monitor.transfer(node, "server", sum(4 * p.numel() for p in model.parameters()))
+    return model.state_dict()
+
+
+def _accuracy(model: nn.Module, data: Sequence[tuple[Tensor, Tensor]]) -> float:
+    with torch.no_grad():
+        return float(torch.cat([model(x).argmax(1) == y for x, y in data]).double().mean())
+
+
+def _fingerprint(model: nn.Module) -> Any:
+    """Everything that a probe must not touch, in a form that compares."""
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]  # noqa: SLF001
+    numpy_state = [str(part) for part in np.random.get_state()]  # noqa: NPY002 - the user's stream
+    streams = (torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_state)
+    values = [t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return values, [m.training for m in model.modules()], hooks, streams
+
+
+def _check_numbers(probe: Probe, found: Any, view: View) -> None:
+    name = _name(probe)
+    _require(isinstance(found, Mapping), f"{name} must return a mapping of name to number, got {type(found).__name__}.")
+    rows = {"parameter": len(view.parameters), "buffer": len(view.buffers)}
+    for key, value in found.items():
+        _require(isinstance(key, str) and key, f"{name}: names are words, got {key!r}.")
+        try:
+            array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise AssertionError(f"{name}: '{key}' is no number or array: {value!r}") from error
+        if array.ndim == 0:
+            continue
+        _require(key in FAMILIES, f"{name}: '{key}' is an array, but no family. Known: {', '.join(FAMILIES)}.")
+        family = FAMILIES[key]
+        wanted = (rows.get(family.rows, len(array)), len(family.columns))
+        _require(array.shape == wanted, f"{name}: '{key}' has shape {array.shape}, its family wants {wanted}.")
+
+
+def _without_gradients(probe: Probe, view: View) -> None:
+    """Frozen and unused parameters have none, and a view may come without data."""
+    for parameter in view.parameters:
+        parameter.grad = None
+    try:
+        probe(View(view.model))
+    except Exception as error:
+        raise AssertionError(f"{_name(probe)} fails without gradients, data and loss: {error!r}") from error
+
+
+def _check_finding(detector: Detector, finding: Any, run: str) -> None:
+    name = _name(detector)
+    _require(isinstance(finding, Finding), f"{name} must yield Findings, got {type(finding).__name__}.")
+    _require(finding.where.run == run, f"{name}: a finding is about run {finding.where.run!r}, not {run!r}.")
+    known = ("note", "warning", "critical")
+    _require(finding.severity in known, f"{name}: severity {finding.severity!r} is none of {', '.join(known)}.")
+    _require(0 <= finding.confidence <= 1, f"{name}: confidence {finding.confidence} lies outside 0..1.")
+    _require(finding.issue and finding.message, f"{name}: a finding needs an issue and a message.")
+
+
+def _same(a: Any, b: Any) -> bool:
+    arrays = [np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v, dtype=np.float64) for v in (a, b)]
+    return np.array_equal(*arrays, equal_nan=True)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _only(found: list[Kind], name: str, where: Mapping[str, Any]) -> Kind:
+    _require(len(found) == 1, f"Wanted one record '{name}' at {dict(where)}, found {len(found)}: {found[:3]}")
+    return found[0]
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
