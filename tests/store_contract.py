@@ -256,7 +256,8 @@ class StoreContract(ABC):
         assert self.history(store).layers("gradient") == TABLE.names
         assert self.history(store).matrix("gradient", "l2", "conv.bias")[0] == [1]
 
-    def test_compaction_changes_no_answer(self, store, monkeypatch):
+    @pytest.mark.parametrize(("limit", "value"), [("CHUNK_ROUNDS", 4), ("CHUNK_BYTES", 2000), ("CHUNK_BLOCKS", 5)])
+    def test_compaction_changes_no_answer(self, store, monkeypatch, limit, value):
         twin = [stats(r, f"c{c}", 10 * r + c, 10 * r + c, at=r - (r == 7)) for r in range(40) for c in range(3)]
         twin += [stats(5, "c1", 999, 999, at=6.0), stats(0, None, 998, 998), stats(20, "c9", 997, 997, step=4)]
         store.write([RUN])
@@ -264,11 +265,12 @@ class StoreContract(ABC):
             store.write(twin[i : i + 5])
         before = self.answers(store)
         store.close()
-        monkeypatch.setattr(compaction, "CHUNK_ROUNDS", 4)
+        monkeypatch.setattr(compaction, limit, value)
         store = self.reopen(store)
         late = [stats(3, "c1", 996, 1000, at=50.0), stats(60, "c1", 995, 1001)]
         store.write(late)
         after = self.answers(store)
+        monkeypatch.undo()
         plain = self.make_second(store)
         plain.write([RUN, *twin, *late])
         assert same(after, self.answers(plain))

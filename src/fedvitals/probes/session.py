@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fedvitals.catalog import CATALOG, public_name
+from fedvitals.errors import ConfigError, unknown
 from fedvitals.kernels import sums
 from fedvitals.probes.activations import Take, activations, watched_modules
 from fedvitals.probes.clipping import ClipWatch
@@ -64,7 +66,8 @@ class ClientSession:
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in kit.preset.probes]
         self._takes: dict[int, Take] = {}
         self._unclipped = 0.0
-        self._skipped = self._steps = 0
+        self._steps = 0
+        self._skipped: int | Tensor = 0
         self._step_began = self._step_seconds = 0.0
         self._batch: tuple[Tensor, Tensor] | None = None
         self._fit_cost = 0.0
@@ -80,7 +83,11 @@ class ClientSession:
         )
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
-        self._arm(0)
+        try:
+            self._arm(0)
+        except BaseException:
+            self.abandon()  # nobody would hold this session, and its hooks would stay for ever
+            raise
 
     def abandon(self) -> None:
         self._hooks.remove()
@@ -107,12 +114,14 @@ class ClientSession:
             results.take({"gradient.norm_unclipped": self._unclipped})
         if kit.preset.difference_each_step and self._steps:
             self._difference(self._steps - 1)
+        view.owned = view.parameters
         for index, planned in enumerate(kit.preset.probes):
             if planned.when is at_exit:
-                self._rows[index] = [(self._steps - 1, found) for found in [self._run(index, planned)] if found]
+                self._rows[index] = [(max(0, self._steps - 1), found) for found in [self._run(index, planned)] if found]
             self._guarded("merging", functools.partial(self._merge, index, planned))
         now = flatten(view.parameters)
         assert view.before is not None  # noqa: S101 - set when the session began
+        view.before = view.before.to(now.device)  # the model may have been moved inside the scope
         update = now - view.before
         rows = None
         if not kit.preset.brief:
@@ -127,15 +136,17 @@ class ClientSession:
 
     # -- at each step -------------------------------------------------------------------------------------------------
 
-    def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool) -> None:
+    def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor) -> None:
         """Called before each optimiser step, on the thread that trains."""
         now = time.perf_counter()
         self._step_seconds, self._step_began = now - self._step_began, now
         try:
             view = self._view
             view.step, view.owned = step, owned
+            if self._kit.preset.difference_each_step and step == self._steps > 0:
+                self._difference(step - 1)
             self._steps = max(self._steps, step + 1)
-            self._skipped += skipped
+            self._skipped = self._skipped + skipped
             for index, planned in self._stepwise:
                 if index in self._takes:
                     found = self._takes.pop(index)()
@@ -151,8 +162,6 @@ class ClientSession:
             unclipped = self._clip.before_step(owned)
             if unclipped is not None and unclipped > self._unclipped:
                 self._unclipped = unclipped
-            if self._kit.preset.difference_each_step and step:
-                self._difference(step - 1)
             self._arm(step + 1)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, "measuring a step")
@@ -191,7 +200,7 @@ class ClientSession:
     def _difference(self, step: int) -> None:
         """`weight.difference` of one iteration: taken before the next one, so that no hook after the step is needed."""
         now = flatten(self._view.parameters)
-        change = now - self._last
+        change = now - self._last.to(now.device)
         self._results.take({"weight.difference": float(change.sum(dtype=torch.float64))}, step)
         self._results.take({"weight.difference_absolute": float(change.abs().sum(dtype=torch.float64))}, step)
         self._last = now
@@ -207,12 +216,12 @@ class ClientSession:
             for name, value in found.items():
                 array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
                 if array.ndim == 0:
-                    self._results.take({name: array}, None if planned.when is at_exit else step)
+                    known = name if name in CATALOG else public_name(name)
+                    self._results.take({known: array}, None if planned.when is at_exit else step)
                 else:
+                    _check_shape(name, array)
                     arrays.setdefault(name, []).append((step, array))
         for family, rows in arrays.items():
-            if family not in FAMILIES:
-                raise ValueError(f"A probe gave the family '{family}'. Known: {', '.join(FAMILIES)}.")
             if planned.each:
                 self._results.matrices += [(family, array, step) for step, array in rows]
             if family == "gradient":
@@ -269,6 +278,14 @@ class ClientSession:
             work()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, what)
+
+
+def _check_shape(name: str, array: Array) -> None:
+    if name not in FAMILIES:
+        raise ConfigError(f"A probe gave an array. {unknown('family', name, FAMILIES)}")
+    columns = len(FAMILIES[name].columns)
+    if array.ndim != 2 or array.shape[1] != columns:
+        raise ConfigError(f"A probe gave '{name}' of shape {array.shape}. This family wants [layers, {columns}].")
 
 
 def unscale(rows: Any, optimizer: Optimizer) -> None:

@@ -48,7 +48,7 @@ def movement(update: Array, before: Tensor, now: Tensor, initial: Tensor | None)
     if start > 0:
         result["weight.update_ratio"] = drift / start
     if initial is not None and initial.shape == now.shape:
-        result["weight.drift_init"] = float(torch.dist(now, initial))
+        result["weight.drift_init"] = float(torch.dist(now, initial.to(now.device)))
     return result
 
 

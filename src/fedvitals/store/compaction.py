@@ -18,6 +18,7 @@ from fedvitals.store.packing import NONE, Entries, entries_of, joined, numbers_o
 NEWEST_ROUNDS = 10  # stay as they came
 CHUNK_ROUNDS = 64  # older ones are merged when there are this many
 CHUNK_BYTES = 8_000_000  # or this much, which bounds the memory that merging takes
+CHUNK_BLOCKS = 5000  # or this many, which bounds the parameters of one statement
 
 
 @dataclass(slots=True)
@@ -46,14 +47,14 @@ class Pending:
         if len(old) < 2 or (
             len({block[1] for block in old}) < CHUNK_ROUNDS
             and sum(block[2] for block in old) < CHUNK_BYTES
-            and len(old) < 100 * CHUNK_ROUNDS
+            and len(old) < CHUNK_BLOCKS
         ):
             return []
         taken: list[int] = []
         size = 0
         for arrival, _, weight in old:
             size += weight
-            if size > CHUNK_BYTES and len(taken) >= 2:
+            if len(taken) >= 2 and (size > CHUNK_BYTES or len(taken) >= CHUNK_BLOCKS):
                 break
             taken.append(arrival)
         gone = set(taken)

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m fedvitals.cli`, where the script is not on the path."""
+
+from fedvitals.cli.main import main
+
+main()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals demo`: a real federation falls ill before your eyes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+
+SIGNS = ("accuracy", "fit.loss_before", "gradient.norm", "update.norm", "update.cosine_mean", "weight.drift")
+
+
+@click.command()
+@click.option("--rounds", default=20, show_default=True, help="Rounds of training.")
+@click.option("--clients", default=20, show_default=True, help="Clients of the federation.")
+@click.option("--seed", default=7, show_default=True, help="Same seed, same run.")
+@click.option("--quick", is_flag=True, help="A small version: 8 rounds, 10 clients.")
+@store_option
+@json_option
+def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None, as_json: bool) -> None:
+    """Train twenty clients on hand-written digits; one gets wrong labels from round 5 on. Watch it stand out.
+
+    A plain PyTorch loop with the monitor attached; the result stays in the store.
+    """
+    import torch
+
+    from fedvitals.diagnosis.standout import clients_that_stand_out
+    from fedvitals.monitor import Monitor
+    from fedvitals.store.memory import MemoryStore
+    from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE, Settings, digits, federate
+
+    settings = Settings(clients=10 if quick else clients, rounds=8 if quick else rounds, seed=seed)
+    digits()  # a missing extra is told before anything is made
+    torch.set_num_threads(1)
+    memory = MemoryStore()
+    began = time.perf_counter()
+    config = {"dataset": "digits", "ill": f"{ILL_CLIENT} since round {ILL_SINCE}"}
+    target = store or "runs.db"
+    with Monitor(target, run="demo", sinks=[memory], seed=seed, config=config) as monitor:
+        history = memory.history(monitor.run.id)
+        accuracy = 0.0
+        with _view(settings.rounds, plain=as_json or not sys.stderr.isatty()) as view:
+            for number, accuracy in federate(settings, monitor):
+                monitor.flush()
+                view.show(number, accuracy, history, clients_that_stand_out(history))
+        standing = clients_that_stand_out(history)
+    took = time.perf_counter() - began
+    if as_json:
+        result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}
+        print_json("demo", result)
+    else:
+        _closing(monitor.run.id, store, accuracy, took, standing, settings)
+
+
+def _closing(run: str, store: str | None, accuracy: float, took: float, standing: Any, settings: Any) -> None:
+    from rich.console import Console
+
+    from fedvitals.cli.screen import number
+    from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE
+
+    console = Console(highlight=False)
+    option = f" --store {store}" if store else ""
+    console.print(f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {accuracy:.1%}[/bold], {took:.0f} s")
+    if standing:
+        worst = standing[0]
+        console.print(f"{worst.name} stands out most: {worst.why}, {number(worst.score)}× the usual spread of its peers.")
+    if settings.rounds > ILL_SINCE:
+        console.print(f"[dim](The truth: {ILL_CLIENT} has had wrong labels since round {ILL_SINCE}.)[/dim]")
+    console.print("\nLook next at")
+    for verb, why in (
+        (f"show {run}", "the run's health card"),
+        (f"show {run} --node {ILL_CLIENT}", "one client's history"),
+        ("runs", "all runs of the store"),
+        (
+            "query \"SELECT round, node, value FROM metrics WHERE name = 'update.cosine_mean' ORDER BY value LIMIT 9\"",
+            "anything else, in SQL",
+        ),
+    ):
+        console.print(f"  fedvitals {verb}{option}   [dim]{why}[/dim]", soft_wrap=True)
+
+
+def _view(rounds: int, *, plain: bool) -> _Lines | _Live:
+    return _Lines(rounds) if plain else _Live(rounds)
+
+
+class _Lines:
+    """A line a round, for logs and pipes."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def show(self, number: int, accuracy: float, _history: Any, standing: Any) -> None:
+        first = f", {standing[0].name} stands out {standing[0].score:.1f}×" if standing else ""
+        click.echo(f"round {number + 1}/{self._rounds}: accuracy {accuracy:.3f}{first}", err=True)
+
+
+class _Live:
+    """A view that moves: progress, a sparkline per vital sign, the clients that stand out."""
+
+    def __init__(self, rounds: int) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._rounds, self._began = rounds, time.perf_counter()
+        self._live = Live(console=Console(stderr=True, highlight=False), refresh_per_second=8)
+
+    def __enter__(self) -> _Live:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+    def show(self, number: int, accuracy: float, history: Any, standing: Any) -> None:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        from fedvitals.cli.screen import number as text
+        from fedvitals.cli.screen import seconds, sparkline
+        from fedvitals.report.card import vital_sign
+
+        done = number + 1
+        left = (time.perf_counter() - self._began) / done * (self._rounds - done)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            f"round {done}/{self._rounds}", ProgressBar(self._rounds, done, width=30), f"accuracy {accuracy:.3f}",
+            f"{seconds(left)} left" if done < self._rounds else "done",
+        )  # fmt: skip
+        signs = Table.grid(padding=(0, 2))
+        for name in SIGNS:
+            sign = vital_sign(history, name)
+            if sign.values:
+                signs.add_row(name, sparkline(sign.values), text(sign.values[-1]), f"[dim]{sign.of}[/dim]")
+        clients = Table.grid(padding=(0, 2))
+        for one in standing[:4]:
+            bar = "█" * min(20, max(1, round(one.score)))
+            clients.add_row(one.name, bar, f"{text(one.score)}×", one.why if one.score >= 3 else "")
+        self._live.update(Group(head, "", "[bold]vital signs[/bold]", signs, "", "[bold]stands out[/bold]", clients))

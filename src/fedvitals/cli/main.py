@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `fedvitals`: one file per verb, loaded when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from fedvitals import __version__
+from fedvitals.errors import FedvitalsError, unknown
+
+VERBS = {
+    "demo": "fedvitals.cli.demo",
+    "runs": "fedvitals.cli.runs",
+    "show": "fedvitals.cli.show",
+    "query": "fedvitals.cli.query",
+    "bench": "fedvitals.cli.bench",
+}
+
+
+class Verbs(click.Group):
+    """Finds a verb's file by its name, so that `--help` starts at once and a verb loads only what it needs."""
+
+    def list_commands(self, _context: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, _context: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            raise click.UsageError(unknown("verb", name, VERBS))
+        command: click.Command = importlib.import_module(VERBS[name]).command
+        return command
+
+
+@click.command(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="The store is runs.db here, or what FEDVITALS_STORE names; every verb that reads runs takes --store.",
+)
+@click.version_option(__version__, message="fedvitals %(version)s")
+def app() -> None:
+    """The vital signs of federated learning: which client, layer and round is ill, and why."""
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Exit codes: 0 done; 2 wrong use or nothing to read; 130 interrupted."""
+    try:
+        sys.exit(app.main(arguments, prog_name="fedvitals", standalone_mode=False) or 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except FedvitalsError as error:
+        click.echo(f"fedvitals: {error}", err=True)
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has left: not an error. Nothing more may be written, not even at exit.
+        sys.stderr.close()
+        sys.exit(0)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that verbs share, and the one shape of their `--json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from fedvitals import __version__
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def store_option(function: F) -> F:
+    return click.option(
+        "--store", metavar="FILE", help="The store. Default: FEDVITALS_STORE, else runs.db in this folder."
+    )(function)
+
+
+def json_option(function: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")(function)
+
+
+def print_json(verb: str, result: Any) -> None:
+    """One shape for every verb: {"fedvitals": version, "verb": ..., "result": ...}; what is not finite is null."""
+    shape = {"fedvitals": __version__, "verb": verb, "result": _plain(result)}
+    click.echo(json.dumps(shape, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {"whole" if key is None else str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if hasattr(value, "tolist"):  # numpy
+        return _plain(value.tolist())
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return value

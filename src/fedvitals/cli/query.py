@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals query`: read-only SQL on a store."""
+
+from __future__ import annotations
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+
+
+@click.command(
+    epilog="Tables and views: docs/schema.md. Example: "
+    '"SELECT node, round, value FROM metrics WHERE name = \'update.norm\' ORDER BY value DESC LIMIT 5"'
+)
+@click.argument("sql")
+@click.option("--limit", default=1000, show_default=True, help="At most so many rows.")
+@store_option
+@json_option
+def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
+    """Ask a store anything in SQL; nothing can be changed this way."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedvitals.cli.screen import plain
+    from fedvitals.store import open_reader
+    from fedvitals.store.ask import query
+
+    with open_reader(store) as reader:
+        answer = query(reader, sql, limit)
+    rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    if as_json:
+        print_json("query", {"columns": answer.columns, "rows": rows, "more": answer.more})
+        return
+    table = Table(*(plain(column) for column in answer.columns), box=None, pad_edge=False)
+    for row in answer.rows:
+        table.add_row(*(_cell(value) for value in row))
+    Console().print(table)
+    if answer.more:
+        click.echo(f"Only the first {limit} rows are shown; --limit asks for more.", err=True)
+
+
+def _cell(value: object) -> str:
+    from rich.markup import escape
+
+    from fedvitals.cli.screen import plain
+
+    if value is None:
+        return "–"
+    if isinstance(value, bytes):
+        return f"({len(value)} bytes)"
+    return escape(plain(f"{value:.6g}" if isinstance(value, float) else str(value)))

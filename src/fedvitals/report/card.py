@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The health card of a run: its vital signs over the rounds, and who stands out. A reading, not a verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from fedvitals.catalog import CATALOG, LEVELS
+from fedvitals.diagnosis.standout import StandOut, clients_that_stand_out, layers_that_stand_out
+from fedvitals.protocols import History
+from fedvitals.records import Event, Run
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+
+# What the card shows of a run, in the order of a patient's chart: outcome, learning, gradients, weights, machine.
+VITAL_SIGNS = (
+    "accuracy", "loss", "fit.loss_before", "fit.accuracy_after", "gradient.norm", "gradient.norm_max",
+    "gradient.norm_last", "update.norm", "update.cosine_mean", "weight.drift", "weight.update_ratio", "time.client",
+    "time.round", "memory.resident",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One vital sign over the rounds: the federation's own value, else the median over its clients."""
+
+    name: str
+    unit: str
+    rounds: Sequence[int]
+    values: Sequence[float]
+    of: str  # «federation» or «median client»
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    run: Run
+    summary: queries.RunSummary
+    signs: Sequence[Sign]
+    clients: Sequence[StandOut]
+    layers: Sequence[StandOut]
+    newest: Mapping[str | None, Mapping[str, float]]  # the newest round: node → metrics
+    events: Sequence[Event]  # the newest warnings and errors
+    absent: Mapping[str, str]  # metric → what it needs
+    cost_percent: float | None  # measuring, of the rounds' time
+    privacy: str
+
+
+def health_card(reader: Reader, run: str) -> Card:
+    history, described = reader.history(run), queries.get_run(reader, run)
+    signs = [sign for name in VITAL_SIGNS if (sign := vital_sign(history, name)).rounds]
+    newest = queries.newest_rounds(reader, run, 1)
+    table = next(iter(newest.values()), {})
+    troubles = [event for level in ("warning", "error", "critical") for event in queries.events(reader, run, level=level)]
+    summary = next(s for s in queries.list_runs(reader) if s.id == run)
+    level = int(_setting(described, "privacy", 3))
+    return Card(
+        run=described,
+        summary=summary,
+        signs=signs,
+        clients=clients_that_stand_out(history),
+        layers=layers_that_stand_out(history),
+        newest=table,
+        events=sorted(troubles, key=lambda e: e.at),
+        absent=_absent(history),
+        cost_percent=_cost(history),
+        privacy=f"{level}: {LEVELS[level]}",
+    )
+
+
+def vital_sign(history: History, name: str) -> Sign:
+    """The federation's own values where there are any, else each round's median over the clients."""
+    unit = CATALOG[name].unit if name in CATALOG else ""
+    rounds, values = history.series(name, None)
+    if rounds:
+        return Sign(name, unit, rounds, values, "federation")
+    cohort = [(number, found) for number in history.rounds() if (found := _finite(history.latest(name, number)))]
+    return Sign(name, unit, [number for number, _ in cohort], [median(found) for _, found in cohort], "median client")
+
+
+def _finite(latest: Mapping[Any, float]) -> list[float]:
+    return [v for node, v in latest.items() if node not in (None, "server") and math.isfinite(v)]
+
+
+def _absent(history: History) -> dict[str, str]:
+    """Metrics that a person could have had, and what they would have needed."""
+    rounds = history.rounds()
+    seen = {name for name in CATALOG for number in rounds[-3:] if history.latest(name, number) or history.series(name, None)[0]}
+    groups: dict[str, str] = {}
+    for name, measure in CATALOG.items():
+        if name not in seen and measure.needs:
+            groups.setdefault(measure.needs, "")
+            groups[measure.needs] += f", {name}" if groups[measure.needs] else name
+    return {names: needs for needs, names in groups.items()}
+
+
+def _cost(history: History) -> float | None:
+    (_, cost), (_, total) = history.series("monitor.cost", None), history.series("time.round", None)
+    return 100 * sum(cost) / sum(total) if total and sum(total) > 0 else None
+
+
+def _setting(run: Run, name: str, default: Any) -> Any:
+    ours = run.config.get("fedvitals", {})
+    return ours.get(name, default) if isinstance(ours, Mapping) else default
