@@ -21,6 +21,7 @@ class Measure:
     formula: str = ""
     level: int = 2  # per-client scalars need level 2 (see docs/metrics.md, «Privacy»)
     needs: str = ""  # what the user must hand in for it to be there
+    rare: bool = False  # absent means none, not unmeasured
 
 
 _LABELLED = "`data` that yields (x, y), and `loss`"
@@ -41,7 +42,13 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure("samples", "samples", "Size of the client's own data set.", level=0, needs="`data`"),
     Measure("steps", "steps", "Optimiser steps of the client in this round.", level=0),
-    Measure("steps.skipped", "steps", "Steps that a GradScaler left out because a gradient was not finite.", level=0),
+    Measure(
+        "steps.skipped",
+        "steps",
+        "Steps that a GradScaler left out because a gradient was not finite.",
+        level=0,
+        rare=True,
+    ),
     Measure(
         "fit.loss_before",
         "nats",
@@ -93,6 +100,7 @@ MEASURES: tuple[Measure, ...] = (
         "1",
         "Largest step norm before the user's clipping; absent without clipping.",
         needs="gradients that are changed between backward and step",
+        rare=True,
     ),
     Measure(
         "gradient.change",
@@ -151,13 +159,21 @@ MEASURES: tuple[Measure, ...] = (
         level=0,
         needs="a second round of the same client",
     ),
-    Measure("update.zero", "0/1", "1 if the update is exactly zero; absent otherwise.", level=0, needs=_MODEL),
+    Measure(
+        "update.zero",
+        "0/1",
+        "1 if the update is exactly zero; absent otherwise.",
+        level=0,
+        needs=_MODEL,
+        rare=True,
+    ),
     Measure(
         "update.duplicates",
         "clients",
         "Other clients that sent exactly the same update in this round; absent if none.",
         level=0,
         needs=_MODEL,
+        rare=True,
     ),
     Measure("clients", "clients", "Clients that took part in the round.", level=0),
     Measure("clients.failed", "clients", "Clients whose scope ended with an exception.", level=0),
@@ -198,7 +214,7 @@ def level_of(record: Record) -> int:
         case LayerStats(family=family):
             # What the server computes from updates that it holds anyway is not telemetry.
             return 0 if family.startswith("update") else FAMILIES[family].level
-        case Event(name="log" | "labels"):
+        case Event(name="log" | "labels" | "exception"):
             return 3
         case _:
             return 0

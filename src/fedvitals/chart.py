@@ -34,6 +34,7 @@ from fedvitals.store.memory import MemoryStore
 from fedvitals.telemetry.logs import EventHandler
 from fedvitals.telemetry.outlet import Outlet
 from fedvitals.telemetry.recorder import Recorder
+from fedvitals.telemetry.spill import readmit
 
 logger = logging.getLogger("fedvitals")
 
@@ -105,6 +106,8 @@ class Chart:
             if self._detectors:
                 sinks.append(LiveDetectors(self.run.id, MemoryStore(), self._detectors, self._take_finding))
             spill = None if self._store is None else Path(f"{store_path(self._store)}.d")
+            if spill is not None and spill.is_dir():
+                self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
             outlet = Outlet([*sinks, *self._sinks], privacy=self._privacy, spill=spill, strict=self.strict)
             self._outlet = outlet
             handler = EventHandler(self.emit, run=self.run.id, fallback=self._scope, tracebacks=self._privacy >= 3)

@@ -142,7 +142,9 @@ def check_probe(probe: Probe, models: Iterable[tuple[nn.Module, Tensor, Tensor]]
     if models is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            models = [(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(6, 8), torch.arange(6) % 3)]
+            models = [
+                (nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(6, 8), torch.arange(6) % 3)
+            ]
     for model, x, y in models:
         functional.cross_entropy(model(x), y).backward()
         before = _fingerprint(model)
@@ -194,7 +196,9 @@ def check_detector(detector: Detector) -> None:
     for number in range(3):
         first = list(detector(store.history(run.id), number))
         second = list(detector(store.history(run.id), number))
-        _require(first == second, f"{_name(detector)} is not pure: other findings the second time, or other times `at`.")
+        _require(
+            first == second, f"{_name(detector)} is not pure: other findings the second time, or other times `at`."
+        )
         for finding in first:
             _check_finding(detector, finding, run.id)
 

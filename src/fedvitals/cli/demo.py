@@ -64,10 +64,14 @@ def _closing(run: str, store: str | None, accuracy: float, took: float, standing
 
     console = Console(highlight=False)
     option = f" --store {store}" if store else ""
-    console.print(f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {accuracy:.1%}[/bold], {took:.0f} s")
+    console.print(
+        f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {accuracy:.1%}[/bold], {took:.0f} s"
+    )
     if standing:
         worst = standing[0]
-        console.print(f"{worst.name} stands out most: {worst.why}, {number(worst.score)}× the usual spread of its peers.")
+        console.print(
+            f"{worst.name} stands out most: {worst.why}, {number(worst.score)}× the usual spread of its peers."
+        )
     if settings.rounds > ILL_SINCE:
         console.print(f"[dim](The truth: {ILL_CLIENT} has had wrong labels since round {ILL_SINCE}.)[/dim]")
     console.print("\nLook next at")

@@ -10,7 +10,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 
 @click.command(
     epilog="Tables and views: docs/schema.md. Example: "
-    '"SELECT node, round, value FROM metrics WHERE name = \'update.norm\' ORDER BY value DESC LIMIT 5"'
+    "\"SELECT node, round, value FROM metrics WHERE name = 'update.norm' ORDER BY value DESC LIMIT 5\""
 )
 @click.argument("sql")
 @click.option("--limit", default=1000, show_default=True, help="At most so many rows.")

@@ -62,6 +62,21 @@ def size(value: float | None) -> str:
     return "–"
 
 
+def with_unit(value: float | None, unit: str) -> str:
+    """A metric's value in the catalogue's unit, as people write it."""
+    match unit:
+        case "seconds":
+            return seconds(value)
+        case "bytes":
+            return size(value)
+        case "1" | "":
+            return number(value)
+        case "share" if value is not None and math.isfinite(value):
+            return f"{100 * value:.3g} %"
+        case _:
+            return number(value)
+
+
 def plain(text: str) -> str:
     """Text from a record, fit for a terminal: control characters, which could move the cursor, become «?»."""
     return "".join(c if c.isprintable() else "?" for c in text)

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from fedvitals.store.reader import Reader
 
 ROWS = 8  # of clients and layers, unless --all
+COLUMNS = {
+    "update.norm": "update size",
+    "update.cosine_mean": "cosine to others",
+    "fit.accuracy_before": "fit before",
+    "fit.accuracy_after": "fit after",
+    "loss": "loss",
+    "time.client": "time",
+}
 
 
 @click.command()
@@ -69,17 +77,20 @@ def _head(console: Any, card: Card) -> None:
     run, summary = card.run, card.summary
     state = "finished" if run.finished else "open"
     began = time.strftime("%d %b %Y %H:%M", time.localtime(run.started))
-    console.print(f"[bold]{escape(plain(run.name))}[/bold]  {run.id}  {state}, begun {began}, {seconds(summary.seconds)}")
-    console.print(f"{summary.rounds} rounds, {summary.clients} clients, {run.host}; privacy level {card.privacy}")
-    cost = "" if card.cost_percent is None else f"; measuring took {number(card.cost_percent)} % of the rounds' time"
-    console.print(f"records lost: {summary.lost}{cost}")
-    console.print("Health: not judged, since no detector is installed. Below: what stands out, for your own eyes.\n")
+    console.print(
+        f"[bold]{escape(plain(run.name))}[/bold]  {run.id}  {state}, begun {began}, {seconds(summary.seconds)}"
+    )
+    cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the rounds' time"
+    console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; records lost: {summary.lost}")
+    level, allowed = card.privacy.split(": ", 1)
+    console.print(f"[dim]Privacy level {level}: {allowed}.[/dim]")
+    console.print("Health: not judged, no detector is installed. Below is what stands out, for your own eyes.\n")
 
 
 def _signs(card: Card) -> Any:
     from rich.table import Table
 
-    from fedvitals.cli.screen import number, sparkline
+    from fedvitals.cli.screen import sparkline, with_unit
 
     table = Table(box=None, pad_edge=False, title="Vital signs", title_justify="left", title_style="bold")
     for title in ("sign", "of"):
@@ -87,11 +98,9 @@ def _signs(card: Card) -> Any:
     for title in ("first", "now"):
         table.add_column(title, justify="right")
     table.add_column("course")
-    table.add_column("unit", style="dim")
     for sign in card.signs:
-        unit = "" if sign.unit == "1" else sign.unit
-        first, now = number(sign.values[0]), number(sign.values[-1])
-        table.add_row(sign.name, sign.of, first, now, sparkline(sign.values), unit)
+        first, now = (with_unit(sign.values[i], sign.unit) for i in (0, -1))
+        table.add_row(sign.name, f"[dim]{sign.of}[/dim]", first, now, sparkline(sign.values))
     return table
 
 
@@ -99,22 +108,24 @@ def _clients(card: Card, rows: int | None) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from fedvitals.cli.screen import number, plain
+    from fedvitals.catalog import CATALOG
+    from fedvitals.cli.screen import number, plain, with_unit
 
     shown = card.clients[:rows]
     title = f"\nClients, those that stand out first ({len(shown)} of {len(card.clients)})"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for name in ("client", "stands out"):
-        table.add_column(name)
-    metrics = ("update.norm", "update.cosine_mean", "fit.accuracy_before", "fit.accuracy_after", "loss", "time.client")
-    present = [m for m in metrics if any(m in found for found in card.newest.values())]
+    table.add_column("client")
+    table.add_column("score", justify="right")
+    table.add_column("stands out by", no_wrap=True)
+    present = [m for m in COLUMNS if any(m in found for found in card.newest.values())]
     for name in present:
-        table.add_column(name, justify="right")
+        table.add_column(COLUMNS[name], justify="right")
     for client in shown:
         values = card.newest.get(client.name, {})
-        mark = f"{number(client.score)}×  {client.why}" if client.score >= 3 else f"{number(client.score)}×"
+        cells = (with_unit(values.get(m), CATALOG[m].unit) for m in present)
+        why = client.why if client.score >= 3 else ""
         style = "bold" if client.score >= 5 else ""
-        table.add_row(escape(plain(client.name)), mark, *(number(values.get(m)) for m in present), style=style)
+        table.add_row(escape(plain(client.name)), number(client.score), why, *cells, style=style)
     return table
 
 

@@ -46,7 +46,6 @@ class View:
         """What the optimiser is about to use; None where a parameter has no gradient or is not its own."""
         return [None if p is None else p.grad for p in self.owned]
 
-
     @property
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         return list(self.model.named_buffers())

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from fedvitals.catalog import CATALOG, LEVELS
-from fedvitals.diagnosis.standout import StandOut, clients_that_stand_out, layers_that_stand_out
+from fedvitals.diagnosis.standout import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
 from fedvitals.protocols import History
 from fedvitals.records import Event, Run
 from fedvitals.store import queries
@@ -22,6 +22,9 @@ VITAL_SIGNS = (
     "gradient.norm_last", "update.norm", "update.cosine_mean", "weight.drift", "weight.update_ratio", "time.client",
     "time.round", "memory.resident",
 )  # fmt: skip
+
+
+TROUBLE = ("warning", "error", "critical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Card:
     signs: Sequence[Sign]
     clients: Sequence[StandOut]
     layers: Sequence[StandOut]
-    newest: Mapping[str | None, Mapping[str, float]]  # the newest round: node → metrics
+    newest: Mapping[str | None, Mapping[str, float]]  # node → metrics, newest values of the last rounds
     events: Sequence[Event]  # the newest warnings and errors
     absent: Mapping[str, str]  # metric → what it needs
     cost_percent: float | None  # measuring, of the rounds' time
@@ -52,9 +55,11 @@ class Card:
 def health_card(reader: Reader, run: str) -> Card:
     history, described = reader.history(run), queries.get_run(reader, run)
     signs = [sign for name in VITAL_SIGNS if (sign := vital_sign(history, name)).rounds]
-    newest = queries.newest_rounds(reader, run, 1)
-    table = next(iter(newest.values()), {})
-    troubles = [event for level in ("warning", "error", "critical") for event in queries.events(reader, run, level=level)]
+    newest: dict[str | None, dict[str, float]] = {}
+    for table in reversed(queries.newest_rounds(reader, run, NEWEST).values()):
+        for node, metrics in table.items():
+            newest.setdefault(node, {}).update(metrics)
+    troubles = [event for level in TROUBLE for event in queries.events(reader, run, level=level)]
     summary = next(s for s in queries.list_runs(reader) if s.id == run)
     level = int(_setting(described, "privacy", 3))
     return Card(
@@ -63,9 +68,9 @@ def health_card(reader: Reader, run: str) -> Card:
         signs=signs,
         clients=clients_that_stand_out(history),
         layers=layers_that_stand_out(history),
-        newest=table,
+        newest=newest,
         events=sorted(troubles, key=lambda e: e.at),
-        absent=_absent(history),
+        absent=_absent(set(queries.metric_names(reader, run))),
         cost_percent=_cost(history),
         privacy=f"{level}: {LEVELS[level]}",
     )
@@ -85,16 +90,13 @@ def _finite(latest: Mapping[Any, float]) -> list[float]:
     return [v for node, v in latest.items() if node not in (None, "server") and math.isfinite(v)]
 
 
-def _absent(history: History) -> dict[str, str]:
+def _absent(seen: set[str]) -> dict[str, str]:
     """Metrics that a person could have had, and what they would have needed."""
-    rounds = history.rounds()
-    seen = {name for name in CATALOG for number in rounds[-3:] if history.latest(name, number) or history.series(name, None)[0]}
-    groups: dict[str, str] = {}
+    groups: dict[str, list[str]] = {}
     for name, measure in CATALOG.items():
-        if name not in seen and measure.needs:
-            groups.setdefault(measure.needs, "")
-            groups[measure.needs] += f", {name}" if groups[measure.needs] else name
-    return {names: needs for needs, names in groups.items()}
+        if name not in seen and measure.needs and not measure.rare:
+            groups.setdefault(measure.needs, []).append(name)
+    return {", ".join(names): needs for needs, names in groups.items()}
 
 
 def _cost(history: History) -> float | None:

@@ -176,6 +176,13 @@ def _number(reader: Reader, run: str) -> int:
     return reader.names.number(run) or 0
 
 
+def metric_names(reader: Reader, run: str) -> list[str]:
+    """Every metric of which the run has a value."""
+    number = _number(reader, run)
+    sql = _NAMES + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"
+    return sorted(row[0] for row in reader.database.rows(sql, (number, number)))
+
+
 def round_table(reader: Reader, run: str, round: int) -> RoundTable:  # noqa: A002 - the domain's word
     """Every node's newest value of every metric in that round."""
     number = _number(reader, run)

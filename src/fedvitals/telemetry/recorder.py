@@ -50,7 +50,7 @@ class Recorder:
     def exception(self, scope: Scope, name: str, error: BaseException, *, details: bool) -> None:
         """An exception as an event; its words and its traceback only where the privacy level allows (`details`)."""
         kind = type(error).__name__
-        data: dict[str, Any] = {"type": kind}
+        data: dict[str, Any] = {"exception": kind}
         if details:
             data["traceback"] = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
         self.event(scope, "error", name, f"{kind}: {error}"[:1000] if details else kind, data)

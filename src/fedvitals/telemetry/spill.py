@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedvitals.errors import RecordError
+from fedvitals.protocols import Sink
 from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Where
 
 try:
@@ -170,6 +171,12 @@ def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
             yield from _records(file)
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 path.unlink()
+
+
+def readmit(folder: Path, sink: Sink) -> None:
+    """Give a sink what earlier processes could not; a file goes once its last record is written."""
+    for record in drain_spill(folder):
+        sink.write([record])
 
 
 def _lock(file: IO[bytes]) -> None:

@@ -81,7 +81,9 @@ def _per_step(workload: Workload, pairs: int) -> list[Row]:
 
     for measure in (None, fused, naive):
         block(measure)
-    times = _interleaved({"bare": lambda: block(None), "fused": lambda: block(fused), "naive": lambda: block(naive)}, pairs)
+    times = _interleaved(
+        {"bare": lambda: block(None), "fused": lambda: block(fused), "naive": lambda: block(naive)}, pairs
+    )
     count = sum(p.numel() for p in parameters)
     common = {"what": "nine statistics per step", "model": workload.name, "parameters": count, "pairs": pairs}
     fused_row = {**common, "by": "one fused pass", **_overhead(times["bare"], times["fused"])}

@@ -65,8 +65,9 @@ def deal(labels: Tensor, clients: int, skew: float, stream: torch.Generator) -> 
     dealt = [torch.cat(share) for share in shares]
     while min(map(len, dealt)) < 16:
         largest, smallest = (max, min)
-        giver, taker = largest(range(clients), key=lambda i: len(dealt[i])), smallest(
-            range(clients), key=lambda i: len(dealt[i])
+        giver, taker = (
+            largest(range(clients), key=lambda i: len(dealt[i])),
+            smallest(range(clients), key=lambda i: len(dealt[i])),
         )
         dealt[taker] = torch.cat([dealt[taker], dealt[giver][-8:]])
         dealt[giver] = dealt[giver][:-8]
@@ -115,9 +116,7 @@ def federate(settings: Settings, monitor: Monitor) -> Iterator[tuple[int, float]
                 if name == ILL_CLIENT and number >= ILL_SINCE:
                     labels = corrupt(labels, settings.seed)
                 shuffle = torch.Generator().manual_seed(hash((settings.seed, number, index)))
-                loader = DataLoader(
-                    TensorDataset(x[part], labels), settings.batch, shuffle=True, generator=shuffle
-                )
+                loader = DataLoader(TensorDataset(x[part], labels), settings.batch, shuffle=True, generator=shuffle)
                 local = copy.deepcopy(global_model)
                 with monitor.client(name, local, data=loader, loss=F.cross_entropy):
                     train(local, loader, settings)
