@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from fedvitals.monitor import Monitor as Monitor
     from fedvitals.integrations.torch_loop import watch as watch
+    from fedvitals.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
     from fedvitals.schedule import budget as budget
     from fedvitals.schedule import every as every

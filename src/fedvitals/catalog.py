@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedvitals.records import Event, LayerStats, Metric, Record
-from fedvitals.stats import FAMILIES
+from fedvitals.stats import DERIVED, FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +253,7 @@ def markdown() -> str:
         lines.append(f"| `{name}` | {family.rows} | {columns} | {'yes' if family.merge else 'no'} | {family.level} |")
     lines += [
         "",
-        "From the nine sums derive, over the finite values: mean, std, l2, rms, absmax, mean_magnitude, "
-        "sparsity, finite.",
+        f"From the nine sums derive, over the finite values: {', '.join(DERIVED)}.",
         "",
         "## Privacy",
         "",

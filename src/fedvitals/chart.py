@@ -29,8 +29,7 @@ from fedvitals.protocols import Detector, Sink
 from fedvitals.records import Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
-from fedvitals.store import open_store, store_path
-from fedvitals.store.memory import MemoryStore
+from fedvitals.store import MemoryStore, open_store, store_path
 from fedvitals.telemetry.logs import EventHandler
 from fedvitals.telemetry.outlet import Outlet
 from fedvitals.telemetry.recorder import Recorder

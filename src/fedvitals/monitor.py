@@ -13,13 +13,14 @@ stop, slow or change the training: what fails is reported once per cause, counte
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -204,7 +205,7 @@ class Monitor:
         """Records lost so far."""
         return self._chart.lost
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -253,7 +254,7 @@ class Monitor:
             results = Results(matrices=[(family, np.asarray(array, dtype=np.float64), None)])
             self._chart.tell(replace(self._scope(), node=node), results)
             if self._round is not None:
-                self._round.cohort.add(node, None, results, (), failed=False)
+                self._round.cohort.add(node, None, results, failed=False)
 
         self._guard("stats()", emit)
 
@@ -277,13 +278,15 @@ class Monitor:
         def take(node: Node, tensors: Sequence[torch.Tensor]) -> None:
             rows = np.asarray(torch.as_tensor(sums(tensors)).cpu())
             self._kit.updates.add(node, flatten(tensors), rows)
+            if self._round is not None and node in self._round.cohort:
+                return  # it trained in a scope of its own, which tells the rest
             results = Results(matrices=[("update", rows, None)])
             self._chart.tell(replace(self._scope(), node=node), results)
             if self._round is not None:
-                self._round.cohort.add(node, None, results, tensors, failed=False)
+                self._round.cohort.add(node, None, results, failed=False)
 
         for node, tensors in updates.items():
-            self._guard("updates()", lambda n=node, t=tensors: take(n, t))
+            self._guard("updates()", functools.partial(take, node, tensors))
         return ()
 
     def transfer(
@@ -352,10 +355,9 @@ class Monitor:
         return Scope(self.run.id, self._chart.emit, self._last_round, trace=self._trace)
 
     def _finish_client(self, opened: _Open, *, failed: bool) -> None:
-        results, like = Results(), []
+        results = Results()
         scope, node = opened.scope, opened.scope.node or ""
         if opened.session is not None and opened.view is not None:
-            like = opened.view.parameters
             results, update, rows = opened.session.finish()
             started = time.perf_counter()
             self._kit.updates.add(node, update, rows)
@@ -373,7 +375,7 @@ class Monitor:
         self._chart.tell(scope, results)
         self._record.span(scope, "client", time.perf_counter() - opened.began, failed=failed)
         if self._round is not None:
-            self._round.cohort.add(node, scope.group, results, like, failed=failed)
+            self._round.cohort.add(node, scope.group, results, failed=failed)
 
     def _finish_round(self, opened: _Open, model: Any) -> None:
         started = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, Self
 
 import click
 
@@ -97,7 +97,7 @@ class _Lines:
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -117,12 +117,12 @@ class _Live:
         self._rounds, self._began = rounds, time.perf_counter()
         self._live = Live(console=Console(stderr=True, highlight=False), refresh_per_second=8)
 
-    def __enter__(self) -> _Live:
-        self._live.__enter__()
+    def __enter__(self) -> Self:
+        self._live.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._live.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def show(self, number: int, accuracy: float, history: Any, standing: Any) -> None:
         from rich.console import Group

@@ -32,16 +32,17 @@ def print_json(verb: str, result: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {"whole" if key is None else str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(entry) for entry in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if hasattr(value, "tolist"):  # numpy
-        return _plain(value.tolist())
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes"
+        value = value.tolist()
+    if hasattr(value, "__dataclass_fields__"):
+        value = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {"whole" if key is None else str(key): _plain(entry) for key, entry in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(entry) for entry in value]
+        case bytes():
+            return f"{len(value)} bytes"
     return value

@@ -40,16 +40,12 @@ class LiveDetectors:
                 self._found(finding)
 
 
-class Findings(tuple[Finding, ...]):
+class Findings(list[Finding]):
     """Findings, worst first; printed as sentences."""
 
-    installed: int
-
-    def __new__(cls, findings: Iterable[Finding], *, installed: int) -> Findings:
-        ordered = sorted(findings, key=lambda f: (_WORST_FIRST.get(f.severity, 3), -f.confidence))
-        made = super().__new__(cls, ordered)
-        made.installed = installed
-        return made
+    def __init__(self, findings: Iterable[Finding], *, installed: int) -> None:
+        super().__init__(sorted(findings, key=lambda f: (_WORST_FIRST.get(f.severity, 3), -f.confidence)))
+        self.installed = installed  # how many detectors looked
 
     def __str__(self) -> str:
         if not self.installed:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
-
-from torch import Tensor
 
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
@@ -27,15 +24,16 @@ class Cohort:
         self._sent: dict[str, int] = defaultdict(int)
         self._received: dict[str, int] = defaultdict(int)
         self._groups: dict[str, str | None] = {}
-        self._like: Sequence[Tensor] = ()
         self.failed = 0
         self.cost = 0.0
         self.measured_edges: set[str] = set()  # whose own model gave their weight.difference
 
-    def add(self, node: str, group: str | None, results: Results, like: Sequence[Tensor], *, failed: bool) -> None:
+    def __contains__(self, node: str) -> bool:
+        return node in self._groups
+
+    def add(self, node: str, group: str | None, results: Results, *, failed: bool) -> None:
         with self._lock:
             self._groups[node] = group
-            self._like = like or self._like
             self.failed += failed
             for family, matrix, step in results.matrices:
                 if step is None and FAMILIES[family].merge is not None:
@@ -52,7 +50,7 @@ class Cohort:
 
     def close(self, kit: Instruments) -> list[tuple[Key, Results]]:
         """Everything that is known only now: cosines and duplicates, groups, the whole, traffic."""
-        found = [self._of_update(update, kit) for update in kit.updates.close_round(self._like)]
+        found = [self._of_update(update, kit) for update in kit.updates.close_round()]
         found += self._merged()
         for group, (signed, absolute) in self._difference.items():
             if group not in self.measured_edges:

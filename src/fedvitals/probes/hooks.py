@@ -96,7 +96,7 @@ class StepHooks:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            # A fused optimiser is reached, told by the scaler to change nothing. Not looked at here: it may be on a GPU.
+            # A fused optimiser is reached, told by the scaler to change nothing. Not read here: it may lie on a GPU.
             found_inf = getattr(optimizer, "found_inf", None)
             return self._count(optimizer, False if found_inf is None else found_inf > 0)
 
@@ -127,7 +127,7 @@ class StepHooks:
             self._unscaled()
 
     def scaler_stepped(self, optimizer: Optimizer, steps_before: int) -> None:
-        """After `GradScaler.step`: if the optimiser was not reached, the step was skipped; its gradients still stand."""
+        """After `GradScaler.step`: an optimiser that was not reached skipped its step; its gradients still stand."""
         self.meet(optimizer)
         if self._known[id(optimizer)][2] is not None and self.steps_of(optimizer) == steps_before:
             self._count(optimizer, skipped=True)

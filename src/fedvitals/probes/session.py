@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fedvitals.catalog import CATALOG, public_name

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from fedvitals.kernels import sums
 from fedvitals.probes.sketch import Sketcher
-from fedvitals.probes.view import split
-from fedvitals.stats import INFS, NANS, SUM, SUM_SQUARES, Array
+from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_SQUARES, Array
+
+# Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
+_CANCELLED = 1e-3
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class Update:
     """One client's update: its size, its sketch, and, memory allowing, the vector itself."""
 
     node: str
+    length: int
     squares: float  # ‖d‖²: NaN or infinite when the update is
     rows: Array | None = None  # nine sums per layer
     sketch: Tensor | None = None
@@ -38,6 +42,26 @@ class Update:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.squares)
+
+    @property
+    def squares_of_layers(self) -> Array:
+        return np.array([self.squares]) if self.rows is None else self.rows[:, SUM_SQUARES]
+
+    def dots(self, a: Tensor, b: Tensor) -> Array:
+        """⟨a, b⟩ of each layer: the sums of the product, in one pass; of the whole when layers are not known."""
+        if self.rows is None:
+            return np.array([float(torch.dot(a, b))])
+        pieces = (a * b).split(self.rows[:, COUNT].astype(int).tolist())
+        return np.asarray(torch.as_tensor(sums(pieces)).cpu())[:, SUM]
+
+    def align(self, to_others: Array | None, to_previous: Array | None) -> None:
+        """Write down the cosines of the layers and their shares of ‖d‖², where layers are known."""
+        if self.rows is not None:
+            own = self.squares_of_layers
+            share = own / own.sum() if own.sum() > 0 else np.zeros_like(own)
+            absent = np.full(len(own), np.nan)
+            columns = (absent if cosines is None else cosines for cosines in (to_others, to_previous))
+            self.alignment = np.stack([*columns, share], axis=1)
 
 
 class Updates:
@@ -50,92 +74,108 @@ class Updates:
         self._sketcher = Sketcher()
         self._round: dict[str, Update] = {}
         self._previous: dict[str, Update] = {}
-        self._total: Tensor | None = None
         self._lock = threading.Lock()
         self.approximate = False
 
     def add(self, node: str, vector: Tensor, rows: Array | None) -> Update:
-        """Take in one update: as one vector, and its nine sums per layer (not needed when brief)."""
-        update = Update(node, _squares(vector, rows), rows, vector=vector)
+        """Take in one update: as one vector, and its nine sums per layer (not needed when brief).
+
+        A second one of the same client in the same round, what a host says was sent, stands for the first.
+        """
+        update = Update(node, vector.numel(), _squares(vector, rows), rows, vector=vector)
         update.metrics["update.norm"] = math.sqrt(update.squares) if update.finite else _finite_norm(vector, rows)
         if update.squares == 0:
             update.metrics["update.zero"] = 1.0
         size = vector.numel() * vector.element_size()
         with self._lock:
+            self._release(self._round.get(node))
             if self.approximate or self._held + 2 * size > self._memory:
                 self.approximate, update.vector = True, None
             else:
                 self._held += size
             if not self._brief or self.approximate:
                 update.sketch = self._sketcher(vector)
-            if update.finite and not self.approximate:
-                self._total = vector.clone() if self._total is None else self._total.add_(vector)
             self._round[node] = update
         return update
 
-    def close_round(self, like: Sequence[Tensor]) -> list[Update]:
+    def close_round(self) -> list[Update]:
         """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
         with self._lock:
-            closing, total = self._round, self._total
-            self._round, self._total = {}, None
-        exact = total is not None and all(u.vector is not None for u in closing.values() if u.finite)
-        if not exact or total is None:
-            for update in closing.values():
-                self._align_by_sketch(update, list(closing.values()))
-        elif self._brief:
-            _align_briefly(closing.values(), total)
-        else:
-            squares = _dots(total, total, like)
-            for update in closing.values():
-                self._align(update, total, squares, like)
+            closing, self._round = self._round, {}
+        cohorts: dict[int, list[Update]] = defaultdict(list)
+        for update in closing.values():
+            if update.finite:
+                cohorts[update.length].append(update)  # only updates of equal models can be compared
+            else:
+                update.align(None, None)
+        for cohort in cohorts.values():
+            vectors = [update.vector for update in cohort if update.vector is not None]
+            if len(vectors) == len(cohort):
+                self._align_exactly(cohort, vectors)
+            else:
+                self._align_by_sketch(cohort)
         _count_duplicates(closing.values())
         self._keep(closing)
         return list(closing.values())
 
-    def _align(self, update: Update, total: Tensor, total_squares: Array, like: Sequence[Tensor]) -> None:
+    def _align_exactly(self, cohort: list[Update], vectors: list[Tensor]) -> None:
         """Cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous one."""
-        assert update.rows is not None  # noqa: S101 - only a brief cohort goes without
-        own = update.rows[:, SUM_SQUARES]
-        whole = own.sum()
-        to_others = to_previous = np.full(len(own), np.nan)
-        previous = self._previous.get(update.node)
-        if update.vector is not None and update.finite:
-            with_total = _dots(update.vector, total, like)
-            dot, squares = _without(own, with_total, total_squares)
-            to_others = _cosine(dot, own, squares)
-            _put(update.metrics, "update.cosine_mean", _cosine(dot.sum(), whole, squares.sum()))
-            if previous is not None and previous.rows is not None and _comparable(update.vector, previous.vector):
-                past = _dots(update.vector, previous.vector, like)
-                past_squares = previous.rows[:, SUM_SQUARES]
-                to_previous = _cosine(past, own, past_squares)
-                _put(update.metrics, "update.cosine_previous", _cosine(past.sum(), whole, past_squares.sum()))
-        share = own / whole if whole > 0 else np.zeros_like(own)
-        update.alignment = np.stack([to_others, to_previous, share], axis=1)
+        total = _sum(vectors)
+        total_squares = cohort[0].dots(total, total)
+        for update, vector in zip(cohort, vectors, strict=True):
+            own, to_others = update.squares_of_layers, None
+            if len(cohort) > 1:
+                with_total = update.dots(vector, total)
+                # others = total − own, so these follow without forming that vector...
+                dot, squares = with_total - own, total_squares - 2 * with_total + own
+                if (squares < _CANCELLED * own).any():  # ...unless one client outweighs all others
+                    others = _sum([v for v in vectors if v is not vector])
+                    dot, squares = update.dots(vector, others), update.dots(others, others)
+                to_others = _cosine(dot, own, squares)
+                _put(update.metrics, "update.cosine_mean", _cosine(dot.sum(), own.sum(), squares.sum()))
+            update.align(to_others, self._to_previous(update, vector))
 
-    def _align_by_sketch(self, update: Update, cohort: list[Update]) -> None:
-        if update.sketch is None or not update.finite:
-            return
-        others = [u.sketch for u in cohort if u is not update and u.sketch is not None and u.finite]
-        if others:
-            mean = torch.stack(others).sum(0)
-            _put(update.metrics, "update.cosine_mean", _cosine_of(update.sketch, mean))
+    def _to_previous(self, update: Update, vector: Tensor) -> Array | None:
+        """The cosines of each layer to the client's previous update; the whole's goes into the metrics."""
         previous = self._previous.get(update.node)
-        if previous is not None and previous.sketch is not None:
-            _put(update.metrics, "update.cosine_previous", _cosine_of(update.sketch, previous.sketch))
+        if previous is None or previous.vector is None or not previous.finite or previous.length != update.length:
+            return None
+        dot, own, past = update.dots(vector, previous.vector), update.squares_of_layers, previous.squares_of_layers
+        _put(update.metrics, "update.cosine_previous", _cosine(dot.sum(), own.sum(), past.sum()))
+        return np.asarray(_cosine(dot, own, past))
+
+    def _align_by_sketch(self, cohort: list[Update]) -> None:
+        """Cosines of the whole: a sketch does not tell layers apart."""
+        sketches = [self._sketcher(u.vector) if u.sketch is None and u.vector is not None else u.sketch for u in cohort]
+        total = torch.stack([sketch for sketch in sketches if sketch is not None]).sum(0)
+        for update, sketch in zip(cohort, sketches, strict=True):
+            update.align(None, None)
+            if sketch is None:
+                continue
+            if len(cohort) > 1:
+                _put(update.metrics, "update.cosine_mean", _cosine_of(sketch, total - sketch))
+            previous = self._previous.get(update.node)
+            if previous is not None and previous.sketch is not None and previous.finite:
+                _put(update.metrics, "update.cosine_previous", _cosine_of(sketch, previous.sketch))
 
     def _keep(self, closing: dict[str, Update]) -> None:
         if self._brief:
             self._held = 0
             return
         for node, update in closing.items():
-            old = self._previous.get(node)
-            if old is not None and old.vector is not None:
-                self._held -= old.vector.numel() * old.vector.element_size()
+            self._release(self._previous.get(node))
             self._previous[node] = update
 
+    def _release(self, old: Update | None) -> None:
+        if old is not None and old.vector is not None:
+            self._held -= old.vector.numel() * old.vector.element_size()
 
-def _comparable(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.shape == b.shape
+
+def _sum(vectors: list[Tensor]) -> Tensor:
+    total = vectors[0].clone()
+    for vector in vectors[1:]:
+        total += vector
+    return total
 
 
 def _squares(vector: Tensor, rows: Array | None) -> float:
@@ -150,26 +190,6 @@ def _finite_norm(vector: Tensor, rows: Array | None) -> float:
     if rows is None:
         rows = np.asarray(torch.as_tensor(sums([vector])).cpu())
     return math.sqrt(rows[:, SUM_SQUARES].sum())
-
-
-def _align_briefly(cohort: Iterable[Update], total: Tensor) -> None:
-    total_squares = float(torch.dot(total, total))
-    for update in cohort:
-        if update.vector is not None and update.finite:
-            dot, squares = _without(update.squares, float(torch.dot(update.vector, total)), total_squares)
-            _put(update.metrics, "update.cosine_mean", _cosine(dot, update.squares, squares))
-
-
-def _without(own: Any, with_total: Any, total_squares: Any) -> tuple[Any, Any]:
-    """⟨own, others⟩ and ‖others‖², where others = total − own: they follow without forming that vector."""
-    squares = total_squares - 2 * with_total + own
-    # What cancellation leaves of ‖others‖² when nobody else took part is rounding.
-    return with_total - own, np.where(squares > 1e-6 * total_squares, squares, 0.0)
-
-
-def _dots(a: Tensor, b: Tensor, like: Sequence[Tensor]) -> Array:
-    """⟨a, b⟩ of each layer: the sums of the product, in one pass."""
-    return np.asarray(torch.as_tensor(sums(split(a * b, like))).cpu())[:, SUM]
 
 
 def _cosine(dot: Any, squares_a: Any, squares_b: Any) -> Any:
@@ -188,7 +208,7 @@ def _put(metrics: dict[str, float], name: str, value: Any) -> None:
 
 
 def _count_duplicates(cohort: Iterable[Update]) -> None:
-    """`update.duplicates` where others sent exactly the same: their norms agree to the last bit, and so do the vectors."""
+    """`update.duplicates` where others sent exactly the same: norms agree to the last bit, and so do the vectors."""
     alike: dict[float, list[Update]] = {}
     for update in cohort:
         if update.finite and update.squares > 0:

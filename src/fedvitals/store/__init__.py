@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 from fedvitals.errors import ConfigError, StoreError
+from fedvitals.store.memory import MemoryStore
 from fedvitals.store.reader import Reader, read_sqlite
 from fedvitals.store.sqlite import SqliteStore
 
-__all__ = ["Reader", "SqliteStore", "open_reader", "open_store", "store_path"]
+__all__ = ["MemoryStore", "Reader", "SqliteStore", "open_reader", "open_store", "store_path"]
 
 DEFAULT = "runs.db"
 

@@ -179,7 +179,7 @@ def _number(reader: Reader, run: str) -> int:
 def metric_names(reader: Reader, run: str) -> list[str]:
     """Every metric of which the run has a value."""
     number = _number(reader, run)
-    sql = _NAMES + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"
+    sql = _NAMES + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"  # noqa: S608
     return sorted(row[0] for row in reader.database.rows(sql, (number, number)))
 
 

@@ -36,7 +36,7 @@ def _authorise(action: int, first: str | None, second: str | None, *_: str | Non
     return sqlite3.SQLITE_DENY
 
 
-def _layer(  # noqa: PLR0917 - SQL has no keywords
+def _layer(
     family: str, position: int, stored: int, layers: int, count: int, coordinates: bytes, details: bytes, blob: bytes
 ) -> str:
     """One layer of a block as JSON rows for the view `layer_statistics`; NaN is NULL as everywhere in SQL."""

@@ -44,8 +44,9 @@ class Outlet:
     def flush(self, timeout: float = 30.0) -> bool:
         """Whether everything emitted before has been written by every sink."""
         deadline = time.monotonic() + timeout
-        # A list, not a generator: each queue is flushed even when an earlier one could not be.
-        return all([queue.flush(max(0.0, deadline - time.monotonic())) for queue in self._queues])
+        # A list, so that each queue is flushed even when an earlier one could not be.
+        done = [queue.flush(max(0.0, deadline - time.monotonic())) for queue in self._queues]
+        return all(done)
 
     def close(self, timeout: float = 10.0) -> None:
         for queue in self._queues:
