@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fedvitals.cli.screen import number, plain, seconds, size, sparkline, with_unit
+from fedvitals.cli.screen import number, seconds, shown, size, sparkline, with_unit
 
 
 def test_sparkline_shows_the_course_and_its_gaps():
@@ -35,4 +35,5 @@ def test_units_are_scaled():
 
 
 def test_control_characters_are_shown_not_obeyed():
-    assert plain("a\x1b[2Jb\nc") == "a?[2Jb?c"
+    assert shown("a\x1b[2Jb\nc") == "a?[2Jb?c"
+    assert shown("[red]x[/red]") == "\\[red]x\\[/red]"

@@ -21,7 +21,7 @@ def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fedvitals.cli.screen import plain
+    from fedvitals.cli.screen import shown
     from fedvitals.store import open_reader
     from fedvitals.store.ask import query
 
@@ -31,7 +31,7 @@ def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
     if as_json:
         print_json("query", {"columns": answer.columns, "rows": rows, "more": answer.more})
         return
-    table = Table(*(plain(column) for column in answer.columns), box=None, pad_edge=False)
+    table = Table(*(shown(column) for column in answer.columns), box=None, pad_edge=False)
     for row in answer.rows:
         table.add_row(*(_cell(value) for value in row))
     Console().print(table)
@@ -40,12 +40,10 @@ def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
 
 
 def _cell(value: object) -> str:
-    from rich.markup import escape
-
-    from fedvitals.cli.screen import plain
+    from fedvitals.cli.screen import shown
 
     if value is None:
         return "–"
     if isinstance(value, bytes):
         return f"({len(value)} bytes)"
-    return escape(plain(f"{value:.6g}" if isinstance(value, float) else str(value)))
+    return shown(f"{value:.6g}" if isinstance(value, float) else str(value))

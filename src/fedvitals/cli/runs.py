@@ -18,7 +18,7 @@ def command(store: str | None, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fedvitals.cli.screen import number, plain, seconds
+    from fedvitals.cli.screen import number, seconds, shown
     from fedvitals.store import open_reader, queries
 
     with open_reader(store) as reader:
@@ -37,7 +37,7 @@ def command(store: str | None, as_json: bool) -> None:
     for run in found:
         warnings = sum(run.events.get(level, 0) for level in ("warning", "error", "critical"))
         table.add_row(
-            plain(run.name),
+            shown(run.name),
             run.id,
             time.strftime("%d %b %H:%M", time.localtime(run.started)),
             "done" if run.finished else "open",

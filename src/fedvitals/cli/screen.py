@@ -77,6 +77,8 @@ def with_unit(value: float | None, unit: str) -> str:
             return number(value)
 
 
-def plain(text: str) -> str:
-    """Text from a record, fit for a terminal: control characters, which could move the cursor, become «?»."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+def shown(text: str) -> str:
+    """Text from a record, fit for a terminal: no control character moves the cursor, no markup changes the style."""
+    from rich.markup import escape
+
+    return escape("".join(c if c.isprintable() else "?" for c in text))

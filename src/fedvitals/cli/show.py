@@ -70,16 +70,12 @@ def _print(card: Card, everything: bool) -> None:
 
 
 def _head(console: Any, card: Card) -> None:
-    from rich.markup import escape
-
-    from fedvitals.cli.screen import number, plain, seconds
+    from fedvitals.cli.screen import number, seconds, shown
 
     run, summary = card.run, card.summary
     state = "finished" if run.finished else "open"
     began = time.strftime("%d %b %Y %H:%M", time.localtime(run.started))
-    console.print(
-        f"[bold]{escape(plain(run.name))}[/bold]  {run.id}  {state}, begun {began}, {seconds(summary.seconds)}"
-    )
+    console.print(f"[bold]{shown(run.name)}[/bold]  {run.id}  {state}, begun {began}, {seconds(summary.seconds)}")
     cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the rounds' time"
     console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; records lost: {summary.lost}")
     level, allowed = card.privacy.split(": ", 1)
@@ -105,11 +101,10 @@ def _signs(card: Card) -> Any:
 
 
 def _clients(card: Card, rows: int | None) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     from fedvitals.catalog import CATALOG
-    from fedvitals.cli.screen import number, plain, with_unit
+    from fedvitals.cli.screen import number, shown, with_unit
 
     shown = card.clients[:rows]
     title = f"\nClients, those that stand out first ({len(shown)} of {len(card.clients)})"
@@ -125,15 +120,14 @@ def _clients(card: Card, rows: int | None) -> Any:
         cells = (with_unit(values.get(m), CATALOG[m].unit) for m in present)
         why = client.why if client.score >= 3 else ""
         style = "bold" if client.score >= 5 else ""
-        table.add_row(escape(plain(client.name)), number(client.score), why, *cells, style=style)
+        table.add_row(shown(client.name), number(client.score), why, *cells, style=style)
     return table
 
 
 def _layers(card: Card, rows: int | None) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
-    from fedvitals.cli.screen import plain
+    from fedvitals.cli.screen import shown
 
     shown = card.layers[:rows]
     title = f"\nLayers, those that changed most first ({len(shown)} of {len(card.layers)})"
@@ -141,21 +135,19 @@ def _layers(card: Card, rows: int | None) -> Any:
     table.add_column("layer")
     table.add_column("what changed")
     for layer in shown:
-        table.add_row(escape(plain(layer.name)), layer.why)
+        table.add_row(shown(layer.name), layer.why)
     return table
 
 
 def _events(console: Any, card: Card) -> None:
-    from rich.markup import escape
-
-    from fedvitals.cli.screen import plain
+    from fedvitals.cli.screen import shown
 
     if not card.events:
         return
     console.print(f"\n[bold]Warnings and errors[/bold] (newest of {len(card.events)})")
     for event in card.events[-5:]:
         place = " ".join(str(part) for part in (f"round {event.where.round}", event.where.node) if part)
-        console.print(f"  {event.level}  {escape(plain(place))}: {escape(plain(event.message)[:200])}", soft_wrap=True)
+        console.print(f"  {event.level}  {shown(place)}: {shown(event.message[:200])}", soft_wrap=True)
     console.print()
 
 
@@ -163,7 +155,7 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fedvitals.cli.screen import number, plain, sparkline
+    from fedvitals.cli.screen import number, shown, sparkline
     from fedvitals.errors import ConfigError, unknown
     from fedvitals.store import queries
 
@@ -174,7 +166,7 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
     if as_json:
         print_json("show", {"node": node, "metrics": found})
         return
-    table = Table(box=None, pad_edge=False, title=plain(node), title_justify="left", title_style="bold")
+    table = Table(box=None, pad_edge=False, title=shown(node), title_justify="left", title_style="bold")
     table.add_column("metric")
     for title in ("first", "now"):
         table.add_column(title, justify="right")
