@@ -106,8 +106,8 @@ def _clients(card: Card, rows: int | None) -> Any:
     from fedvitals.catalog import CATALOG
     from fedvitals.cli.screen import number, shown, with_unit
 
-    shown = card.clients[:rows]
-    title = f"\nClients, those that stand out first ({len(shown)} of {len(card.clients)})"
+    top = card.clients[:rows]
+    title = f"\nClients, those that stand out first ({len(top)} of {len(card.clients)})"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("client")
     table.add_column("score", justify="right")
@@ -115,7 +115,7 @@ def _clients(card: Card, rows: int | None) -> Any:
     present = [m for m in COLUMNS if any(m in found for found in card.newest.values())]
     for name in present:
         table.add_column(COLUMNS[name], justify="right")
-    for client in shown:
+    for client in top:
         values = card.newest.get(client.name, {})
         cells = (with_unit(values.get(m), CATALOG[m].unit) for m in present)
         why = client.why if client.score >= 3 else ""
@@ -129,12 +129,12 @@ def _layers(card: Card, rows: int | None) -> Any:
 
     from fedvitals.cli.screen import shown
 
-    shown = card.layers[:rows]
-    title = f"\nLayers, those that changed most first ({len(shown)} of {len(card.layers)})"
+    top = card.layers[:rows]
+    title = f"\nLayers, those that changed most first ({len(top)} of {len(card.layers)})"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     table.add_column("layer")
     table.add_column("what changed")
-    for layer in shown:
+    for layer in top:
         table.add_row(shown(layer.name), layer.why)
     return table
 
