@@ -73,7 +73,7 @@ class Chart:
             if table is not None:
                 self.record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
-            self.record.sketch(scope, results.sketch)
+            self.record.sketch(scope, tuple(results.sketch.tolist()))
         for name, message, data in results.remarks:
             self.record.event(scope, "info", name, message, data)
 

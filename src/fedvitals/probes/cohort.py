@@ -72,7 +72,7 @@ class Cohort:
         if update.alignment is not None:
             results.matrices.append(("update.alignment", update.alignment, None))
         if update.sketch is not None and not kit.preset.brief:
-            results.sketch = tuple(update.sketch.tolist())
+            results.sketch = update.sketch
         return (update.node, self._groups.get(update.node)), results
 
     def _merged(self) -> list[tuple[Key, Results]]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fedvitals.stats import Array
 
 
@@ -17,7 +19,7 @@ class Results:
     metrics: list[tuple[str, float, int | None]] = field(default_factory=list)
     matrices: list[tuple[str, Array, int | None]] = field(default_factory=list)
     remarks: list[tuple[str, str, Mapping[str, Any]]] = field(default_factory=list)
-    sketch: tuple[float, ...] | None = None
+    sketch: Tensor | None = None
 
     def take(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.metrics += [(name, float(value), step) for name, value in metrics.items()]
