@@ -30,23 +30,23 @@ def command(store: str | None, as_json: bool) -> None:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
         return
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "id", "begun", "state"):
-        table.add_column(title)
-    for title in ("rounds", "clients", "accuracy", "loss", "warnings", "lost", "time"):
+    table.add_column("run", no_wrap=True, min_width=8)
+    table.add_column("id", no_wrap=True)
+    table.add_column("begun", no_wrap=True)
+    for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
         table.add_column(title, justify="right")
     for run in found:
-        warnings = sum(run.events.get(level, 0) for level in ("warning", "error", "critical"))
+        alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
+        lost = f" ({run.lost} lost)" if run.lost else ""
         table.add_row(
             shown(run.name),
             run.id,
             time.strftime("%d %b %H:%M", time.localtime(run.started)),
-            "done" if run.finished else "open",
             str(run.rounds),
             str(run.clients),
             number(run.accuracy),
             number(run.loss),
-            str(warnings),
-            str(run.lost),
-            seconds(run.seconds),
+            f"{alerts}{lost}",
+            seconds(run.seconds) if run.finished else "open",
         )
-    Console().print(table)
+    Console(highlight=False).print(table)
