@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from fedvitals.probes.fit import Fit, confusion
+from fedvitals.probes.fit import FEWEST, MOST, Fit, confusion
 from fedvitals.probes.samples import read, size, spread
 from fedvitals.probes.view import View, undisturbed
 
@@ -62,7 +62,7 @@ def test_values_of_the_received_and_the_trained_model(name):
         "fit.samples": 48,
         "samples": 48,
         "fit.loss_before": losses.mean(),
-        "fit.loss_p90": np.quantile(losses.numpy(), 0.9),
+        "fit.loss_p90": losses.sort().values[43],
         "fit.loss_after": functional.cross_entropy(new, y),
         "fit.accuracy_before": (old.argmax(1) == y).double().mean(),
         "fit.accuracy_after": (new.argmax(1) == y).double().mean(),
@@ -81,8 +81,8 @@ def test_confusion_against_a_matrix():
         for a, b in zip(y.tolist(), guess.tolist(), strict=True):
             matrix[a, b] += 1
         off = np.maximum(matrix - np.diag(np.diag(matrix)) - 1, 0)
-        assert confusion(y, guess) == pytest.approx((off / (matrix.sum(1) + 2)[:, None]).max())
-    assert confusion(torch.arange(4), torch.arange(4)) == 0
+        assert confusion(y.tolist(), guess.tolist()) == pytest.approx((off / (matrix.sum(1) + 2)[:, None]).max())
+    assert confusion([0, 1, 2], [0, 1, 2]) == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -138,7 +138,6 @@ def test_reading_leaves_every_random_stream_alone():
     """A shuffling loader's generator and torch's, numpy's and Python's streams stand where they stood."""
     generator = torch.Generator().manual_seed(5)
     loader = DataLoader(Augmented(), 8, shuffle=True, generator=generator)
-    before = generator.get_state().tolist(), streams()
     for data in (loader, Augmented()):
         view = View(make("mlp"), data=data, loss=functional.cross_entropy)
         before = generator.get_state().tolist(), streams()
@@ -221,29 +220,29 @@ def test_labels_only_where_privacy_allows(privacy, told):
 
 
 def test_budget_decides_how_many_samples():
-    """Dear rounds shrink the number to 2 and then leave rounds out; cheap ones let it grow to 64."""
-    view = View(make("mlp"), data=make_data(100), loss=functional.cross_entropy)
+    """Dear rounds shrink the number to the fewest and then leave rounds out; cheap ones let it grow to 64."""
+    view = View(make("mlp"), node="c0", data=make_data(100), loss=functional.cross_entropy)
     fit = Fit(1.0)
     counts = []
     for _ in range(30):
         found, batch = fit.before(view)
         counts.append(found.get("fit.samples", 0))
         fit.settle(0.01 if batch else 0.0, training=0.5)  # twice the allowance
-    assert counts[0] == 8
-    assert min(c for c in counts if c) == 2
+    assert FEWEST <= counts[0] <= MOST
+    assert min(c for c in counts if c) == FEWEST
     assert 0 in counts
-    assert sum(0.01 for c in counts if c) <= 30 * 0.005 + 0.01
+    assert sum(0.01 for c in counts if c) <= 30 * 0.005 + 0.02
     for _ in range(60):
         found, batch = fit.before(view)
         counts.append(found.get("fit.samples", 0))
         fit.settle(0.001 if batch else 0.0, training=0.5)
-    assert counts[-1] == 64
+    assert counts[-1] == MOST
 
 
 def test_other_samples_each_round():
     """Over the rounds the few samples walk through all of them, evenly spread each time."""
     seen = set()
-    for number in range(13):
+    for number in range(40):
         places = spread(100, 8, number * 8)
         assert len(set(places)) == 8
         seen.update(places)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import time
-
 import click
 
 from fedvitals.cli.options import json_option, print_json, store_option
@@ -14,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 @store_option
 @json_option
 def command(store: str | None, as_json: bool) -> None:
-    """List the runs of a store, the newest first."""
+    """List the runs of a store, the newest first. An id begins with the time the run did."""
     from rich.console import Console
     from rich.table import Table
 
@@ -32,7 +30,6 @@ def command(store: str | None, as_json: bool) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, min_width=8)
     table.add_column("id", no_wrap=True)
-    table.add_column("begun", no_wrap=True)
     for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
         table.add_column(title, justify="right")
     for run in found:
@@ -41,7 +38,6 @@ def command(store: str | None, as_json: bool) -> None:
         table.add_row(
             shown(run.name),
             run.id,
-            time.strftime("%d %b %H:%M", time.localtime(run.started)),
             str(run.rounds),
             str(run.clients),
             number(run.accuracy),

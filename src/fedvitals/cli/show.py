@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 ROWS = 8  # of clients and layers, unless --all
 COLUMNS = {
-    "update.norm": "update size",
-    "update.cosine_mean": "cosine to others",
-    "fit.accuracy_before": "fit before",
-    "fit.accuracy_after": "fit after",
+    "update.norm": "update",
+    "update.cosine_mean": "cosine",
+    "fit.accuracy_before": "before",
+    "fit.accuracy_after": "after",
     "loss": "loss",
     "time.client": "time",
 }
@@ -76,11 +76,11 @@ def _head(console: Any, card: Card) -> None:
     state = "finished" if run.finished else "open"
     began = time.strftime("%d %b %Y %H:%M", time.localtime(run.started))
     console.print(f"[bold]{shown(run.name)}[/bold]  {run.id}  {state}, begun {began}, {seconds(summary.seconds)}")
-    cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the rounds' time"
-    console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; records lost: {summary.lost}")
+    cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the time"
+    console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records")
     level, allowed = card.privacy.split(": ", 1)
     console.print(f"[dim]Privacy level {level}: {allowed}.[/dim]")
-    console.print("Health: not judged, no detector is installed. Below is what stands out, for your own eyes.\n")
+    console.print("Health: not judged, no detector is installed. Here is what stands out, for your eyes.\n")
 
 
 def _signs(card: Card) -> Any:
@@ -114,13 +114,15 @@ def _clients(card: Card, rows: int | None) -> Any:
     table.add_column("stands out by", no_wrap=True)
     present = [m for m in COLUMNS if any(m in found for found in card.newest.values())]
     for name in present:
-        table.add_column(COLUMNS[name], justify="right")
+        table.add_column(COLUMNS[name], justify="right", no_wrap=True)
     for client in top:
         values = card.newest.get(client.name, {})
         cells = (with_unit(values.get(m), CATALOG[m].unit) for m in present)
         why = client.why if client.score >= 3 else ""
         style = "bold" if client.score >= 5 else ""
         table.add_row(shown(client.name), number(client.score), why, *cells, style=style)
+    table.caption = "update: its size; cosine: to the others' mean; before, after: accuracy on own samples"
+    table.caption_justify = "left"
     return table
 
 

@@ -64,10 +64,10 @@ def _one_round(history: History, number: int) -> Mapping[Node, tuple[float, str]
     for i, node in enumerate(nodes):
         candidates = [
             (abs(size[i]), "larger updates" if size[i] > 0 else "smaller updates"),
-            (-turn[i], "updates point elsewhere"),
+            (-turn[i], "other direction"),
         ]
         usable = [c for c in candidates if np.isfinite(c[0])]
-        found[node] = max(usable) if usable else (float("inf"), "updates that are zero or not finite")
+        found[node] = max(usable) if usable else (float("inf"), "zero or not finite")
     return found
 
 

@@ -26,6 +26,9 @@ SATURATION: dict[type[nn.Module], tuple[float, float]] = {
     nn.ReLU6: (-1.0, 6.0),
 }
 
+# Whose output of three axes is [samples, channels, places].
+CHANNELS_FIRST = (nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d)
+
 
 def watched_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that compute something themselves: those without children."""
@@ -33,13 +36,16 @@ def watched_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def health(output: Tensor, module: nn.Module) -> Array:
-    """Units of an output [samples, units, ...]: how many, dead, saturated, of both signs (HEALTH_COLUMNS).
+    """Units of an output: how many, dead, saturated, of both signs (HEALTH_COLUMNS).
 
-    A unit is a column of the first feature axis. Dead: 0 for every sample and place. Saturated: beyond the limits of
+    A unit is a channel of [samples, channels, ...], a feature of [samples, features] and of [samples, places, features]
+    (but for the output of a 1-d convolution, pooling or batch norm). Dead: 0 for every sample and place. Saturated: beyond the limits of
     SATURATION for every sample and place. Sign-diverse: positive for some, negative for others.
     """
-    units = output.detach().flatten(2).transpose(1, 2).flatten(0, 1) if output.dim() > 2 else output.detach()
-    units = units.reshape(-1, units.shape[-1]) if units.dim() != 2 else units
+    units = output.detach()
+    if units.dim() > 3 or isinstance(module, CHANNELS_FIRST):
+        units = units.transpose(1, -1)
+    units = units.reshape(-1, units.shape[-1])
     low, high = units.amin(0), units.amax(0)
     dead = (low == 0) & (high == 0)
     limits = SATURATION.get(type(module))

@@ -96,7 +96,7 @@ def predict(
 ) -> tuple[Tensor, list[float]]:
     """Outputs and per-sample losses in evaluation mode; nothing of the model or the random stream is changed."""
     with undisturbed(model):
-        output = model(x)
+        output = model(x.clone())  # a model may work on its input in place, and `after` needs it as it was
         return output, per_sample(loss, output, y).tolist()
 
 
@@ -105,13 +105,15 @@ def per_sample(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> Tensor
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         unreduced: Any = copy.copy(loss)
         unreduced.reduction = "none"
-        losses = unreduced(output, y)
+        losses = torch.as_tensor(unreduced(output, y))
     else:
         try:
-            losses = loss(output, y, reduction="none")
+            losses = torch.as_tensor(loss(output, y, reduction="none"))
         except TypeError:
-            losses = torch.stack([loss(output[i : i + 1], y[i : i + 1]) for i in range(len(y))])
-    return torch.as_tensor(losses).reshape(len(y), -1).mean(1)
+            losses = output.new_zeros(())
+    if losses.dim() == 0:  # reduced all the same: the word was not known, or not heeded
+        losses = torch.stack([torch.as_tensor(loss(output[i : i + 1], y[i : i + 1])) for i in range(len(y))])
+    return losses.reshape(len(y), -1).mean(1)
 
 
 def is_classifier(output: Any, y: Tensor) -> bool:

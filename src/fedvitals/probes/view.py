@@ -79,7 +79,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
-        model.eval()
+        for module, _ in modes:
+            module.training = False  # not eval(): a model's own train() may do more, and would change the training
         with torch.no_grad():
             yield
     finally:
