@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from typing import Any, Self
@@ -64,14 +66,14 @@ def _closing(run: str, store: str | None, accuracy: float, took: float, standing
 
     console = Console(highlight=False)
     option = f" --store {store}" if store else ""
+    # What a person can type here: scripts/demo runs us from an environment that is not on their path.
+    program = "fedvitals" if shutil.which("fedvitals") else os.path.relpath(sys.argv[0])
     console.print(
         f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {accuracy:.1%}[/bold], {took:.0f} s"
     )
     if standing:
         worst = standing[0]
-        console.print(
-            f"{worst.name} stands out most: {worst.why}, {number(worst.score)}× the usual spread of its peers."
-        )
+        console.print(f"{worst.name} stands out most ({worst.why}), {number(worst.score)}× the spread of its peers.")
     if settings.rounds > ILL_SINCE:
         console.print(f"[dim](The truth: {ILL_CLIENT} has had wrong labels since round {ILL_SINCE}.)[/dim]")
     console.print("\nLook next at")
@@ -84,7 +86,7 @@ def _closing(run: str, store: str | None, accuracy: float, took: float, standing
             "anything else, in SQL",
         ),
     ):
-        console.print(f"  fedvitals {verb}{option}   [dim]{why}[/dim]", soft_wrap=True)
+        console.print(f"  {program} {verb}{option}   [dim]{why}[/dim]", soft_wrap=True)
 
 
 def _view(rounds: int, *, plain: bool) -> _Lines | _Live:
