@@ -205,6 +205,11 @@ def public_name(name: str) -> str:
     return name if name in ("accuracy", "loss") or name.startswith("user.") else f"user.{name}"
 
 
+def level_of_family(family: str) -> int:
+    # What the server computes from updates that it holds anyway is not telemetry.
+    return 0 if family.startswith("update") else FAMILIES[family].level
+
+
 def level_of(record: Record) -> int:
     """The privacy level from which a record about one client may leave it."""
     match record:
@@ -212,8 +217,7 @@ def level_of(record: Record) -> int:
             measure = CATALOG.get(name)
             return 2 if measure is None else measure.level
         case LayerStats(family=family):
-            # What the server computes from updates that it holds anyway is not telemetry.
-            return 0 if family.startswith("update") else FAMILIES[family].level
+            return level_of_family(family)
         case Event(name="log" | "labels" | "exception"):
             return 3
         case _:

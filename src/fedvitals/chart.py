@@ -7,6 +7,7 @@ It knows the run's identity and layer tables, owns the way to the sinks, and cat
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import platform
@@ -14,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Token
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,16 @@ import fedvitals
 from fedvitals import kernels
 from fedvitals.diagnosis.live import LiveDetectors
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Detector, Sink
+from fedvitals.protocols import Detector, Node, Sink
 from fedvitals.records import Finding, LayerTable, Record, Run
-from fedvitals.scope import Scope
+from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
 from fedvitals.store import MemoryStore, open_store, store_path
 from fedvitals.telemetry.logs import EventHandler
 from fedvitals.telemetry.outlet import Outlet
 from fedvitals.telemetry.recorder import Recorder
 from fedvitals.telemetry.spill import readmit
+from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
 
@@ -48,28 +51,33 @@ class Chart:
         *,
         privacy: int,
         strict: bool,
-        scope: Callable[[], Scope],
     ) -> None:
         self.run, self.strict = run, strict
         self.record = Recorder(self.emit)
         self.found: list[Finding] = []
         self._store, self._sinks, self._detectors = store, sinks, detectors
-        self._privacy, self._scope = privacy, scope
+        self._privacy = privacy
+        self._trace = new_trace()
+        self.round: Scope | None = None  # that is open
+        self.last_round: int | None = None
         self._tables: dict[str, LayerTable] = {}
         self._outlet: Outlet | None = None
+        self._closed = False
         self._lock = threading.RLock()
         self._reported: set[str] = set()
         self._stop: Callable[[], None] = lambda: None
 
     def emit(self, record: Record) -> None:
-        """Into the queues; the first record opens them."""
-        (self._outlet or self._open()).emit(record)
+        """Into the queues; the first record opens them. What comes after the end of a run that told nothing is let go."""
+        if self._outlet is not None or not self._closed:
+            (self._outlet or self._open()).emit(record)
 
     def tell(self, scope: Scope, results: Results) -> None:
         """Results of measuring, as records of this scope."""
         self.record.metrics(scope, results.metrics)
         for family, matrix, step in results.matrices:
-            table = self._table_for(FAMILIES[family].rows, len(matrix))
+            rows = FAMILIES[family].rows
+            table = results.tables.get(rows) or self._table_for(rows, len(matrix))
             if table is not None:
                 self.record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
@@ -79,20 +87,47 @@ class Chart:
 
     def know(self, tables: Mapping[str, LayerTable]) -> None:
         """Write down layer tables the first time they are seen."""
-        new = {t.digest: t for t in tables.values() if t.layers and t.digest not in self._tables}
-        if new:
-            self._tables |= new
+        if all(t.digest in self._tables for t in tables.values()):
+            return
+        with self._lock:
+            outlet = self._outlet or self._open()  # first: opening adds to what is known of the run
+            self._tables = {**self._tables, **{t.digest: t for t in tables.values()}}
             self.run = replace(self.run, tables=tuple(self._tables.values()))
-            self.emit(self.run)
+            outlet.emit(self.run)
 
     def _table_for(self, rows: str, layers: int) -> str | None:
         """The newest table with rows of this kind and number."""
         fitting = (t.digest for t in reversed(self._tables.values()) if t.rows == rows and len(t.layers) == layers)
         return next(fitting, None)
 
-    def exception(self, name: str, error: BaseException) -> None:
+    def exception(self, scope: Scope, name: str, error: BaseException) -> None:
         """What was raised inside a scope, as an event; its words only where the privacy level allows them."""
-        self.guard(name, lambda: self.record.exception(self._scope(), name, error, details=self._privacy >= 3))
+        self.guard(name, lambda: self.record.exception(scope, name, error, details=self._privacy >= 3))
+
+    # -- where the training stands ------------------------------------------------------------------------------------
+
+    def here(self) -> Scope:
+        """Where the caller stands: its own scope; on a thread without one, the round that is open (or was last)."""
+        scope = current.get()
+        if scope is not None and scope.run == self.run.id:
+            return scope
+        return self.round or Scope(self.run.id, self.emit, self.last_round, trace=self._trace)
+
+    def enter(self, node: Node | None, *, group: str | None = None) -> tuple[Scope, Token[Scope | None]]:
+        """A scope inside the caller's, and what `leave` needs."""
+        parent = self.here()
+        scope = replace(parent, node=node, group=group or parent.group, span=new_span_id(), parent=parent.span)
+        return scope, current.set(scope)
+
+    def enter_round(self, number: int) -> tuple[Scope, Token[Scope | None]]:
+        parent = self.here()
+        self.round, self.last_round = replace(parent, round=number, span=new_span_id(), parent=parent.span), number
+        return self.round, current.set(self.round)
+
+    def leave(self, token: Token[Scope | None]) -> None:
+        # A host may close a scope on another thread than it was opened on; that one has a contextvar of its own.
+        with contextlib.suppress(ValueError):
+            current.reset(token)
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
@@ -109,7 +144,7 @@ class Chart:
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
             outlet = Outlet([*sinks, *self._sinks], privacy=self._privacy, spill=spill, strict=self.strict)
             self._outlet = outlet
-            handler = EventHandler(self.emit, run=self.run.id, fallback=self._scope, tracebacks=self._privacy >= 3)
+            handler = EventHandler(self.emit, run=self.run.id, fallback=self.here, tracebacks=self._privacy >= 3)
             logging.getLogger().addHandler(handler)
             self._stop = lambda: logging.getLogger().removeHandler(handler)
             self.run = replace(self.run, started=time.time(), versions=_versions())
@@ -129,6 +164,7 @@ class Chart:
         return outlet is None or bool(self.guard("flush()", lambda: outlet.flush(timeout)))
 
     def close(self) -> None:
+        self._closed = True
         outlet = self._outlet
         if outlet is None:
             return
@@ -159,7 +195,7 @@ class Chart:
         self._reported.add(cause)
         logger.warning("fedvitals could not finish %s; training goes on.", cause)
         if self._outlet is not None:
-            self.record.event(self._scope(), "warning", "monitor.error", cause)
+            self.record.event(self.here(), "warning", "monitor.error", cause)
 
 
 def close_at_exit(closeable: Any) -> None:

@@ -35,14 +35,12 @@ from fedvitals.probes.presets import resolve
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import ClientSession, Instruments, tables_of
 from fedvitals.probes.view import View, flatten
-from fedvitals.probes.weights import check_initialisation, weights
+from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.protocols import Detector, Node, Sink
 from fedvitals.records import Action, Run, Transfer
-from fedvitals.scope import Scope, current
-from fedvitals.stats import FAMILIES
+from fedvitals.scope import Scope
 from fedvitals.telemetry.recorder import where
-from fedvitals.telemetry.timing import new_span_id, new_trace
 
 
 @dataclass(slots=True)
@@ -54,7 +52,7 @@ class _Open:
     began: float = field(default_factory=time.perf_counter)
     cohort: Cohort = field(default_factory=Cohort)  # of a round
     session: ClientSession | None = None  # of a client with a model
-    view: View | None = None
+    tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
 
 
@@ -86,7 +84,7 @@ class Monitor:
         if privacy not in range(5):
             raise ConfigError(f"privacy= is a level from 0 to 4, got {privacy!r}. See docs/metrics.md, «Privacy».")
         self._kit = Instruments(resolve(probes), update_memory)
-        self._detectors = tuple(detectors)
+        self._detectors, self._privacy = tuple(detectors), privacy
         described = Run(
             id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
@@ -95,15 +93,11 @@ class Monitor:
             config={**(config or {}), "fedvitals": {"probes": self._kit.preset.name, "privacy": privacy}},
             seed=seed,
         )
-        self._chart = Chart(
-            described, store, tuple(sinks), self._detectors, privacy=privacy, strict=strict, scope=self._scope
-        )
+        self._chart = Chart(described, store, tuple(sinks), self._detectors, privacy=privacy, strict=strict)
         self._record, self._guard = self._chart.record, self._chart.guard
-        self._trace = new_trace()
         self._lock = threading.Lock()
         self._closed = False
         self._round: _Open | None = None
-        self._last_round: int | None = None
         self._clients: dict[Node, _Open] = {}
         close_at_exit(self)
 
@@ -116,7 +110,7 @@ class Monitor:
         try:
             yield self
         except BaseException as error:
-            self._chart.exception("round.failed", error)
+            self._chart.exception(self._chart.here(), "round.failed", error)
             raise
         finally:
             self.round_end(number, global_model)
@@ -137,7 +131,7 @@ class Monitor:
         Only name and model are needed. `data` (a DataLoader, a Dataset, a pair of tensors or a list of batches) and
         `loss` add how well the model suits the client's own samples. The optimiser is found by its parameters.
         """
-        self.client_begin(name, model, optimizer, data, group, loss=loss)
+        opened: _Open | None = self._begin_client(name, model, data, group, loss)
         outcome: BaseException | None = None
         try:
             yield self
@@ -145,17 +139,17 @@ class Monitor:
             outcome = error
             raise
         finally:
-            self.client_end(name, outcome)
+            self._end_client(opened, outcome)
 
     @contextlib.contextmanager
     def edge(self, name: Node, model: Any = None) -> Iterator[Monitor]:
         """An edge node, cluster or ring: the clients inside belong to it (it is their `group`)."""
-        opened: _Open | None = self._guard("opening an edge", lambda: self._enter(name, group=name))
+        opened: _Open | None = self._guard("opening an edge", lambda: _Open(*self._chart.enter(name, group=name)))
         before = None if model is None else self._guard("reading a model", lambda: flatten([*model.parameters()]))
         try:
             yield self
         except BaseException as error:
-            self._chart.exception("edge.failed", error)
+            self._chart.exception(self._chart.here(), "edge.failed", error)
             raise
         finally:
             if opened is not None:
@@ -165,7 +159,7 @@ class Monitor:
         """Metrics of your own, for the client or the round that is open (or was open last)."""
 
         def emit() -> None:
-            scope = self._scope()
+            scope = self._chart.here()
             client = self._clients.get(scope.node or "")
             for name, value in {**(values or {}), **more}.items():
                 self._record.metric(scope, public_name(name), float(value))
@@ -217,9 +211,10 @@ class Monitor:
         def begin() -> None:
             if self._round is not None:
                 unclosed = self._round.scope.round
-                self._record.event(self._scope(), "warning", "round.unclosed", f"Round {unclosed} was still open.")
+                self._record.event(self._chart.here(), "warning", "round.unclosed", f"Round {unclosed} was still open.")
                 self.round_end(unclosed or 0)
-            self._round, self._last_round = self._enter(None, round=round), round
+            self._round = _Open(*self._chart.enter_round(round))
+            self._round.cohort = Cohort(approximate_before=self._kit.updates.approximate)
             if self._kit.initial is None and hasattr(global_state, "named_parameters"):
                 self._first_model(global_state)
 
@@ -235,42 +230,21 @@ class Monitor:
         *,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        def begin() -> None:
-            if node in self._clients:
-                raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
-            opened = self._clients[node] = self._enter(node, group=group)
-            if model is not None:
-                opened.view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
-                if not self._kit.preset.brief:
-                    self._chart.know(tables_of(self._kit, opened.view))
-                opened.session = ClientSession(self._kit, opened.view, self._chart.report)
-
-        self._guard("opening a client", begin)
+        self._begin_client(node, model, data, group, loss)
 
     def stats(self, node: Node, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], of the layers that were announced last."""
 
         def emit() -> None:
             results = Results(matrices=[(family, np.asarray(array, dtype=np.float64), None)])
-            self._chart.tell(replace(self._scope(), node=node), results)
+            self._chart.tell(replace(self._chart.here(), node=node), results)
             if self._round is not None:
                 self._round.cohort.add(node, None, results, failed=False)
 
         self._guard("stats()", emit)
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
-        def end() -> None:
-            opened = self._clients.pop(node, None)
-            if opened is None:
-                return
-            try:
-                if outcome is not None:
-                    self._chart.exception("client.failed", outcome)
-                self._finish_client(opened, failed=outcome is not None)
-            finally:
-                self._leave(opened)
-
-        self._guard("closing a client", end)
+        self._end_client(self._clients.get(node), outcome)
 
     def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002, ARG002
         """What each client sends, where the host holds it: a sequence of tensors. No guard answers yet."""
@@ -281,7 +255,7 @@ class Monitor:
             if self._round is not None and node in self._round.cohort:
                 return  # it trained in a scope of its own, which tells the rest
             results = Results(matrices=[("update", rows, None)])
-            self._chart.tell(replace(self._scope(), node=node), results)
+            self._chart.tell(replace(self._chart.here(), node=node), results)
             if self._round is not None:
                 self._round.cohort.add(node, None, results, failed=False)
 
@@ -299,7 +273,7 @@ class Monitor:
         kind: str = "update",
     ) -> None:
         def emit() -> None:
-            scope = replace(self._scope(), node=receiver if sender == "server" else sender)
+            scope = replace(self._chart.here(), node=receiver if sender == "server" else sender)
             raw = bytes if raw_bytes is None else raw_bytes
             self._chart.emit(Transfer(where(scope), time.time(), sender, receiver, int(bytes), int(raw), seconds, kind))
             if self._round is not None:
@@ -314,7 +288,7 @@ class Monitor:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         def end() -> None:
-            opened, self._round = self._round, None
+            opened, self._round, self._chart.round = self._round, None, None
             if opened is None:
                 return
             try:
@@ -322,43 +296,55 @@ class Monitor:
                     self._record.metric(opened.scope, public_name(name), float(value))
                 self._finish_round(opened, global_state if hasattr(global_state, "named_parameters") else None)
             finally:
-                self._leave(opened)
+                self._chart.leave(opened.token)
 
         self._guard(f"closing round {round}", end)
 
     # -- scopes -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, node: Node | None, *, round: int | None = None, group: str | None = None) -> _Open:  # noqa: A002
-        parent = self._scope()
-        scope = replace(
-            parent,
-            round=parent.round if round is None else round,
-            node=node,
-            group=group or parent.group,
-            span=new_span_id(),
-            parent=parent.span,
-        )
-        return _Open(scope, current.set(scope))
+    def _begin_client(
+        self, node: Node, model: Any, data: Any, group: str | None, loss: Callable[..., Any] | None
+    ) -> _Open | None:
+        """What was opened, to be closed by whoever opened it; None if that name is open already."""
 
-    def _leave(self, opened: _Open) -> None:
-        # A host may close a scope on another thread than it was opened on; that one has a contextvar of its own.
-        with contextlib.suppress(ValueError):
-            current.reset(opened.token)
+        def watch(opened: _Open) -> None:
+            view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
+            if not self._kit.preset.brief:
+                tables = tables_of(self._kit, view)
+                self._chart.know(tables)
+                opened.tables = {rows: table.digest for rows, table in tables.items()}
+            opened.session = ClientSession(self._kit, view, self._chart.report)
 
-    def _scope(self) -> Scope:
-        """Where the caller stands: its own scope; on a thread without one, the round that is open (or was last)."""
-        scope = current.get()
-        if scope is not None and scope.run == self.run.id:
-            return scope
-        if self._round is not None:
-            return self._round.scope
-        return Scope(self.run.id, self._chart.emit, self._last_round, trace=self._trace)
+        def begin() -> _Open:
+            if node in self._clients:
+                raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
+            opened = self._clients[node] = _Open(*self._chart.enter(node, group=group))
+            if model is not None:
+                self._guard("watching a client", lambda: watch(opened))
+            return opened
+
+        opened: _Open | None = self._guard("opening a client", begin)
+        return opened
+
+    def _end_client(self, opened: _Open | None, outcome: BaseException | None) -> None:
+        def end(opened: _Open) -> None:
+            self._clients.pop(opened.scope.node or "", None)
+            try:
+                if outcome is not None:
+                    self._chart.exception(opened.scope, "client.failed", outcome)
+                self._finish_client(opened, failed=outcome is not None)
+            finally:
+                self._chart.leave(opened.token)
+
+        if opened is not None and self._clients.get(opened.scope.node or "") is opened:
+            self._guard("closing a client", lambda: end(opened))
 
     def _finish_client(self, opened: _Open, *, failed: bool) -> None:
         results = Results()
         scope, node = opened.scope, opened.scope.node or ""
-        if opened.session is not None and opened.view is not None:
+        if opened.session is not None:
             results, update, rows = opened.session.finish()
+            results.tables = opened.tables
             started = time.perf_counter()
             self._kit.updates.add(node, update, rows)
             cost = opened.session.cost + time.perf_counter() - started
@@ -380,22 +366,10 @@ class Monitor:
     def _finish_round(self, opened: _Open, model: Any) -> None:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
-        was_approximate = self._kit.updates.approximate
-        for (node, group), results in cohort.close(self._kit):
-            self._chart.tell(replace(scope, node=node, group=group), results)
         if model is not None:
-            view = View(model)
-            self._chart.know(tables_of(self._kit, view))
-            found = weights(view)
-            server = Results()
-            server.take({name: value for name, value in found.items() if name not in FAMILIES})
-            server.matrices = [
-                (n, np.asarray(torch.as_tensor(v).cpu()), None) for n, v in found.items() if n in FAMILIES
-            ]
-            self._chart.tell(replace(scope, node="server"), server)
-        if self._kit.updates.approximate and not was_approximate:
-            text = "Updates exceed update_memory: cosines are estimated from sketches, standard error 0.06."
-            self._record.event(scope, "info", "updates.approximate", text)
+            self._chart.know(tables_of(self._kit, View(model)))
+        for (node, group), results in cohort.close(self._kit, model, self._privacy):
+            self._chart.tell(replace(scope, node=node, group=group), results)
         peak = peak_bytes()
         if peak is not None:
             self._record.metric(scope, "memory.peak", peak)
@@ -406,6 +380,7 @@ class Monitor:
         self._record.metric(scope, "time.round", seconds)  # last: it marks the round as complete
 
     def _leave_edge(self, opened: _Open, model: Any, before: torch.Tensor | None) -> None:
+        self._chart.leave(opened.token)
         if before is not None:
             change = (flatten([*model.parameters()]) - before).double()
             self._record.metric(opened.scope, "weight.difference", float(change.sum()))
@@ -413,11 +388,10 @@ class Monitor:
             if self._round is not None:
                 self._round.cohort.measured_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, "edge", time.perf_counter() - opened.began)
-        self._leave(opened)
 
     def _first_model(self, model: torch.nn.Module) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
         self._kit.initial = flatten([*model.parameters()])
         self._chart.know(tables_of(self._kit, View(model)))
         for layer, remark in check_initialisation(model):
-            self._record.event(self._scope(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
+            self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})

@@ -65,7 +65,7 @@ class MemorySink:
 
     def of(self, kind: type[Kind], name: str | None = None, **where: Any) -> list[Kind]:
         """Records of a kind, by name (or family) and by coordinates, in order of arrival."""
-        found = []
+        found: list[Kind] = []
         for record in self.records:
             if not isinstance(record, kind):
                 continue
@@ -257,7 +257,7 @@ def _fingerprint(model: nn.Module) -> Any:
 def _check_numbers(probe: Probe, found: Any, view: View) -> None:
     name = _name(probe)
     _require(isinstance(found, Mapping), f"{name} must return a mapping of name to number, got {type(found).__name__}.")
-    rows = {"parameter": len(view.parameters), "buffer": len(view.buffers)}
+    rows = {"parameter": len(view.parameters), "buffer": len(view.named_buffers)}
     for key, value in found.items():
         _require(isinstance(key, str) and key, f"{name}: names are words, got {key!r}.")
         try:
@@ -293,8 +293,10 @@ def _check_finding(detector: Detector, finding: Any, run: str) -> None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    arrays = [np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v, dtype=np.float64) for v in (a, b)]
-    return np.array_equal(*arrays, equal_nan=True)
+    first, second = (
+        np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v, dtype=np.float64) for v in (a, b)
+    )
+    return np.array_equal(first, second, equal_nan=True)
 
 
 def _name(function: Any) -> str:

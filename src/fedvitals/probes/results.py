@@ -14,12 +14,17 @@ from fedvitals.stats import Array
 
 @dataclass(slots=True)
 class Results:
-    """Metrics (name, value, step), matrices (family, values, step), remarks (name, message, data)."""
+    """Metrics (name, value, step), matrices (family, values, step), remarks (name, message, data).
+
+    `tables` names, for «parameter», «buffer» and «module», the layer table that rows of matrices belong to.
+    """
 
     metrics: list[tuple[str, float, int | None]] = field(default_factory=list)
     matrices: list[tuple[str, Array, int | None]] = field(default_factory=list)
     remarks: list[tuple[str, str, Mapping[str, Any]]] = field(default_factory=list)
     sketch: Tensor | None = None
+
+    tables: Mapping[str, str] = field(default_factory=dict)
 
     def take(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         self.metrics += [(name, float(value), step) for name, value in metrics.items()]

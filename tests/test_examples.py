@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README and the examples show works as shown."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedvitals.store import open_reader, queries
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_readmes_snippet_is_the_example():
+    """Every line of the README's Python snippet stands in examples/plain_loop.py, in order."""
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = (ROOT / "examples" / "plain_loop.py").read_text()
+    body = snippet.split("\n", 2)[2].strip()  # after the import
+    assert body.replace('"runs.db"', "store") in example
+
+
+def test_the_plain_loop_runs(tmp_path):
+    """The example trains, and the store has every client's vital signs in every round."""
+    pytest.importorskip("sklearn", reason="the example's data ship inside scikit-learn")
+    store = tmp_path / "runs.db"
+    subprocess.run([sys.executable, ROOT / "examples" / "plain_loop.py", store], check=True, cwd=tmp_path)
+    with open_reader(store) as reader:
+        run = queries.find_run(reader, "digits")
+        history = reader.history(run)
+        assert history.rounds() == list(range(5))
+        for number in range(5):
+            assert len(history.latest("gradient.norm", number)) == 8
+            assert len(history.latest("update.cosine_mean", number)) == 8
+        _, nodes, values = history.matrix("gradient", "l2", "0.weight")
+        assert [node for node in nodes if node] == [f"c{i}" for i in range(8)]
+        assert (values[:, [i for i, node in enumerate(nodes) if node]] > 0).all()
+        assert history.series("accuracy", None)[1][-1] > 0.8
