@@ -58,6 +58,7 @@ class Chart:
         self._store, self._sinks, self._detectors = store, sinks, detectors
         self._privacy = privacy
         self._trace = new_trace()
+        self.owner: Any = None  # lives as long as the run is open, so that it can be closed at exit
         self.round: Scope | None = None  # that is open
         self.last_round: int | None = None
         self._tables: dict[str, LayerTable] = {}
@@ -68,7 +69,7 @@ class Chart:
         self._stop: Callable[[], None] = lambda: None
 
     def emit(self, record: Record) -> None:
-        """Into the queues; the first record opens them. What comes after the end of a run that told nothing is let go."""
+        """Into the queues; the first record opens them, unless the run has ended without any."""
         if self._outlet is not None or not self._closed:
             (self._outlet or self._open()).emit(record)
 

@@ -99,6 +99,7 @@ class Monitor:
         self._closed = False
         self._round: _Open | None = None
         self._clients: dict[Node, _Open] = {}
+        self._chart.owner = self
         close_at_exit(self)
 
     # -- what people write --------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class Monitor:
         self,
         name: Node,
         model: Any = None,
-        optimizer: Any = None,
+        optimizer: Any = None,  # noqa: ARG002 - found by its parameters
         *,
         data: Any = None,
         loss: Callable[..., Any] | None = None,

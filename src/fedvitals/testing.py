@@ -293,9 +293,7 @@ def _check_finding(detector: Detector, finding: Any, run: str) -> None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    first, second = (
-        np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v, dtype=np.float64) for v in (a, b)
-    )
+    first, second = (np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v, dtype=np.float64) for v in (a, b))
     return np.array_equal(first, second, equal_nan=True)
 
 

@@ -35,7 +35,7 @@ OLDEST = (0, 45)  # versions before know pointers only with the type of what the
 class Kernel:
     """A compiled kernel: `call(table, tensors, rows)` and the address of the function for every type it can read."""
 
-    call: Callable[[bytes, int, Any], None]
+    call: Callable[[bytes | int, int, Any], None]  # the table and the rows as an object, or as an address
     functions: Mapping[torch.dtype, int]
     nothing: tuple[int, int, int]  # the table line of a tensor that is not there
     engine: Any  # owns the machine code: must live as long as `call`
@@ -99,7 +99,7 @@ def compiled(cpu: str | None = None, features: str | None = None) -> Kernel:
     engine.finalize_object()
     # PYFUNCTYPE keeps the interpreter's lock during the call: giving it up and waiting to get it back costs more
     # than reading a whole model does.
-    prototype = ctypes.PYFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p)
+    prototype = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     functions = {getattr(torch, kind.name): engine.get_function_address(f"tensor_{kind.name}") for kind in kinds}
     call = prototype(engine.get_function_address("sums"))
     return Kernel(call, functions, (functions[torch.float32], 0, 0), engine)

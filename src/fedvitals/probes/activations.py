@@ -39,8 +39,8 @@ def health(output: Tensor, module: nn.Module) -> Array:
     """Units of an output: how many, dead, saturated, of both signs (HEALTH_COLUMNS).
 
     A unit is a channel of [samples, channels, ...], a feature of [samples, features] and of [samples, places, features]
-    (but for the output of a 1-d convolution, pooling or batch norm). Dead: 0 for every sample and place. Saturated: beyond the limits of
-    SATURATION for every sample and place. Sign-diverse: positive for some, negative for others.
+    (but for the output of a 1-d convolution, pooling or batch norm). Dead: 0 for every sample and place. Saturated:
+    beyond the limits of SATURATION for every sample and place. Sign-diverse: positive for some, negative for others.
     """
     units = output.detach()
     if units.dim() > 3 or isinstance(module, CHANNELS_FIRST):

@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Owned = Sequence[Tensor | None]
-Measure = Callable[[Optimizer, Owned, int, bool | Tensor], None]
-"""Called with the optimiser, its parameters per layer, the step's number, and whether the step was skipped."""
+Measure = Callable[[Optimizer, Owned, int, Any], None]
+"""Called with the optimiser, its parameters per layer, the step's number, and whether the step was skipped.
+
+The last is a bool, or a tensor of one where only the device knows."""
 
 
 class StepCounter:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nine statistics of many tensors in one reading of memory."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedvitals.errors import RecordError
+from fedvitals.kernels import fallback, jit, layout
+from fedvitals.stats import STATISTICS, Array, empty_sums
+
+_COLUMNS = len(STATISTICS)
+
+
+def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | Tensor:
+    """`[layers, 9]`: the columns `stats.STATISTICS` of every tensor, in float64; None gives the row of an empty one.
+
+    The count is over all values, the other statistics over the finite ones. With `clients` every tensor has a leading
+    client axis and `[clients, layers, 9]` comes back. CPU tensors give a numpy array; tensors on another device give a
+    tensor there, and nothing waits for that device. Complex numbers count as two real ones.
+    """
+    count = _clients(tensors) if clients else None
+    kernel = jit.loaded().kernel
+    if kernel is not None and tensors:
+        rows = _call(kernel, tensors) if count is None else _call_clients(kernel, tensors, count)
+        if rows is not None:
+            return rows
+    result = fallback.sums(tensors, count)
+    return result.numpy() if result.is_cpu else result
+
+
+def _call(kernel: jit.Kernel, tensors: Sequence[Tensor | None]) -> Array | None:
+    """The rows by one call of the kernel; None if a tensor lies on another device.
+
+    This runs at every training step, and for a small model what it does per tensor costs more than the reading. The
+    addresses are asked for anew each time: torch frees gradients between steps and allocates them elsewhere.
+    """
+    functions = kernel.functions
+    table: list[int] = []
+    alive = []  # copies must outlive the call
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                table += kernel.nothing
+                continue
+            if not tensor.is_cpu:
+                return None
+            values = tensor
+            function = functions.get(tensor.dtype)
+            if function is None or not tensor.is_contiguous():
+                values = layout.flat(tensor, functions)
+                alive.append(values)
+                function = functions[values.dtype]
+            table += (function, values.data_ptr(), values.numel())
+    except RuntimeError:  # torch refuses the question on some layouts: say what is wrong in our words
+        for tensor in tensors:
+            if tensor is not None:
+                layout.readable(tensor)
+        raise
+    return _rows(kernel, table).reshape(-1, _COLUMNS)
+
+
+def _call_clients(kernel: jit.Kernel, tensors: Sequence[Tensor | None], clients: int) -> Array | None:
+    """As `_call`, with a table line for every client's part of every tensor."""
+    if not clients:
+        return empty_sums(0, len(tensors))
+    lines: list[tuple[int, int, int, int]] = []
+    alive = []
+    for tensor in tensors:
+        if tensor is None:
+            lines.append((*kernel.nothing, 0))
+            continue
+        if not tensor.is_cpu:
+            return None
+        values = layout.flat(tensor, kernel.functions, clients=True)
+        alive.append(values)
+        stride = values.stride(0) * values.element_size()
+        lines.append((kernel.functions[values.dtype], values.data_ptr(), values.numel() // clients, stride))
+    table = [
+        number
+        for client in range(clients)
+        for function, address, length, stride in lines
+        for number in (function, address + client * stride, length)
+    ]
+    return _rows(kernel, table).reshape(clients, -1, _COLUMNS)
+
+
+def _rows(kernel: jit.Kernel, table: list[int]) -> Array:
+    """The rows of a table, which has three numbers per row: function, address, length."""
+    tensors = len(table) // 3
+    # ctypes hands its own arrays over faster than numpy's; numpy then looks at the same memory.
+    memory: Any = (ctypes.c_double * (tensors * _COLUMNS))()
+    kernel.call(struct.pack(f"{len(table)}q", *table), tensors, memory)
+    rows: Array = np.frombuffer(memory)
+    return rows
+
+
+def _clients(tensors: Sequence[Tensor | None]) -> int:
+    """The length of the leading axis, which all tensors must share; 0 if there is no tensor."""
+    lengths = {tuple(tensor.shape[:1]) for tensor in tensors if tensor is not None}
+    if len(lengths) > 1 or () in lengths:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors if tensor is not None)
+        raise RecordError(
+            f"Tensors of several clients could not be measured: the first axis differs among the shapes {shapes}. "
+            "Stack every layer as [clients, ...], with the same clients in each."
+        )
+    return next(iter(lengths))[0] if lengths else 0
