@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from models import MODELS, batches, close, make, make_data, train, twin_sums, watched
 from torch import nn
 from torch.nn import functional
 
@@ -15,6 +14,7 @@ from fedvitals.probes.activations import activations, health, watched_modules
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.view import View
 from fedvitals.schedule import always
+from models import MODELS, batches, close, make, make_data, train, twin_sums, watched
 
 
 def outputs_of(model, x):
@@ -86,7 +86,7 @@ def test_sign_diversity_against_a_twin():
 
 
 def test_units_of_a_sequence_are_its_features():
-    """In [samples, places, features], as transformers have it, a unit is a feature; after a 1-d convolution a channel."""
+    """A unit of [samples, places, features] is a feature; after a 1-d convolution it is a channel."""
     output = torch.rand(4, 6, 3) + 0.5
     output[..., 1] = 0
     assert health(output, nn.ReLU())[:2].tolist() == [3, 1]
@@ -125,7 +125,7 @@ def test_hooks_exist_only_during_scheduled_steps(name):
 
 
 def test_last_runs_once_on_own_samples():
-    """At the end of the scope the probe makes its own forward pass over the client's samples; without data it is silent."""
+    """At the end of the scope the probe makes a forward pass over the client's samples; without data, none."""
     for data in (make_data(), None):
         model = make("cnn")
         monitor, sink = watched([activations])

@@ -87,7 +87,15 @@ def test_show_is_a_health_card(store, capsys):
     """Signs with their course, clients and layers with those that stand out first, and what was not measured."""
     code, out, _ = run(capsys, "show", "demo", "--store", store)
     assert code == 0
-    for words in ("Vital signs", "accuracy", "stand out first", "c7", "Layers", "no detector is installed", "lost: 0 records"):
+    for words in (
+        "Vital signs",
+        "accuracy",
+        "stand out first",
+        "c7",
+        "Layers",
+        "no detector is installed",
+        "lost: 0 records",
+    ):
         assert words in out
     assert "finding" not in out.lower()  # the ranking accuses nobody
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clipping: the statistics are of what the optimiser uses; the norm before is told apart, and only when there was one."""
+"""Clipping: the statistics are of what the optimiser uses; the norm before is told apart, if there was one."""
 
 import pytest
 import torch
-from models import MODELS, Catcher, batches, close, make, make_data, train, watched
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from models import MODELS, Catcher, batches, close, make, make_data, train, watched
 
 LIMIT = 0.05
 

@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from models import MODELS, close, make, make_data, train, watched
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from fedvitals.probes.fit import FEWEST, MOST, Fit, confusion
 from fedvitals.probes.samples import read, size, spread
 from fedvitals.probes.view import View, undisturbed
+from models import MODELS, close, make, make_data, train, watched
 
 
 class Augmented(Dataset):
@@ -147,7 +147,9 @@ def test_reading_leaves_every_random_stream_alone():
         assert (generator.get_state().tolist(), streams()) == before
 
 
-@pytest.mark.parametrize("data", [iter([make_data()]), (pair for pair in [make_data()]), Stream(), DataLoader(Stream())])
+@pytest.mark.parametrize(
+    "data", [iter([make_data()]), (pair for pair in [make_data()]), Stream(), DataLoader(Stream())]
+)
 def test_what_can_only_be_iterated_is_refused(data, caplog):
     """A one-shot iterator or a stream is not touched: no fit, one Event and one warning, and training goes on."""
     monitor, sink = watched(strict=False)

@@ -4,12 +4,12 @@
 import numpy as np
 import pytest
 import torch
-from models import MODELS, Catcher, batches, close, make, make_data, train, watched
 from torch import nn
 from torch.nn import functional
 
 from fedvitals.stats import INFS, NANS, STEP_COLUMNS
 from fedvitals.testing import MemorySink
+from models import MODELS, Catcher, batches, close, make, make_data, train, watched
 
 STEPS = 6
 every_model = pytest.mark.parametrize("name", MODELS)

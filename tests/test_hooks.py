@@ -5,12 +5,12 @@ import threading
 
 import pytest
 import torch
-from models import MODELS, Catcher, batches, close, make, make_data, train, watched
 from torch import nn
 from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 
 from fedvitals.stats import INFS, NANS
+from models import MODELS, Catcher, batches, close, make, make_data, train, watched
 
 SCALE = 1024.0
 
@@ -216,7 +216,7 @@ def test_schedule_of_the_users_that_fails_leaves_no_hook():
     def probe(_view):
         return {}
 
-    probe.prepare = lambda view, charge: lambda: {}
+    probe.prepare = lambda view, charge: dict
     monitor, sink = watched(["standard", (probe, broken)], strict=False)
     model = make("mlp")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of ours may change the training: with and without the monitor, everything is the same to the last bit."""
+"""Nothing of ours may change the training: to the last bit, while it watches and after it is gone."""
 
 import copy
+import logging
+import multiprocessing
 import random
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
-from models import MODELS, make, make_data, watched
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
+
+import fedvitals as fv
+from fedvitals.testing import MemorySink, tiny_run
+from models import MODELS, make, make_data, watched
+from test_hooks import hooks_left
 
 PRESETS = ["light", "standard", "deep"]
 
@@ -144,3 +153,65 @@ def fused_adam(parameters, lr):
 def test_streams_that_the_data_set_holds_itself(probes):
     """A data set with generators of its own, also inside its transforms, is read without moving them."""
     same(federation("mlp", 4, probes, dataset=OwnStream), federation("mlp", 4, None, dataset=OwnStream))
+
+
+def test_nothing_is_made_before_the_first_event(tmp_path):
+    """A monitor that sees nothing leaves no file, no thread and no log handler; nor does its close."""
+    before = threading.enumerate(), list(logging.getLogger().handlers)
+    monitor = fv.Monitor(tmp_path / "runs.db")
+    assert (threading.enumerate(), list(logging.getLogger().handlers)) == before
+    assert not monitor.findings()
+    monitor.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_after_close():
+    """Threads, log handlers and hooks are as before, whatever was done in between."""
+    before = threading.enumerate(), list(logging.getLogger().handlers)
+    scaler = torch.amp.GradScaler.step
+    tiny_run(sinks=[MemorySink()], probes="deep", strict=True)
+    assert (threading.enumerate(), list(logging.getLogger().handlers)) == before
+    assert torch.amp.GradScaler.step is scaler
+    assert not hooks_left()
+
+
+def _in_child(queue):
+    sink = MemorySink()
+    with fv.Monitor(None, sinks=[sink]) as monitor, monitor.round(0):
+        monitor.log(x=1)
+    queue.put(len(sink.metrics("user.x")))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_child_processes(method):
+    """A child that forks or spawns while a monitor is open neither hangs nor writes into the parent's run."""
+    monitor, sink = watched()
+    context = multiprocessing.get_context(method)
+    with monitor, monitor.round(0), monitor.client("c0"):
+        monitor.log(before=1)
+        queue = context.Queue()
+        child = context.Process(target=_in_child, args=(queue,))
+        child.start()
+        assert queue.get(timeout=60) == 1
+        child.join(60)
+        assert child.exitcode == 0
+        monitor.log(after=1)
+    assert len(sink.metrics("user.before")) == len(sink.metrics("user.after")) == 1
+    assert not sink.metrics("user.x")
+
+
+def test_forgotten_monitor_is_closed_at_exit():
+    """A run that nobody closed is ended when the interpreter leaves, even if its monitor was let go."""
+    code = (
+        "import gc, fedvitals as fv\n"
+        "class Sink:\n"
+        "    def write(self, records):\n"
+        "        for r in records:\n"
+        "            if getattr(r, 'finished', None): print('finished')\n"
+        "def main():\n"
+        "    monitor = fv.Monitor(None, sinks=[Sink()]); monitor.log(x=1)\n"
+        "main(); gc.collect()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["finished"], done.stderr

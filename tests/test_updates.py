@@ -6,7 +6,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from models import MODELS, close, flat, make, make_data, train, watched
 from torch import nn
 
 from fedvitals.kernels import sums
@@ -14,6 +13,7 @@ from fedvitals.probes.sketch import COSINE_ERROR, SIZE, Sketcher
 from fedvitals.probes.updates import Updates
 from fedvitals.records import Sketch
 from fedvitals.stats import ALIGNMENT_COLUMNS
+from models import MODELS, close, flat, make, make_data, train, watched
 
 MEAN, PREVIOUS, SHARE = range(3)
 
@@ -183,10 +183,16 @@ def test_host_that_opens_clients_and_hands_updates_over():
             model = copy.deepcopy(shared)
             with monitor.client(f"c{client}", model, group="edge-0"):
                 train(model, torch.optim.SGD(model.parameters(), 0.2), make_data(seed=client), 2)
-            sent[f"c{client}"] = [a.detach() - b.detach() for a, b in zip(model.parameters(), shared.parameters(), strict=True)]
+            sent[f"c{client}"] = [
+                a.detach() - b.detach() for a, b in zip(model.parameters(), shared.parameters(), strict=True)
+            ]
         monitor.updates(0, sent)
     vectors = {node: torch.cat([t.reshape(-1) for t in tensors]) for node, tensors in sent.items()}
-    close(sink.value("update.cosine_mean", node="c0", group="edge-0"), cosine(vectors["c0"], vectors["c1"] + vectors["c2"]), 1e-3)
+    close(
+        sink.value("update.cosine_mean", node="c0", group="edge-0"),
+        cosine(vectors["c0"], vectors["c1"] + vectors["c2"]),
+        1e-3,
+    )
     assert sink.layers("update", node=None, group=None).get("count").sum() == 3 * len(vectors["c0"])
 
 

@@ -3,8 +3,6 @@
 
 import pytest
 import torch
-from models import MODELS, Catcher, close, make, make_data, train
-from test_hooks import hooks_left
 from torch.nn import functional
 
 import fedvitals as fv
@@ -12,6 +10,8 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Run
 from fedvitals.scope import current
 from fedvitals.testing import MemorySink
+from models import MODELS, Catcher, close, make, make_data, train
+from test_hooks import hooks_left
 
 
 def watch(model, optimizer=None, **settings):

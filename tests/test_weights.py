@@ -2,16 +2,17 @@
 """Weights and how far they move, against copies that the test keeps in float64."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
 import torch
-from models import MODELS, batches, close, flat, make, make_data, train, twin_sums, watched
 from torch import nn
 from torch.nn import functional
 
 from fedvitals.probes.weights import check_initialisation
 from fedvitals.stats import COUNT, SUM
+from models import MODELS, batches, close, flat, make, make_data, train, twin_sums, watched
 
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -48,10 +49,9 @@ def test_global_model_each_round(name, probes):
     """At every level the round's end has the statistics of the global model, under «server»."""
     model = make(name)
     monitor, sink = watched(probes)
-    with monitor, monitor.round(0, model):
-        with torch.no_grad():
-            for p in model.parameters():
-                p += 1
+    with monitor, monitor.round(0, model), torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
     close(sink.layers("weight", node="server").matrix, [twin_sums(p) for p in model.parameters()])
     close(sink.value("weight.norm", node="server"), float(flat(model).norm()))
 
@@ -93,7 +93,7 @@ def test_difference_of_each_iteration(name):
     with monitor, monitor.round(0), monitor.client("c0", model):
         train(model, torch.optim.Adam(model.parameters(), 1e-2), make_data(), 5, lambda _: copies.append(flat(model)))
     copies.append(flat(model))
-    changes = [after - before for before, after in zip(copies, copies[1:], strict=False)]
+    changes = [after - before for before, after in itertools.pairwise(copies)]
     for step, change in enumerate(changes):
         close(sink.value("weight.difference", node="c0", step=step), float(change.sum()), 1e-4)
         close(sink.value("weight.difference_absolute", node="c0", step=step), float(change.abs().sum()), 1e-4)

@@ -115,14 +115,17 @@ class Chart:
         return self.round or Scope(self.run.id, self.emit, self.last_round, trace=self._trace)
 
     def enter(self, node: Node | None, *, group: str | None = None) -> tuple[Scope, Token[Scope | None]]:
-        """A scope inside the caller's, and what `leave` needs."""
+        """A scope inside the caller's, and what `leave` needs. Opens the run: log lines inside belong to it."""
+        self._ready()
         parent = self.here()
         scope = replace(parent, node=node, group=group or parent.group, span=new_span_id(), parent=parent.span)
         return scope, current.set(scope)
 
     def enter_round(self, number: int) -> tuple[Scope, Token[Scope | None]]:
+        self._ready()
         parent = self.here()
-        self.round, self.last_round = replace(parent, round=number, span=new_span_id(), parent=parent.span), number
+        self.round = replace(parent, round=number, node=None, span=new_span_id(), parent=parent.span)
+        self.last_round = number
         return self.round, current.set(self.round)
 
     def leave(self, token: Token[Scope | None]) -> None:
@@ -131,6 +134,10 @@ class Chart:
             current.reset(token)
 
     # -- opening and closing ------------------------------------------------------------------------------------------
+
+    def _ready(self) -> None:
+        if self._outlet is None and not self._closed:
+            self.guard("opening the store", self._open)
 
     def _open(self) -> Outlet:
         """Not before the first event: frameworks import a user's module in many processes that never train."""

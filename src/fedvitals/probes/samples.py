@@ -9,16 +9,19 @@ loader's data set, from a data set, from a pair of arrays or from a list of batc
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from fedvitals.errors import ConfigError
+
+Stream = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
 def size(data: Any) -> int:
@@ -47,7 +50,7 @@ def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
             if isinstance(data.dataset, TensorDataset):
                 return read(data.dataset, indices)
             collate = data.collate_fn if data.batch_sampler is not None else default_collate
-            with all_random_streams_kept():
+            with all_random_streams_kept(data):
                 return _pair(collate([data.dataset[i] for i in indices]))
         case TensorDataset():
             return _pair([tensor[torch.as_tensor(indices)] for tensor in data.tensors])
@@ -57,7 +60,7 @@ def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         case list() | tuple():
             return _from_batches(data, indices)
         case _:
-            with all_random_streams_kept():
+            with all_random_streams_kept(data):
                 return _pair(default_collate([data[i] for i in indices]))
 
 
@@ -71,17 +74,56 @@ def spread(total: int, wanted: int, turn: int) -> list[int]:
 
 
 @contextmanager
-def all_random_streams_kept() -> Iterator[None]:
-    """torch's, Python's and (if it was ever used) numpy's random streams stand afterwards where they stood before."""
-    numpy_random = sys.modules.get("numpy.random")
-    states = (torch.get_rng_state(), random.getstate(), numpy_random.get_state() if numpy_random else None)
+def all_random_streams_kept(data: Any) -> Iterator[None]:
+    """torch's, Python's and numpy's random streams, and those inside `data`, stand afterwards where they stood."""
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    own = [(stream, _state_of(stream)) for stream in streams_in(data)]
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy_random:
-            numpy_random.set_state(states[2])
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        for stream, state in own:
+            _set_state(stream, state)
+
+
+def streams_in(data: Any, most: int = 500) -> list[Stream]:
+    """Random generators that a data set holds itself, or its transforms, or data sets inside it."""
+    found: list[Stream] = []
+    seen: set[int] = set()
+    waiting = [data]
+    while waiting and len(seen) < most:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, Tensor | np.ndarray | str | bytes | type | ModuleType):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Stream):
+            found.append(thing)
+        elif isinstance(thing, list | tuple | dict):
+            waiting += (thing.values() if isinstance(thing, dict) else thing) if len(thing) <= 32 else ()
+        else:
+            waiting += getattr(thing, "__dict__", {}).values()
+    return found
+
+
+def _state_of(stream: Stream) -> Any:
+    match stream:
+        case np.random.Generator():
+            return stream.bit_generator.state
+        case random.Random():
+            return stream.getstate()
+    return stream.get_state()
+
+
+def _set_state(stream: Stream, state: Any) -> None:
+    match stream:
+        case np.random.Generator():
+            stream.bit_generator.state = state
+        case random.Random():
+            stream.setstate(state)
+        case _:
+            stream.set_state(state)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
