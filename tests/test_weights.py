@@ -167,6 +167,16 @@ def test_model_that_changes_its_type_inside_the_scope():
     close(sink.value("weight.drift", node="c0"), float((flat(model) - start).norm()), 1e-4)
 
 
+def test_model_of_one_parameter():
+    """The weights of the start are a copy, also where there is nothing to join."""
+    model = nn.Linear(12, 3, bias=False)
+    start = flat(model)
+    monitor, sink = watched()
+    with monitor, monitor.round(0), monitor.client("c0", model):
+        train(model, torch.optim.SGD(model.parameters(), 0.1), make_data(), 2)
+    close(sink.value("weight.drift", node="c0"), float((flat(model) - start).norm()), 1e-4)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @every_model
 def test_usual_initialisation_is_fine(name, seed):
