@@ -3,4 +3,5 @@
 
 from fedvitals.cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()
