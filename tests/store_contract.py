@@ -109,7 +109,9 @@ class StoreContract(ABC):
         yield store
         store.close()
 
-    @pytest.mark.parametrize("kind", dict.fromkeys(type(record) for record in EVERY_TYPE), ids=lambda kind: kind.__name__)
+    @pytest.mark.parametrize(
+        "kind", dict.fromkeys(type(record) for record in EVERY_TYPE), ids=lambda kind: kind.__name__
+    )
     def test_every_record_comes_back_as_it_was(self, store, kind):
         store.write([RUN, *EVERY_TYPE])
         assert list(self.read(store, kind)) == [record for record in EVERY_TYPE if type(record) is kind]

@@ -245,7 +245,7 @@ def test_the_assembly_is_valid(machine):
     parsed = llvm.parse_assembly(ir.module(machine, list(ir.KINDS.values())))
     parsed.verify()
     exported = {f.name for f in parsed.functions if not f.is_declaration and f.linkage.name == "external"}
-    assert exported == {"sums", *(f"tensor_{name}" for name in ir.KINDS)}
+    assert exported == {"sums", "sums_at", *(f"tensor_{name}" for name in ir.KINDS)}
 
 
 def test_a_kernel_that_miscounts_is_refused(monkeypatch):

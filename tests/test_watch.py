@@ -84,3 +84,16 @@ def test_training_is_not_changed():
             train(model, optimizer, make_data(), 10)
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_no_empty_round_after_the_last_full_window():
+    """Steps that fill their windows exactly leave no round in which nothing happened."""
+    model = make("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watching, sink = watch(model, optimizer, steps=4)
+    with watching:
+        train(model, optimizer, make_data(), 8)
+    assert [m.where.round for m in sink.metrics("time.round")] == [0, 1]
+    assert not sink.metrics("update.zero")
+    assert not hooks_left(model, optimizer)
+    assert current.get() is None

@@ -161,7 +161,7 @@ class Chart:
 
     def _take_finding(self, finding: Finding) -> None:
         self.found.append(finding)
-        self.emit(finding)
+        self.emit(replace(finding))  # a copy: what is emitted gets an identity, and a detector may say a thing twice
 
     @property
     def lost(self) -> int:

@@ -178,6 +178,15 @@ class Monitor:
         """Wait until everything so far is written. False: not in time, or something was lost."""
         return self._chart.flush(timeout)
 
+    def discard(self) -> None:
+        """Close the open round and its clients without a word: nothing happened in them."""
+        for opened in [*self._clients.values(), *([self._round] if self._round else [])]:
+            if opened.session is not None:
+                opened.session.abandon()
+            self._chart.leave(opened.token)
+        self._clients.clear()
+        self._round = self._chart.round = None
+
     def close(self) -> None:
         """End the run: scopes closed, records written, hooks and threads gone. A second call does nothing."""
         with self._lock:
@@ -233,16 +242,22 @@ class Monitor:
     ) -> None:
         self._begin_client(node, model, data, group, loss)
 
-    def stats(self, node: Node, family: str, array: Any) -> None:
-        """Statistics that the host computed itself: [layers, columns], of the layers that were announced last."""
+    def stats(self, node: Node | Sequence[Node], family: str, array: Any) -> None:
+        """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
 
-        def emit() -> None:
-            results = Results(matrices=[(family, np.asarray(array, dtype=np.float64), None)])
+        def emit(node: Node, matrix: Any) -> None:
+            results = Results(matrices=[(family, matrix, None)])
             self._chart.tell(replace(self._chart.here(), node=node), results)
             if self._round is not None:
                 self._round.cohort.add(node, None, results, failed=False)
 
-        self._guard("stats()", emit)
+        def emit_all() -> None:
+            matrices = np.asarray(torch.as_tensor(array).cpu(), dtype=np.float64)
+            nodes, matrices = ([node], matrices[None]) if isinstance(node, str) else (node, matrices)
+            for name, matrix in zip(nodes, matrices, strict=True):
+                emit(name, matrix)
+
+        self._guard("stats()", emit_all)
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
         self._end_client(self._clients.get(node), outcome)

@@ -107,8 +107,8 @@ class Observer(Protocol):
         group: str | None = None,
     ) -> None: ...
 
-    def stats(self, node: Node, family: str, array: Any) -> None:
-        """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns]."""
+    def stats(self, node: Node | Sequence[Node], family: str, array: Any) -> None:
+        """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
         ...
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...

@@ -12,6 +12,7 @@ from typing import Any, Self
 import click
 
 from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.errors import MissingExtraError
 
 SIGNS = ("accuracy", "fit.loss_before", "gradient.norm", "update.norm", "update.cosine_mean", "weight.drift")
 
@@ -28,8 +29,10 @@ def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None
 
     A plain PyTorch loop with the monitor attached; the result stays in the store.
     """
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("torch", "lab", "The demo") from error
     from fedvitals.diagnosis.standout import clients_that_stand_out
     from fedvitals.monitor import Monitor
     from fedvitals.store.memory import MemoryStore

@@ -70,5 +70,8 @@ def watch(
         raise
     finally:
         handle.remove()
-        end(failure)
+        if count and count % steps == 0 and failure is None:
+            monitor.discard()  # the last window has just closed, and no step came after it
+        else:
+            end(failure)
         monitor.close()

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvitals.kernels import exponents, jit
-from fedvitals.kernels.gradients import GradientSums
+from fedvitals.kernels.gradients import GradientRecorder
 from fedvitals.kernels.one_pass import sums
 from fedvitals.stats import Array
 
-__all__ = ["Backend", "GradientSums", "backend", "histogram", "sums"]
+__all__ = ["Backend", "GradientRecorder", "backend", "histogram", "sums"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,10 @@ class Function:
         """The bit that one of our own functions returns."""
         return self._define(BIT, f"call i1 @{function}({', '.join(map(str, arguments))})")
 
+    def call_for_nothing(self, function: str, *arguments: Value) -> None:
+        """Call one of our own functions that returns nothing."""
+        self._line(f"call void @{function}({', '.join(map(str, arguments))})")
+
     def call_address(self, address: Value, *arguments: Value) -> None:
         """Call the function that stands at an address known only when the kernel runs."""
         pointer = self._define(POINTER, f"inttoptr {address} to ptr")

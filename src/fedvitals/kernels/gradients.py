@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nine sums of the same parameters' gradients, step after step: `sums` with everything prepared that stays.
+"""The nine sums of the same parameters' gradients, recorded step after step: `sums` with all prepared that stays.
 
-For a small model the reading of memory is nothing and the asking is all. The table for the kernel and the memory for
-its results are made once. Address, type, length and layout of a gradient are asked at every step: torch frees gradients
-between steps and allocates them elsewhere, and a user may replace a parameter's data at any time.
+For a small model the reading of memory is nothing and the asking is all. So the kernel's table and the memory for its
+results are made once, and a step leaves no Python object behind. Address, type, length and layout of a gradient are
+asked anew at every step: torch frees gradients between steps and allocates them elsewhere, and a user may replace a
+parameter's data at any time.
 """
 
 from __future__ import annotations
 
 import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedvitals.kernels import jit
@@ -19,51 +22,111 @@ from fedvitals.kernels.one_pass import sums
 from fedvitals.stats import STATISTICS, Array
 
 _COLUMNS = len(STATISTICS)
-_ROOM = 32  # results per block of memory: blocks are not reused, since results are views of them
+_FIRST_ROOM = 32  # steps that the first block of memory holds; each further one is as large as all before
 
 
-class GradientSums:
-    """Call it: `[layers, 9]` of the gradients as they are now. One thread at a time."""
+class GradientRecorder:
+    """`record(step)` before each optimiser step, `take()` at the end. One thread at a time."""
+
+    __slots__ = ("_address", "_blocks", "_call", "_free", "_kernel", "_known", "_odd", "_parameters", "_row", "_steps",
+                 "_table")  # fmt: skip
 
     def __init__(self, parameters: Sequence[Tensor | None]) -> None:
         self._parameters = parameters
+        self._steps: list[int] = []
+        self._odd: dict[int, Array | Tensor] = {}  # by place: steps that went the general way
+        self._blocks: list[Array] = []
+        self._free, self._row = 0, len(parameters) * _COLUMNS * 8
         kernel = jit.loaded().kernel
-        plain = all(p is not None and p.is_cpu for p in parameters)
-        self._kernel = kernel if plain and parameters else None
-        if self._kernel is None:
-            return
-        dtypes = [p.dtype for p in parameters if p is not None]
-        lengths = [p.numel() for p in parameters if p is not None]
-        if any(dtype not in self._kernel.functions for dtype in dtypes):
-            self._kernel = None
-            return
-        places = range(1, 3 * len(parameters), 3)
-        self._known = list(zip(parameters, dtypes, lengths, places, strict=True))
-        lines = [(self._kernel.functions[d], 0, n) for d, n in zip(dtypes, lengths, strict=True)]
-        self._table = array.array("q", [number for line in lines for number in line])
-        self._table_address = self._table.buffer_info()[0]
-        self._free = 0
+        lines: list[int] = []
+        self._known: list[tuple[Tensor, torch.dtype, int, int]] = []
+        for parameter in parameters:
+            if parameter is None or not parameter.is_cpu or kernel is None or parameter.dtype not in kernel.functions:
+                self._kernel = None
+                return
+            self._known.append((parameter, parameter.dtype, parameter.numel(), len(lines) + 1))
+            lines += (kernel.functions[parameter.dtype], 0, parameter.numel())
+        self._kernel = kernel
+        self._table = array.array("q", lines)
+        # What the kernel is told: where the table is, how many tensors, where the results go.
+        self._call = array.array("q", [self._table.buffer_info()[0], len(parameters), 0])
+        self._address = self._call.buffer_info()[0]
 
-    def __call__(self) -> Array | Tensor:
-        kernel = self._kernel
-        if kernel is None:
-            return self._anyhow()
+    def record(self, step: int) -> None:
+        """Measure the gradients as they are now."""
+        if self._kernel is None:
+            return self._record_anyhow(step)
         table = self._table
         for parameter, dtype, length, place in self._known:
-            gradient = parameter.grad  # type: ignore[union-attr]
-            if gradient is None or gradient.dtype is not dtype or gradient.numel() != length:
-                return self._anyhow()
-            if not gradient.is_contiguous():
-                return self._anyhow()
+            gradient = parameter.grad
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.numel() != length
+                or not gradient.is_contiguous()
+            ):
+                return self._record_anyhow(step)
             table[place] = gradient.data_ptr()
         if not self._free:
-            self._block = np.empty((_ROOM, len(self._known), _COLUMNS))
-            self._address, self._free = self._block.ctypes.data, _ROOM
+            self._make_room()
+        self._kernel.call_at(self._address)
+        self._call[2] += self._row
         self._free -= 1
-        row: Array = self._block[self._free]
-        kernel.call(self._table_address, len(self._known), self._address + self._free * row.nbytes)
-        return row
+        self._steps.append(step)
+        return None
 
-    def _anyhow(self) -> Array | Tensor:
+    def scale(self, factor: float | Tensor) -> None:
+        """Correct the last step: its gradients were `factor` times the true ones."""
+        place = len(self._steps) - 1
+        rows = self._odd.get(place)
+        if rows is None:
+            rows = self._rows()[place]
+        _scale(rows, factor)
+
+    def take(self) -> tuple[list[int], Array]:
+        """The steps, and [steps, layers, 9]; on the host, though single steps may have been kept on a device."""
+        rows = self._rows()
+        for place, odd in self._odd.items():
+            rows[place] = np.asarray(odd.cpu() if isinstance(odd, Tensor) else odd)
+        return self._steps, rows
+
+    def _rows(self) -> Array:
+        if len(self._blocks) > 1:
+            self._blocks = [np.concatenate(self._blocks)[: len(self._steps)]]
+            self._free = 0  # the next step begins a block of its own
+        if not self._blocks:
+            return np.empty((0, len(self._parameters), _COLUMNS))
+        return self._blocks[0][: len(self._steps)]
+
+    def _make_room(self) -> None:
+        room = max(_FIRST_ROOM, len(self._steps))
+        block = np.empty((room, len(self._parameters), _COLUMNS))
+        self._blocks.append(block)
+        self._free = room
+        if self._kernel is not None:
+            self._call[2] = block.ctypes.data
+
+    def _record_anyhow(self, step: int) -> None:
         """Another device, a missing gradient, an unusual layout: the general way, which looks at each tensor."""
-        return sums([None if p is None else p.grad for p in self._parameters])
+        found = sums([None if p is None else _dense(p.grad) for p in self._parameters])
+        if not self._free:
+            self._make_room()
+        self._odd[len(self._steps)] = found
+        self._free -= 1
+        if self._kernel is not None:
+            self._call[2] += self._row
+        self._steps.append(step)
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Of a sparse gradient the values that it has: an embedding's untouched rows are neither counted nor read."""
+    if gradient is not None and gradient.is_sparse:
+        return gradient.coalesce().values()
+    return gradient
+
+
+def _scale(rows: Any, factor: float | Tensor) -> None:
+    """Divide nine sums by what the values were multiplied with: a factor, and its square for the squares."""
+    factor = factor if isinstance(rows, Tensor) else float(factor)
+    rows[:, 1:6] /= factor
+    rows[:, 2] /= factor

@@ -89,8 +89,8 @@ class Machine:
 
 
 def module(machine: Machine, kinds: list[Kind]) -> str:
-    """The whole kernel as LLVM assembly. It exports `sums` and one `tensor_<kind>` for each kind."""
-    functions = [build(machine, kind) for kind in kinds for build in (_fast, _exact, _tensor)] + [_sums()]
+    """The whole kernel as LLVM assembly. It exports `sums`, `sums_at` and one `tensor_<kind>` for each kind."""
+    functions = [build(machine, kind) for kind in kinds for build in (_fast, _exact, _tensor)] + [_sums(), _sums_at()]
     declarations = sorted(set().union(*(function.declarations for function in functions)))
     return "\n\n".join([*(function.text() for function in functions), "\n".join(declarations), ""])
 
@@ -108,6 +108,16 @@ def _sums() -> Function:
         return {}
 
     f.loop((WORD(0), tensors, 1), {}, one_tensor)
+    f.finish()
+    return f
+
+
+def _sums_at() -> Function:
+    """`sums_at(arguments)`: `sums` with its three arguments in memory, since each one that Python passes takes time."""
+    f = Function("sums_at", "void", {"arguments": POINTER}, public=True)
+    (arguments,) = f.parameters
+    table, tensors, rows = (f.load(WORD, f.address(arguments, "i64", WORD(i)), 8) for i in range(3))
+    f.call_for_nothing("sums", f.convert("inttoptr", table, "ptr"), tensors, f.convert("inttoptr", rows, "ptr"))
     f.finish()
     return f
 

@@ -36,6 +36,7 @@ class Kernel:
     """A compiled kernel: `call(table, tensors, rows)` and the address of the function for every type it can read."""
 
     call: Callable[[bytes | int, int, Any], None]  # the table and the rows as an object, or as an address
+    call_at: Callable[[int], None]  # the same, its three arguments read from an address
     functions: Mapping[torch.dtype, int]
     nothing: tuple[int, int, int]  # the table line of a tensor that is not there
     engine: Any  # owns the machine code: must live as long as `call`
@@ -102,7 +103,8 @@ def compiled(cpu: str | None = None, features: str | None = None) -> Kernel:
     prototype = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     functions = {getattr(torch, kind.name): engine.get_function_address(f"tensor_{kind.name}") for kind in kinds}
     call = prototype(engine.get_function_address("sums"))
-    return Kernel(call, functions, (functions[torch.float32], 0, 0), engine)
+    call_at = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("sums_at"))
+    return Kernel(call, call_at, functions, (functions[torch.float32], 0, 0), engine)
 
 
 def machine(features: str) -> ir.Machine:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class StepCounter:
         self._forget()
         self._mine.clear()
 
-    def meet(self, optimizer: Optimizer) -> None:
+    def meet(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         known = self._mine.get(id(optimizer))
         if known is None:
             own = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -50,6 +51,17 @@ class StepCounter:
         steps = known[1] + 1 if known[1] >= 0 else -1
         self._mine[id(optimizer)] = (optimizer, steps)
         self.steps = max(self.steps, steps)  # two optimisers of one model step together
+
+
+@dataclass(slots=True)
+class _Met:
+    """An optimiser that was met in a scope."""
+
+    optimizer: Optimizer  # a strong reference: a freed optimiser's id could come back as another one's
+    groups: int  # of parameters, when it was looked at
+    owned: Owned | None  # per layer the parameter that it acts on; None: it acts on other models
+    steps: int = 0
+    late: bool = False  # measured by a hook of its own, after those of the user
 
 
 class StepHooks:
@@ -62,9 +74,7 @@ class StepHooks:
         self._ids = {id(p) for p in parameters}
         self._measure = measure
         self._unscaled = unscaled
-        # Strong references: a freed optimiser's id could come back as another one's.
-        self._known: dict[int, tuple[Optimizer, int, Owned | None]] = {}
-        self._steps: dict[int, int] = {}
+        self._known: dict[int, _Met] = {}
         self._handles: list[Any] = []
         self._forget = (tell_of_steps(self), tell_of_scalers(self))
 
@@ -76,63 +86,73 @@ class StepHooks:
         self._handles.clear()
         self._known.clear()
 
-    def meet(self, optimizer: Optimizer) -> None:
-        """First sight of an optimiser, or of new parameters in it: if it acts on ours, hook it.
+    def meet(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Before a step of any optimiser: measure, if it acts on our parameters.
 
-        Hooks of all optimisers run before an optimiser's own ones, among which the user's may clip. So the measuring
-        hook is added to the optimiser itself, last; torch walks the hooks lazily and reaches it in this very step.
+        Hooks of all optimisers, as this one, run before an optimiser's own, among which the user's may clip. Where an
+        optimiser has any, ours is added to it, last; torch walks the hooks lazily and reaches it in this very step.
         """
-        key, groups = id(optimizer), len(optimizer.param_groups)
-        known = self._known.get(key)
-        if known is not None and known[1] == groups:
-            return
-        acted_on = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._ids
-        if not acted_on:
-            self._known[key] = (optimizer, groups, None)
-            return
-        self._known[key] = (optimizer, groups, [p if id(p) in acted_on else None for p in self._parameters])
-        if key not in self._steps:
-            self._steps[key] = 0
+        known = self._known.get(id(optimizer))
+        if known is None or known.groups != len(optimizer.param_groups):
+            known = self._look_at(optimizer)
+        if known.owned is None or known.late:
+            return None
+        if optimizer._optimizer_step_pre_hooks:  # noqa: SLF001 - torch tells it nowhere else
+            known.late = True
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            return None
+        if len(args) > 1 or kwargs:
+            return self._before_step(optimizer, args, kwargs)
+        # The usual case, told once more in few calls: this runs at every step of every model.
+        found_inf = getattr(optimizer, "found_inf", None)
+        known.steps += 1
+        self._measure(optimizer, known.owned, known.steps - 1, False if found_inf is None else found_inf > 0)
+        return None
+
+    def _look_at(self, optimizer: Optimizer) -> _Met:
+        """What is known of an optimiser, at its first step here or when it has been given new parameters."""
+        acted_on = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._ids
+        owned = [p if id(p) in acted_on else None for p in self._parameters] if acted_on else None
+        known = self._known.setdefault(id(optimizer), _Met(optimizer, 0, None))
+        known.groups, known.owned = len(optimizer.param_groups), owned
+        return known
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             # A fused optimiser is reached, told by the scaler to change nothing. Not read here: it may lie on a GPU.
             found_inf = getattr(optimizer, "found_inf", None)
-            return self._count(optimizer, False if found_inf is None else found_inf > 0)
+            return self._count(self._known[id(optimizer)], False if found_inf is None else found_inf > 0)
 
         def measured_closure() -> Any:
             loss = closure()
-            self._count(optimizer)
+            self._count(self._known[id(optimizer)])
             return loss
 
         if len(args) > 1:
             return (args[0], measured_closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": measured_closure}
 
-    def _count(self, optimizer: Optimizer, skipped: bool | Tensor = False) -> None:
-        key = id(optimizer)
-        owned = self._known[key][2]
-        if owned is not None:
-            step = self._steps[key]
-            self._steps[key] = step + 1
-            self._measure(optimizer, owned, step, skipped)
+    def _count(self, known: _Met, skipped: bool | Tensor = False) -> None:
+        if known.owned is not None:
+            known.steps += 1
+            self._measure(known.optimizer, known.owned, known.steps - 1, skipped)
 
     def steps_of(self, optimizer: Optimizer) -> int:
-        return self._steps.get(id(optimizer), 0)
+        known = self._known.get(id(optimizer))
+        return 0 if known is None else known.steps
 
     def scaler_unscaled(self, optimizer: Optimizer) -> None:
         """After `GradScaler.unscale_`: the gradients are the true ones now, and not yet clipped."""
-        self.meet(optimizer)
-        if self._unscaled is not None and self._known[id(optimizer)][2] is not None:
+        known = self._known.get(id(optimizer)) or self._look_at(optimizer)
+        if self._unscaled is not None and known.owned is not None:
             self._unscaled()
 
     def scaler_stepped(self, optimizer: Optimizer, steps_before: int) -> None:
         """After `GradScaler.step`: an optimiser that was not reached skipped its step; its gradients still stand."""
-        self.meet(optimizer)
-        if self._known[id(optimizer)][2] is not None and self.steps_of(optimizer) == steps_before:
-            self._count(optimizer, skipped=True)
+        known = self._known.get(id(optimizer)) or self._look_at(optimizer)
+        if known.owned is not None and known.steps == steps_before:
+            self._count(known, skipped=True)
 
 
 _lock = threading.Lock()
@@ -161,9 +181,13 @@ def tell_of_steps(hooks: StepHooks | StepCounter) -> Callable[[], None]:
     return forget
 
 
-def _meet_all(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _meet_all(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    changed = None
     for hooks in tuple(_met):
-        hooks.meet(optimizer)
+        result = hooks.meet(optimizer, args, kwargs)
+        if result is not None:  # a wrapped closure, which the next scope may wrap again
+            changed = args, kwargs = result
+    return changed
 
 
 def tell_of_scalers(hooks: StepHooks) -> Callable[[], None]:

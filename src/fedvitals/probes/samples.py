@@ -29,7 +29,7 @@ def size(data: Any) -> int:
     match data:
         case DataLoader():
             return size(data.dataset)
-        case (Tensor(), Tensor()):
+        case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
             return len(data[0])
         case list() | tuple():
             return sum(len(batch[1]) for batch in data)
@@ -38,7 +38,7 @@ def size(data: Any) -> int:
         case Dataset() if hasattr(data, "__len__"):
             return len(data)
     raise ConfigError(
-        f"data= takes a DataLoader, a map-style Dataset, a pair of tensors (x, y) or a list of batches; got "
+        f"data= takes a DataLoader, a map-style Dataset, a pair of tensors or arrays (x, y), or a list of batches; got "
         f"{type(data).__name__}. One-shot iterators are refused: reading them would change the training."
     )
 
@@ -54,9 +54,8 @@ def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
                 return _pair(collate([data.dataset[i] for i in indices]))
         case TensorDataset():
             return _pair([tensor[torch.as_tensor(indices)] for tensor in data.tensors])
-        case (Tensor(), Tensor()):
-            index = torch.as_tensor(indices)
-            return data[0][index], data[1][index]
+        case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
+            return torch.as_tensor(data[0][indices]), torch.as_tensor(data[1][indices])
         case list() | tuple():
             return _from_batches(data, indices)
         case _:

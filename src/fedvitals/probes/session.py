@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from fedvitals.catalog import CATALOG, public_name
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.kernels import sums
+from fedvitals.kernels import GradientRecorder, sums
 from fedvitals.probes.activations import Take, activations, watched_modules
 from fedvitals.probes.clipping import ClipWatch
 from fedvitals.probes.fit import Fit, label_entropy, labels_of
-from fedvitals.probes.gradients import summarise
+from fedvitals.probes.gradients import gradients, summarise
 from fedvitals.probes.hooks import StepCounter, StepHooks
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
@@ -29,7 +29,7 @@ from fedvitals.probes.weights import movement
 from fedvitals.protocols import Moment
 from fedvitals.records import LayerTable
 from fedvitals.schedule import always, at_exit, budget
-from fedvitals.stats import FAMILIES, MAX, MIN, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
+from fedvitals.stats import FAMILIES, Array, merge
 
 Report = Callable[[Exception, str], None]
 
@@ -69,17 +69,20 @@ class ClientSession:
         self._steps = 0
         self._skipped: int | Tensor = 0
         self._step_began = self._step_seconds = 0.0
+        self._differences = kit.preset.difference_each_step
         self._batch: tuple[Tensor, Tensor] | None = None
         self._fit_cost = 0.0
         view.before = self._last = flatten(view.parameters)
         if view.data is not None:
             self._guarded("fit", self._fit_before)
-        self._stepwise = [(i, p) for i, p in enumerate(kit.preset.probes) if p.when is not at_exit]
-        self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen and bool(self._stepwise))
+        at_steps = [(i, p) for i, p in enumerate(kit.preset.probes) if p.when is not at_exit]
+        self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
+        self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
+        self._stepwise = [(i, p) for i, p in at_steps if p.probe is not gradients and not hasattr(p.probe, "prepare")]
+        self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if hasattr(p.probe, "prepare")]
+        self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen and bool(at_steps))
         self._hooks: StepHooks | StepCounter = (
-            StepHooks(view.parameters, self._measure, self._clip.look)
-            if self._stepwise
-            else StepCounter(view.parameters)
+            StepHooks(view.parameters, self._measure, self._clip.look) if at_steps else StepCounter(view.parameters)
         )
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
@@ -105,16 +108,10 @@ class ClientSession:
         kit.clipping_seen |= self._clip.confirmed
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
-        results.take({"steps": self._steps})
-        if self._steps and not kit.preset.brief:
-            results.take({"time.step": (ended - self._began) / self._steps})
-        if self._skipped:
-            results.take({"steps.skipped": self._skipped})
-        if self._unclipped:
-            results.take({"gradient.norm_unclipped": self._unclipped})
-        if kit.preset.difference_each_step and self._steps:
-            self._difference(self._steps - 1)
+        self._tell_steps(ended)
         view.owned = view.parameters
+        if self._recorded is not None:
+            self._guarded("merging gradients", self._merge_recorded)
         for index, planned in enumerate(kit.preset.probes):
             if planned.when is at_exit:
                 self._rows[index] = [(max(0, self._steps - 1), found) for found in [self._run(index, planned)] if found]
@@ -134,6 +131,18 @@ class ClientSession:
         self.cost += time.perf_counter() - ended
         return results, update, rows
 
+    def _tell_steps(self, ended: float) -> None:
+        found: dict[str, Any] = {"steps": self._steps}
+        if self._steps and not self._kit.preset.brief:
+            found["time.step"] = (ended - self._began) / self._steps
+        if self._skipped:
+            found["steps.skipped"] = self._skipped
+        if self._unclipped:
+            found["gradient.norm_unclipped"] = self._unclipped
+        self._results.take(found)
+        if self._differences and self._steps:
+            self._difference(self._steps - 1)
+
     # -- at each step -------------------------------------------------------------------------------------------------
 
     def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor) -> None:
@@ -143,29 +152,41 @@ class ClientSession:
         try:
             view = self._view
             view.step, view.owned = step, owned
-            if self._kit.preset.difference_each_step and step == self._steps > 0:
+            if self._differences and step == self._steps > 0:
                 self._difference(step - 1)
-            self._steps = max(self._steps, step + 1)
-            self._skipped = self._skipped + skipped
+            if step >= self._steps:
+                self._steps = step + 1
+            if skipped is not False:
+                self._skipped = self._skipped + skipped
+            if self._recorded is not None:
+                self._record(optimizer, owned, step, *self._recorded)
             for index, planned in self._stepwise:
-                if index in self._takes:
-                    found = self._takes.pop(index)()
-                elif planned.when is always or (
-                    not hasattr(planned.probe, "prepare") and planned.when(self._moment(index, step))
-                ):
-                    found = self._run(index, planned)
-                else:
-                    continue
-                if "gradient" in found:
-                    unscale(found["gradient"], optimizer)
-                self._rows[index].append((step, found))
+                if planned.when is always or planned.when(self._moment(index, step)):
+                    self._rows[index].append((step, self._run(index, planned)))
             unclipped = self._clip.before_step(owned)
             if unclipped is not None and unclipped > self._unclipped:
                 self._unclipped = unclipped
-            self._arm(step + 1)
+            if self._prepared:
+                self._take_prepared(step)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, "measuring a step")
         self.cost += time.perf_counter() - now
+
+    def _record(
+        self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, index: int, planned: Planned
+    ) -> None:
+        """The nine sums of this step's gradients, into the recorder of the optimiser's parameters."""
+        started = time.perf_counter()
+        if planned.when is not always and not planned.when(self._moment(index, step)):
+            return
+        known = self._recorders.get(id(owned))
+        if known is None:
+            known = self._recorders[id(owned)] = (owned, GradientRecorder(owned))
+        known[1].record(step)
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:
+            known[1].scale(scale)  # a fused optimiser holds gradients times a GradScaler's scale
+        self._kit.costs[index] += time.perf_counter() - started
 
     def _run(self, index: int, planned: Planned) -> Mapping[str, Any]:
         started = time.perf_counter()
@@ -177,11 +198,16 @@ class ClientSession:
         finally:
             self._kit.costs[index] += time.perf_counter() - started
 
+    def _take_prepared(self, step: int) -> None:
+        for index, take in self._takes.items():
+            self._rows[index].append((step, take()))
+        self._takes.clear()
+        self._arm(step + 1)
+
     def _arm(self, step: int) -> None:
         """Set the hooks of probes that must watch the next step's forward pass, if their schedule grants it."""
-        for index, planned in self._stepwise:
-            prepare = getattr(planned.probe, "prepare", None)
-            if prepare is not None and planned.when(self._moment(index, step)):
+        for index, planned, prepare in self._prepared:
+            if planned.when(self._moment(index, step)):
                 self._takes[index] = prepare(self._view, lambda work, i=index: self._charge(work, i))
 
     def _charge(self, work: Callable[[], None], index: int) -> None:
@@ -228,6 +254,19 @@ class ClientSession:
                 self._gradient([step for step, _ in rows], np.stack([array for _, array in rows]))
             else:
                 self._results.matrices.append((family, merge(family, [array for _, array in rows]), None))
+
+    def _merge_recorded(self) -> None:
+        """What the recorders hold: one measurement per step, or one per step and optimiser."""
+        taken = [recorder.take() for _, recorder in self._recorders.values()]
+        steps = [step for own, _ in taken for step in own]
+        if not steps or self._recorded is None:
+            return
+        rows = np.concatenate([rows for _, rows in taken])
+        order = np.argsort(steps, kind="stable")
+        steps, rows = [steps[i] for i in order], rows[order]
+        if self._recorded[1].each:
+            self._results.matrices += [("gradient", matrix, step) for step, matrix in zip(steps, rows, strict=True)]
+        self._gradient(steps, rows)
 
     def _gradient(self, steps: list[int], rows: Array) -> None:
         matrices, metrics = summarise(steps, rows)
@@ -286,17 +325,6 @@ def _check_shape(name: str, array: Array) -> None:
     columns = len(FAMILIES[name].columns)
     if array.ndim != 2 or array.shape[1] != columns:
         raise ConfigError(f"A probe gave '{name}' of shape {array.shape}. This family wants [layers, {columns}].")
-
-
-def unscale(rows: Any, optimizer: Optimizer) -> None:
-    """Make nine sums those of the true gradients, where a fused optimiser holds them times a GradScaler's scale."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return
-    scale = scale.to(torch.float64) if isinstance(rows, Tensor) else float(scale)
-    for column in (SUM, SUM_MAGNITUDES, MIN, MAX):
-        rows[:, column] /= scale
-    rows[:, SUM_SQUARES] /= scale * scale
 
 
 def tables_of(kit: Instruments, view: View) -> dict[str, LayerTable]:

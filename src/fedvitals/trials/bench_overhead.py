@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedvitals.kernels import sums
+from fedvitals.kernels import GradientRecorder
 from fedvitals.monitor import Monitor
 from fedvitals.probes.hooks import StepHooks
 from fedvitals.trials.demo import network
@@ -61,15 +61,18 @@ def _per_step(workload: Workload, pairs: int) -> list[Row]:
     optimizer = workload.optimizer(model)
     x, y = workload.data(workload.batch)
     parameters = list(model.parameters())
+    recorder = GradientRecorder(parameters)
 
-    def fused(_optimizer: Any, owned: Any, _step: int, _skipped: bool) -> None:
-        sums([p.grad for p in owned])
+    def fused(_optimizer: Any, _owned: Any, number: int, _skipped: Any) -> None:
+        recorder.record(number)
 
-    def naive(_optimizer: Any, owned: Any, _step: int, _skipped: bool) -> None:
+    def naive(_optimizer: Any, owned: Any, _step: int, _skipped: Any) -> None:
         for p in owned:
             nine_calls(p.grad)
 
     def block(measure: Any) -> float:
+        nonlocal recorder
+        recorder = GradientRecorder(parameters)
         hooks = None if measure is None else StepHooks(parameters, measure)
         started = time.process_time()
         for _ in range(workload.block):
@@ -107,11 +110,12 @@ def _call_alone(workload: Workload, bare: list[float]) -> Row:
     optimizer = workload.optimizer(model)
     x, y = workload.data(workload.batch)
     fused, naive = [], []
+    recorder = GradientRecorder(list(model.parameters()))
 
-    def measure(_optimizer: Any, owned: Any, number: int, _skipped: bool) -> None:
+    def measure(_optimizer: Any, owned: Any, number: int, _skipped: Any) -> None:
         started = time.perf_counter()
         if number % 2:
-            sums([p.grad for p in owned])
+            recorder.record(number)
             fused.append(time.perf_counter() - started)
         else:
             for p in owned:
