@@ -148,7 +148,8 @@ def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
         labels = data[1]
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or len(labels) > most:
         return None
-    if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < most:
+    low, high = torch.aminmax(labels) if len(labels) else (torch.tensor(-1), torch.tensor(0))
+    if low < 0 or high >= most:
         return None
     return {label: n for label, n in enumerate(torch.bincount(labels).tolist()) if n}
 

@@ -76,15 +76,22 @@ def _relative_change(norms: Array) -> Array:
 
 def _step_norms(steps: Array, norms: Array, present: npt.NDArray[np.bool_]) -> Array:
     """Per layer: how many steps, the sum, the largest and the last of the norms, the largest change, with its step."""
-    layers = norms.shape[1]
-    result = np.zeros((layers, len(STEP_COLUMNS)))
-    for layer in range(layers):
+    result = np.zeros((norms.shape[1], len(STEP_COLUMNS)))
+    everywhere = present.all(axis=0)
+    result[everywhere] = _columns(steps, norms[:, everywhere])
+    for layer in np.flatnonzero(~everywhere & present.any(axis=0)):
         seen = present[:, layer]
-        if not seen.any():
-            continue
-        own, at = norms[seen, layer], steps[seen]
-        change = _relative_change(own)
-        result[layer, :6] = len(own), own.sum(), own.max(), at[own.argmax()], own[-1], at[-1]
-        if change.size:
-            result[layer, 6:] = change.max(), at[1:][change.argmax()]
+        result[layer] = _columns(steps[seen], norms[seen, layer : layer + 1])[0]
+    return result
+
+
+def _columns(steps: Array, norms: Array) -> Array:
+    """[layers, STEP_COLUMNS] of layers that were all seen at all of these steps."""
+    result = np.zeros((norms.shape[1], len(STEP_COLUMNS)))
+    result[:, 0], result[:, 1] = len(norms), norms.sum(axis=0)
+    result[:, 2], result[:, 3] = norms.max(axis=0), steps[norms.argmax(axis=0)]
+    result[:, 4], result[:, 5] = norms[-1], steps[-1]
+    if len(norms) > 1:
+        change = _relative_change(norms)
+        result[:, 6], result[:, 7] = change.max(axis=0), steps[1:][change.argmax(axis=0)]
     return result

@@ -19,20 +19,22 @@ _CHUNK = _FOLD * 16384  # about 4 M values: the signs are made piece by piece, n
 
 
 class Sketcher:
-    """Sketches vectors of one length; keeps the signs when they are few."""
+    """Sketches vectors, or rows of a matrix, along their last axis; keeps the signs when they are few."""
 
     def __init__(self) -> None:
         self._signs: dict[tuple[int, int, str], Tensor] = {}
 
-    def __call__(self, vector: Tensor) -> Tensor:
-        total = torch.zeros(_FOLD, dtype=torch.float64, device=vector.device)
-        for piece, values in enumerate(vector.split(_CHUNK)):
-            signed = values * self._signs_of(piece, len(values), vector.device)
-            whole = len(values) // _FOLD * _FOLD
-            total += signed[:whole].view(-1, _FOLD).sum(0)
-            total[: len(values) - whole] += signed[whole:]
-        total[0] += total[SIZE]
-        return total[:SIZE]
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """[..., D] → [..., 256], in float64."""
+        total = torch.zeros(*vectors.shape[:-1], _FOLD, dtype=torch.float64, device=vectors.device)
+        for piece, values in enumerate(vectors.split(_CHUNK, dim=-1)):
+            length = values.shape[-1]
+            signed = values * self._signs_of(piece, length, vectors.device)
+            whole = length // _FOLD * _FOLD
+            total += signed[..., :whole].unflatten(-1, (-1, _FOLD)).sum(-2) if whole else 0
+            total[..., : length - whole] += signed[..., whole:]
+        total[..., 0] += total[..., SIZE]
+        return total[..., :SIZE]
 
     def _signs_of(self, piece: int, length: int, device: torch.device) -> Tensor:
         key = (piece, length, str(device))

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from fedvitals.kernels import sums
 from fedvitals.probes.sketch import Sketcher
-from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_SQUARES, Array
+from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, SUM, SUM_SQUARES, Array
 
 # Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
 _CANCELLED = 1e-3
+_TOGETHER = 32 << 20  # bytes of updates that are compared in one go
 
 
 @dataclass(slots=True)
@@ -47,21 +48,10 @@ class Update:
     def squares_of_layers(self) -> Array:
         return np.array([self.squares]) if self.rows is None else self.rows[:, SUM_SQUARES]
 
-    def dots(self, a: Tensor, b: Tensor) -> Array:
-        """⟨a, b⟩ of each layer: the sums of the product, in one pass; of the whole when layers are not known."""
-        if self.rows is None:
-            return np.array([float(torch.dot(a, b))])
-        pieces = (a * b).split(self.rows[:, COUNT].astype(int).tolist())
-        return np.asarray(torch.as_tensor(sums(pieces)).cpu())[:, SUM]
-
-    def align(self, to_others: Array | None, to_previous: Array | None) -> None:
-        """Write down the cosines of the layers and their shares of ‖d‖², where layers are known."""
-        if self.rows is not None:
-            own = self.squares_of_layers
-            share = own / own.sum() if own.sum() > 0 else np.zeros_like(own)
-            absent = np.full(len(own), np.nan)
-            columns = (absent if cosines is None else cosines for cosines in (to_others, to_previous))
-            self.alignment = np.stack([*columns, share], axis=1)
+    @property
+    def sizes(self) -> list[int]:
+        """How many values each layer has; one layer when they are not known."""
+        return [self.length] if self.rows is None else self.rows[:, COUNT].astype(int).tolist()
 
 
 class Updates:
@@ -93,7 +83,7 @@ class Updates:
                 self.approximate, update.vector = True, None
             else:
                 self._held += size
-            if not self._brief or self.approximate:
+            if update.vector is None:
                 update.sketch = self._sketcher(vector)
             self._round[node] = update
         return update
@@ -102,12 +92,11 @@ class Updates:
         """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
         with self._lock:
             closing, self._round = self._round, {}
-        cohorts: dict[int, list[Update]] = defaultdict(list)
+        cohorts: dict[tuple[int, ...], list[Update]] = defaultdict(list)
         for update in closing.values():
+            _share(update)
             if update.finite:
-                cohorts[update.length].append(update)  # only updates of equal models can be compared
-            else:
-                update.align(None, None)
+                cohorts[tuple(update.sizes)].append(update)  # only updates of equal models can be compared
         for cohort in cohorts.values():
             vectors = [update.vector for update in cohort if update.vector is not None]
             if len(vectors) == len(cohort):
@@ -119,39 +108,60 @@ class Updates:
         return list(closing.values())
 
     def _align_exactly(self, cohort: list[Update], vectors: list[Tensor]) -> None:
-        """Cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous one."""
-        total = _sum(vectors)
-        total_squares = cohort[0].dots(total, total)
-        for update, vector in zip(cohort, vectors, strict=True):
-            own, to_others = update.squares_of_layers, None
-            if len(cohort) > 1:
-                with_total = update.dots(vector, total)
-                # others = total − own, so these follow without forming that vector...
-                dot, squares = with_total - own, total_squares - 2 * with_total + own
-                if (squares < _CANCELLED * own).any():  # ...unless one client outweighs all others
-                    others = _sum([v for v in vectors if v is not vector])
-                    dot, squares = update.dots(vector, others), update.dots(others, others)
-                to_others = _cosine(dot, own, squares)
-                _put(update.metrics, "update.cosine_mean", _cosine(dot.sum(), own.sum(), squares.sum()))
-            update.align(to_others, self._to_previous(update, vector))
+        """Cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous one.
 
-    def _to_previous(self, update: Update, vector: Tensor) -> Array | None:
-        """The cosines of each layer to the client's previous update; the whole's goes into the metrics."""
-        previous = self._previous.get(update.node)
-        if previous is None or previous.vector is None or not previous.finite or previous.length != update.length:
-            return None
-        dot, own, past = update.dots(vector, previous.vector), update.squares_of_layers, previous.squares_of_layers
-        _put(update.metrics, "update.cosine_previous", _cosine(dot.sum(), own.sum(), past.sum()))
-        return np.asarray(_cosine(dot, own, past))
+        All clients at once where memory allows: for a small model a call costs more than what it computes.
+        """
+        together = max(1, _TOGETHER // max(1, vectors[0].numel() * vectors[0].element_size()))
+        total = _sum(vectors)
+        total_squares = _dots(total[None], total, cohort[0].sizes)
+        for first in range(0, len(cohort), together):
+            part = cohort[first : first + together]
+            stacked = torch.stack(vectors[first : first + together])
+            if not self._brief:
+                for update, sketch in zip(part, self._sketcher(stacked), strict=True):
+                    update.sketch = sketch
+            if len(cohort) > 1:
+                self._align_to_others(part, stacked, total, total_squares, vectors)
+            self._align_to_previous(part, stacked)
+
+    def _align_to_others(
+        self, part: list[Update], stacked: Tensor, total: Tensor, total_squares: Array, vectors: list[Tensor]
+    ) -> None:
+        own = np.stack([update.squares_of_layers for update in part])
+        with_total = _dots(stacked, total, part[0].sizes)
+        # others = total − own, so these follow without forming that vector...
+        dot, squares = with_total - own, total_squares - 2 * with_total + own
+        for i in np.flatnonzero((squares < _CANCELLED * own).any(axis=1)):  # ...unless one client outweighs the others
+            others = _sum([vector for vector in vectors if vector is not part[i].vector])
+            dot[i] = _dots(stacked[i : i + 1], others, part[i].sizes)[0]
+            squares[i] = _dots(others[None], others, part[i].sizes)[0]
+        _tell("update.cosine_mean", 0, part, dot, own, squares)
+
+    def _align_to_previous(self, part: list[Update], stacked: Tensor) -> None:
+        known = [i for i, update in enumerate(part) if self._comparable(update) is not None]
+        if not known:
+            return
+        these, past = [part[i] for i in known], [self._previous[part[i].node] for i in known]
+        before = torch.stack([old.vector for old in past if old.vector is not None])
+        dot = _dots(stacked if len(known) == len(part) else stacked[known], before, these[0].sizes)
+        own, squares = (np.stack([u.squares_of_layers for u in group]) for group in (these, past))
+        _tell("update.cosine_previous", 1, these, dot, own, squares)
+
+    def _comparable(self, update: Update) -> Update | None:
+        """The client's previous update, if it was finite, of the same model, and is still held."""
+        old = self._previous.get(update.node)
+        usable = old is not None and old.vector is not None and old.finite and old.sizes == update.sizes
+        return old if usable else None
 
     def _align_by_sketch(self, cohort: list[Update]) -> None:
         """Cosines of the whole: a sketch does not tell layers apart."""
         sketches = [self._sketcher(u.vector) if u.sketch is None and u.vector is not None else u.sketch for u in cohort]
         total = torch.stack([sketch for sketch in sketches if sketch is not None]).sum(0)
         for update, sketch in zip(cohort, sketches, strict=True):
-            update.align(None, None)
             if sketch is None:
                 continue
+            update.sketch = sketch
             if len(cohort) > 1:
                 _put(update.metrics, "update.cosine_mean", _cosine_of(sketch, total - sketch))
             previous = self._previous.get(update.node)
@@ -176,6 +186,32 @@ def _sum(vectors: list[Tensor]) -> Tensor:
     for vector in vectors[1:]:
         total += vector
     return total
+
+
+def _dots(a: Tensor, b: Tensor, sizes: list[int]) -> Array:
+    """[clients, layers] of ⟨a, b⟩, where `a` is [clients, D] and `b` the same or one vector for all."""
+    if len(sizes) == 1:
+        return np.asarray(((a * b).sum(1, keepdim=True, dtype=torch.float64)).cpu())
+    found = sums((a * b).split(sizes, dim=1), clients=True)
+    return np.asarray(torch.as_tensor(found).cpu())[..., SUM]
+
+
+def _tell(name: str, column: int, cohort: list[Update], dot: Array, own: Array, squares: Array) -> None:
+    """Put cosines down: of the whole as a metric, of the layers in their column of the alignment."""
+    layers = _cosine(dot, own, squares)
+    whole = _cosine(dot.sum(1), own.sum(1), squares.sum(1))
+    for update, cosines, cosine in zip(cohort, layers, whole.tolist(), strict=True):
+        _put(update.metrics, name, cosine)
+        if update.alignment is not None:
+            update.alignment[:, column] = cosines
+
+
+def _share(update: Update) -> None:
+    """Begin the alignment, where layers are known: no cosines yet, and each layer's share of ‖d‖²."""
+    if update.rows is not None:
+        own = update.rows[:, SUM_SQUARES]
+        update.alignment = np.full((len(own), len(ALIGNMENT_COLUMNS)), np.nan)
+        update.alignment[:, 2] = own / own.sum() if own.sum() > 0 else 0.0
 
 
 def _squares(vector: Tensor, rows: Array | None) -> float:

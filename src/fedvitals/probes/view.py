@@ -21,7 +21,8 @@ class View:
     """
 
     __slots__ = (
-        "before", "data", "loss", "model", "named_parameters", "node", "owned", "parameters", "round", "step",
+        "_buffers", "before", "data", "loss", "model", "named_parameters", "node", "owned", "parameters", "round",
+        "step",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +41,7 @@ class View:
         self.before: Tensor | None = None  # all parameters in one vector, as the scope began
         self.round, self.node, self.step = round, node, 0
         self.data, self.loss = data, loss
+        self._buffers: list[tuple[str, Tensor]] | None = None
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -48,7 +50,9 @@ class View:
 
     @property
     def named_buffers(self) -> list[tuple[str, Tensor]]:
-        return list(self.model.named_buffers())
+        if self._buffers is None:
+            self._buffers = list(self.model.named_buffers())
+        return self._buffers
 
 
 def table_of(rows: str, tensors: Iterable[tuple[str, Tensor]]) -> LayerTable:

@@ -39,7 +39,7 @@ def movement(update: Array, before: Tensor, now: Tensor, initial: Tensor | None)
     per-iteration difference telescopes to it when signed.
     """
     drift = float(np.sqrt(update[:, SUM_SQUARES].sum()))
-    start = float(torch.linalg.vector_norm(before, dtype=torch.float64))
+    start = float(torch.linalg.vector_norm(before))
     result = {
         "weight.drift": drift,
         "weight.difference": float(update[:, SUM].sum()),

@@ -26,7 +26,7 @@ from fedvitals.telemetry.spill import Spill
 logger = logging.getLogger("fedvitals.telemetry")
 
 BATCH = 2000  # records in one call of the sink
-POLL_SECONDS = 0.1  # a worker woken by each record would fight training for the interpreter's lock
+POLL_SECONDS = 0.25  # a worker woken by each record would fight training for the interpreter's lock, and commit more
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
 PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
 CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user's log

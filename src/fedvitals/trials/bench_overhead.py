@@ -43,7 +43,7 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None) -> l
             rows += _per_step(workload, pairs=9 if quick else 31)
         for workload in (WORKLOADS[1], _DEMO):
             tell(f"whole monitor per round: {workload.name}")
-            rows += _per_round(workload, pairs=7 if quick else 25)
+            rows += _per_round(workload, pairs=7 if quick else 41)
         return rows
     finally:
         torch.set_num_threads(threads)

@@ -75,11 +75,11 @@ def deal(labels: Tensor, clients: int, skew: float, stream: torch.Generator) -> 
 
 
 def network() -> nn.Module:
-    """Two convolutions and a dense layer: 6,090 parameters."""
+    """Two convolutions and a dense layer: 21,386 parameters."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(128, 10),
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
 
 
