@@ -26,6 +26,7 @@ class Measure:
 
 _LABELLED = "`data` that yields (x, y), and `loss`"
 _MODEL = "a model"
+_INPUTS = "a classifier: one row of outputs per sample"
 
 MEASURES: tuple[Measure, ...] = (
     Measure(
@@ -174,6 +175,43 @@ MEASURES: tuple[Measure, ...] = (
         level=0,
         needs=_MODEL,
         rare=True,
+    ),
+    Measure(
+        "scale.gsc",
+        "1",
+        "Gradient scale coefficient as the paper's figures have it: grows with the square of the gain.",
+        "mean over samples of (1/√n)·‖J‖_F·‖logits‖ / ‖input‖",
+        needs=_INPUTS,
+    ),
+    Measure("scale.gsc_median", "1", "The same, median over the samples.", needs=_INPUTS),
+    Measure("scale.gsc_spread", "1", "The same, standard deviation over the samples.", needs=_INPUTS),
+    Measure("scale.gsc_error", "1", "Standard error of the mean: spread / √samples.", needs=_INPUTS),
+    Measure(
+        "scale.sensitivity",
+        "1",
+        "Relative sensitivity of the output to the input; 1 for a linear isotropic map.",
+        "mean over samples of (1/√n)·‖J‖_F·‖input‖ / ‖logits‖",
+        needs=_INPUTS,
+    ),
+    Measure("scale.sensitivity_median", "1", "The same, median over the samples.", needs=_INPUTS),
+    Measure("scale.sensitivity_spread", "1", "The same, standard deviation over the samples.", needs=_INPUTS),
+    Measure("scale.sensitivity_error", "1", "Standard error of the mean: spread / √samples.", needs=_INPUTS),
+    Measure(
+        "scale.zero_samples", "samples", "Samples whose output does not answer to the input at all.", needs=_INPUTS
+    ),
+    Measure(
+        "scale.nonfinite_samples", "samples", "Samples whose value is NaN or Inf; left out of the mean.", needs=_INPUTS
+    ),
+    Measure("scale.images", "samples", "Samples behind the `scale.*` values.", level=0, needs=_INPUTS),
+    Measure(
+        "scale.from_batch", "0/1", "1 if they are of the last training batch, for want of `data`.", level=0, rare=True
+    ),
+    Measure(
+        "nonlinearity.nlc",
+        "1",
+        "Nonlinearity coefficient: 1 for a linear map, about 1 to 3 at a good start.",
+        "√(E‖J·δ‖² / tr Cov_f), δ ~ Cov_x",
+        needs="`deep`, and " + _INPUTS,
     ),
     Measure("clients", "clients", "Clients that took part in the round.", level=0),
     Measure("clients.failed", "clients", "Clients whose scope ended with an exception.", level=0),

@@ -82,6 +82,7 @@ FAMILIES: dict[str, Family] = {
     "gradient": Family(STATISTICS, "parameter", merge_sums),
     "gradient.steps": Family(STEP_COLUMNS, "parameter", merge_steps),
     "gradient.histogram": Family(HISTOGRAM_COLUMNS, "parameter", merge_counts),
+    "gradient.full": Family(STATISTICS, "parameter", merge_sums),
     "weight": Family(STATISTICS, "parameter", merge_sums),
     "buffer": Family(STATISTICS, "buffer", merge_sums),
     "update": Family(STATISTICS, "parameter", merge_sums),

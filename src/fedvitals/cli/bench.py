@@ -9,7 +9,7 @@ import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "store", "start")
+PARTS = ("kernel", "overhead", "gsc", "store", "start")
 
 
 @click.command()
@@ -44,6 +44,10 @@ def _measure(part: str, quick: bool) -> list[dict[str, Any]]:
             from fedvitals.trials.bench_overhead import bench_overhead
 
             return bench_overhead(quick=quick, tell=tell)
+        case "gsc":
+            from fedvitals.trials.bench_gsc import bench_gsc
+
+            return bench_gsc(quick=quick, tell=tell)
         case "store":
             from fedvitals.trials.bench_store import bench_store
 

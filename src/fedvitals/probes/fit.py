@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.probes import samples
+from fedvitals.probes.allowance import Allowance
 from fedvitals.probes.view import View, undisturbed
 
 # Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
@@ -24,34 +25,23 @@ MOST, FEWEST = 64, 8
 
 
 class Fit:
-    """One run's fit probe. `percent` of training time is its allowance; None: always `most` samples.
+    """One run's fit probe: from 8 to 64 samples, as many as `percent` of the training time pays for, and in turns.
 
-    Each client-round earns `percent` of its training time and spends what fit cost. When even the fewest samples cost
-    more than a round earns (a tiny model), clients take turns: fit waits until the allowance covers one, and then
-    looks at whoever was looked at least.
+    None for percent: always `most` samples.
     """
 
     def __init__(self, percent: float | None, most: int = MOST) -> None:
-        self.percent, self.most = percent, most
+        self.most = most
         # A power of two: convolution libraries prepare themselves for each new batch size, at many times its cost.
         self._count = most if percent is None else min(8, most)
-        self._allowance = self._expected = 0.0
-        self._warm = False
-        self._times: dict[str | None, int] = {}  # how often each client was looked at
-
-    def _due(self, node: str | None) -> bool:
-        times = self._times.setdefault(node, 0)
-        if self.percent is None:
-            return True
-        return self._allowance >= self._expected and times * len(self._times) <= sum(self._times.values())
+        self._allowance = Allowance(percent)
 
     def before(self, view: View) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
         """Metrics of the received model, and the samples for `after` (None: not this time)."""
         total = samples.size(view.data)
         found: dict[str, float] = {"samples": total}
-        if view.loss is None or not total or not self._due(view.node):
+        if view.loss is None or not total or not self._allowance.due(view.node):
             return found, None
-        self._times[view.node] += 1
         x, y = samples.read(view.data, samples.spread(total, self._count, (view.round or 0) * self._count))
         x, y = _to_device(view.model, x, y)
         output, losses = predict(view.model, view.loss, x, y)
@@ -76,19 +66,14 @@ class Fit:
 
     def settle(self, cost: float, training: float) -> None:
         """Book a client-round: what fit cost (0: it was left out) and how long the training took."""
-        if self.percent is None:
+        cost = self._allowance.settle(cost, training)
+        earned = self._allowance.earned(training)
+        if not cost or not earned:
             return
-        earned = training * self.percent / 100
-        if cost and not self._warm:
-            # The first forward pass of a process pays for its set-up; booking it would silence fit for many rounds.
-            self._warm, cost = True, 0.0
-        if cost:
-            self._expected = cost
-            if cost > earned:
-                self._count = max(FEWEST, self._count // 2)
-            elif cost < 0.4 * earned:
-                self._count = min(self.most, self._count * 2)
-        self._allowance = min(self._allowance + earned - cost, max(self._expected, earned))
+        if cost > earned:
+            self._count = max(FEWEST, self._count // 2)
+        elif cost < 0.4 * earned:
+            self._count = min(self.most, self._count * 2)
 
 
 def predict(

@@ -7,7 +7,9 @@
 | gradients | norm, as the scope closes | each step, stored merged | each step, stored each step; histogram |
 | weights | global model, each round | and each client-round | and their difference at each step |
 | updates | norm, cosine to the others | and per layer, own past, sketch | the same |
+| gradient scale | no | 16 samples, within 7 % of the training time | each client-round |
 | activations | no | no | within 2 % of the training time |
+| nonlinearity, gradient over the whole set | no | no | every fifth round |
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from dataclasses import dataclass, replace
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.probes.activations import activations
+from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient
+from fedvitals.probes.nonlinearity import nonlinearity
+from fedvitals.probes.scale import scale
 from fedvitals.probes.weights import weights
 from fedvitals.protocols import Probe, Schedule
 from fedvitals.schedule import always, at_exit, budget
+
+SCALE_PERCENT = 7.0  # what 16 samples cost of the paper's 20 iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class Planned:
     probe: Probe
     when: Schedule = at_exit
     each: bool = False  # store every measurement, too, not only what they merge to
+    percent: float | None = None  # of the training time, for one that runs as the scope closes; clients take turns
+    rounds: int = 1  # every so many rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,8 @@ def preset(name: str) -> Preset:
         case "light":
             return Preset("light", (Planned(last_gradient),), fit_percent=0.3, brief=True)
         case "standard":
-            return Preset("standard", (Planned(gradients, always), Planned(weights)), fit_percent=1.0)
+            probes = (Planned(gradients, always), Planned(weights), Planned(scale(), percent=SCALE_PERCENT))
+            return Preset("standard", probes, fit_percent=1.0)
         case "deep":
             return Preset(
                 "deep",
@@ -56,6 +66,9 @@ def preset(name: str) -> Preset:
                     Planned(gradient_histogram, always),
                     Planned(weights),
                     Planned(activations, budget(2.0)),
+                    Planned(scale()),
+                    Planned(nonlinearity(), rounds=5),
+                    Planned(full_gradient, rounds=5),
                 ),
                 fit_percent=None,
                 difference_each_step=True,

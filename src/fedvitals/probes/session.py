@@ -17,12 +17,15 @@ from fedvitals.catalog import CATALOG, public_name
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.kernels import GradientRecorder, sums
 from fedvitals.probes.activations import Take, activations, watched_modules
+from fedvitals.probes.allowance import Allowance
 from fedvitals.probes.clipping import ClipWatch
 from fedvitals.probes.fit import Fit, label_entropy, labels_of
 from fedvitals.probes.gradients import gradients, summarise
 from fedvitals.probes.hooks import StepCounter, StepHooks
+from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
+from fedvitals.probes.scale import scale
 from fedvitals.probes.updates import Updates
 from fedvitals.probes.view import View, flatten, split, table_of
 from fedvitals.probes.weights import movement
@@ -43,6 +46,8 @@ class Instruments:
         self.updates = Updates(brief=preset.brief, memory=update_memory)
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
+        self.allowances = [Allowance(planned.percent) for planned in preset.probes]
+        self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False
         self.initial: Tensor | None = None
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
@@ -84,6 +89,7 @@ class ClientSession:
         self._hooks: StepHooks | StepCounter = (
             StepHooks(view.parameters, self._measure, self._clip.look) if at_steps else StepCounter(view.parameters)
         )
+        self._last_input = _catch_input(view) if kit.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
         try:
@@ -93,6 +99,8 @@ class ClientSession:
             raise
 
     def abandon(self) -> None:
+        if self._last_input is not None:
+            self._last_input.remove()
         self._hooks.remove()
         self._clip.remove()
         for take in self._takes.values():
@@ -114,7 +122,7 @@ class ClientSession:
             self._guarded("merging gradients", self._merge_recorded)
         for index, planned in enumerate(kit.preset.probes):
             if planned.when is at_exit:
-                self._rows[index] = [(max(0, self._steps - 1), found) for found in [self._run(index, planned)] if found]
+                self._run_at_exit(index, planned, training)
             self._guarded("merging", functools.partial(self._merge, index, planned))
         now = flatten(view.parameters)
         assert view.before is not None  # noqa: S101 - set when the session began
@@ -130,6 +138,17 @@ class ClientSession:
         kit.fit.settle(self._fit_cost, training)
         self.cost += time.perf_counter() - ended
         return results, update, rows
+
+    def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
+        """Run a probe of the scope's end, if it is its round and its turn."""
+        allowance, spent = self._kit.allowances[index], 0.0
+        if (self._view.round or 0) % planned.rounds == 0 and allowance.due(self._view.node):
+            before = self._kit.costs[index]
+            found = self._run(index, planned)
+            spent = self._kit.costs[index] - before
+            if found:
+                self._rows[index] = [(max(0, self._steps - 1), found)]
+        allowance.settle(spent, training)
 
     def _tell_steps(self, ended: float) -> None:
         found: dict[str, Any] = {"steps": self._steps}
@@ -317,6 +336,16 @@ class ClientSession:
             work()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, what)
+
+
+def _catch_input(view: View) -> Any:
+    """Remember the input of the last training batch, for probes that need samples and were given no data."""
+
+    def hook(module: Any, inputs: tuple[Any, ...]) -> None:
+        if module.training and inputs and isinstance(inputs[0], Tensor):
+            view.last_input = inputs[0]
+
+    return view.model.register_forward_pre_hook(hook)
 
 
 def _check_shape(name: str, array: Array) -> None:

@@ -21,8 +21,8 @@ class View:
     """
 
     __slots__ = (
-        "_buffers", "before", "data", "loss", "model", "named_parameters", "node", "owned", "parameters", "round",
-        "step",
+        "_buffers", "before", "data", "last_input", "loss", "model", "named_parameters", "node", "owned",
+        "parameters", "round", "step",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +41,7 @@ class View:
         self.before: Tensor | None = None  # all parameters in one vector, as the scope began
         self.round, self.node, self.step = round, node, 0
         self.data, self.loss = data, loss
+        self.last_input: Tensor | None = None  # of the last training batch, where a probe needs it and `data` is absent
         self._buffers: list[tuple[str, Tensor]] | None = None
 
     @property
@@ -77,19 +78,25 @@ def split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """A stretch in evaluation mode without gradients, after which modes and torch's random stream are as before."""
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """A stretch in evaluation mode, after which every module's mode and torch's random streams are as before."""
     modes = [(module, module.training) for module in model.modules()]
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         for module, _ in modes:
             module.training = False  # not eval(): a model's own train() may do more, and would change the training
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module, training in modes:
             module.training = training
         torch.set_rng_state(state)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """The same, without gradients."""
+    with modes_kept(model), torch.no_grad():
+        yield

@@ -49,13 +49,44 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def paper_cnn() -> nn.Module:
-    """The CNN of the gradient-scale paper: 118,507 parameters (docs/decisions.md: what it leaves open)."""
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3), nn.LeakyReLU(0.3), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3), nn.LeakyReLU(0.3), nn.MaxPool2d(2),
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One of the paper's three: how the convolutions begin, what follows them, and whether gradients are clipped."""
+
+    activation: Callable[[], nn.Module]
+    uniform: tuple[float, float] | None  # of the convolutions' weights; None: Glorot
+    clip: float | None  # largest norm of each weight tensor's gradient
+
+
+SCENARIOS = {
+    "baseline": Scenario(lambda: nn.LeakyReLU(0.3), None, 1.0),
+    "exploding": Scenario(nn.ReLU, (8.0, 10.0), None),
+    "vanishing": Scenario(nn.Tanh, (4.0, 7.0), None),
+}
+
+
+def paper_cnn(scenario: str = "baseline") -> nn.Module:
+    """The CNN of the gradient-scale paper: 118,507 parameters. Channels, kernel and pooling are our choice."""
+    chosen = SCENARIOS[scenario]
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3), chosen.activation(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3), chosen.activation(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(2304, 43),
     )  # fmt: skip
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+            if isinstance(layer, nn.Linear) or chosen.uniform is None:
+                nn.init.xavier_uniform_(layer.weight)
+            else:
+                nn.init.uniform_(layer.weight, *chosen.uniform)
+    return model
+
+
+def clip_each(model: nn.Module, largest: float) -> None:
+    """The paper's cure: each weight tensor's gradient clipped to a norm of its own."""
+    for p in model.parameters():
+        nn.utils.clip_grad_norm_(p, largest)
 
 
 class _Block(nn.Module):

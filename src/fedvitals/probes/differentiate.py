@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's outputs as a function of its inputs, ready for backward passes that leave the training untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fedvitals.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiable:
+    """One forward pass: `outputs` [samples, K] of `inputs` [samples, ...], with its graph."""
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def pull(self, direction: Tensor) -> Tensor:
+        """‖vᵀJ‖² of each sample, where v is that sample's row of `direction`; in float64.
+
+        By `autograd.grad` for the inputs alone: no parameter's `.grad` is touched, and no weight gradient computed.
+        """
+        (gradient,) = torch.autograd.grad(self.outputs, self.inputs, direction, retain_graph=True)
+        return gradient.detach().flatten(1).double().square().sum(1)
+
+
+@contextmanager
+def differentiable(model: nn.Module, x: Tensor, *, twice: bool = False) -> Iterator[Differentiable]:
+    """The model applied to x. Integers, such as tokens, are followed from the first embedding's output on.
+
+    `twice`: the gradients shall be differentiated again, which torch's fast attention does not allow.
+    """
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
+        if x.is_floating_point():
+            inputs = x.detach().clone().requires_grad_()
+            outputs = model(inputs)
+        else:
+            inputs, outputs = _from_embedding(model, x)
+        yield Differentiable(inputs, classified(outputs, len(x)))
+
+
+def classified(outputs: Any, samples: int) -> Tensor:
+    """The outputs, if they are one row of numbers per sample; else a plain word on what is supported."""
+    if isinstance(outputs, Tensor) and outputs.shape == (samples, *outputs.shape[1:]) and outputs.dim() == 2:
+        return outputs
+    got = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+    raise ConfigError(
+        f"Gradient scale needs a model whose output is one row of numbers per sample, [samples, outputs]; got {got}. "
+        "Wrap the model so that it returns its logits, or leave the scale probe out."
+    )
+
+
+def _from_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+    """Put a fresh leaf in the place of the first embedding's output, and follow it."""
+    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if table is None:
+        raise ConfigError(
+            f"Gradient scale cannot differentiate by {x.dtype} inputs, and the model has no nn.Embedding that would "
+            "turn them into numbers. Give data of floating-point inputs, or leave the scale probe out."
+        )
+    leaves: list[Tensor] = []
+
+    def replace(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().clone().requires_grad_())
+        return leaves[-1]
+
+    handle = table.register_forward_hook(replace)
+    try:
+        outputs = model(x)
+    finally:
+        handle.remove()
+    if not leaves:
+        raise ConfigError("Gradient scale follows integer inputs from the first nn.Embedding on, which did not run.")
+    return leaves[0], outputs

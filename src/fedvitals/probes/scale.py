@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient scale: how strongly a network's output answers to its input (GSC), cheaply and with its error.
+
+After Bogacka et al., «Gradient scale monitoring for federated learning systems» (JAMRIS 3/2024), and Philipp et al.,
+arXiv 1712.05577. Per sample, with J the Jacobian of the logits by the input and n the input's dimension:
+
+    scale.gsc          (1/√n) · ‖J‖_F · ‖logits‖ / ‖input‖     grows with the square of the network's gain
+    scale.sensitivity  (1/√n) · ‖J‖_F · ‖input‖ / ‖logits‖     free of scale; 1 for a linear isotropic map
+
+The exact ‖J‖_F takes one backward pass per output. Estimated by a deflated random projection it takes two, whatever the
+number of outputs: as training goes on, J becomes nearly of rank one, along the top eigenvector u of W·Wᵀ of the last
+layer, which is known for free. So ‖uᵀJ‖² is computed, and only the rest is projected at random: with z = (I − u·uᵀ)·r
+and r of independent signs, E‖zᵀJ‖² = ‖(I − u·uᵀ)J‖_F². The estimate of ‖J‖_F² is unbiased.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedvitals.errors import ConfigError
+from fedvitals.probes import samples
+from fedvitals.probes.differentiate import Differentiable, differentiable
+from fedvitals.probes.view import View, modes_kept
+
+IMAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class scale:  # noqa: N801 - reads as its sibling probes, which are functions
+    """The probe. `images`: how many samples («all»: the paper's form); `exact`: one backward pass per output."""
+
+    images: int | str = IMAGES
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.images != "all" and (not isinstance(self.images, int) or self.images < 1):
+            raise ConfigError(f"scale(images=) takes a number of samples of at least 1, or 'all'; got {self.images!r}.")
+
+    @property
+    def __name__(self) -> str:
+        return "scale"
+
+    def __call__(self, view: View) -> Mapping[str, Any]:
+        found = inputs_of(view, self.images)
+        if found is None:
+            return {}
+        x, from_batch = found
+        parts = [gradient_scale(view.model, part, seed=seed_of(view), exact=self.exact) for part in x.split(64)]
+        gsc, sensitivity = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+        return {
+            **summary("scale.gsc", gsc),
+            **summary("scale.sensitivity", sensitivity),
+            "scale.zero_samples": int((gsc == 0).sum()),
+            "scale.nonfinite_samples": int((~torch.isfinite(gsc)).sum()),
+            "scale.images": len(gsc),
+            **({"scale.from_batch": 1} if from_batch else {}),
+        }
+
+
+def gradient_scale(model: nn.Module, x: Tensor, *, seed: int = 0, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """GSC and sensitivity of each sample, [samples] in float64. The model is left as it was."""
+    with modes_kept(model), differentiable(model, x) as graph:
+        squares = exact_squares(graph) if exact else estimated_squares(graph, last_weight(model, graph), seed)
+        jacobian = (squares / graph.inputs[0].numel()).sqrt()
+        top, bottom = _norms(graph.outputs), _norms(graph.inputs)
+    return _ratio(jacobian * top, bottom), _ratio(jacobian * bottom, top)
+
+
+def exact_squares(graph: Differentiable) -> Tensor:
+    """‖J‖_F² of each sample, by one backward pass per output."""
+    total = torch.zeros(len(graph.outputs), dtype=torch.float64, device=graph.outputs.device)
+    for k in range(graph.outputs.shape[1]):
+        direction = torch.zeros_like(graph.outputs)
+        direction[:, k] = 1
+        total += graph.pull(direction)
+    return total
+
+
+def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -> Tensor:
+    """An unbiased estimate of ‖J‖_F² of each sample, by two backward passes."""
+    outputs = graph.outputs
+    count = outputs.shape[1]
+    if count == 1:
+        return graph.pull(torch.ones_like(outputs))
+    # A stream of our own: the user's random numbers are left alone, and the same round gives the same estimate.
+    stream = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, outputs.shape, generator=stream, dtype=torch.int8).to(outputs.device) * 2 - 1
+    probe = signs.to(outputs.dtype)
+    if weight is None:
+        again = torch.randint(0, 2, outputs.shape, generator=stream, dtype=torch.int8).to(outputs.device) * 2 - 1
+        return (graph.pull(probe) + graph.pull(again.to(outputs.dtype))) / 2
+    u = top_direction(weight).to(outputs)
+    return graph.pull(u.expand_as(outputs)) + graph.pull(probe - (probe @ u)[:, None] * u)
+
+
+def top_direction(weight: Tensor) -> Tensor:
+    """The unit eigenvector of W·Wᵀ with the largest eigenvalue; [outputs]."""
+    rows = weight.detach().double()
+    vectors: Tensor = torch.linalg.eigh(rows @ rows.T)[1]
+    return vectors[:, -1]
+
+
+def last_weight(model: nn.Module, graph: Differentiable) -> Tensor | None:
+    """The weight of the last linear layer with as many outputs as the model; None where there is none to trust."""
+    count = graph.outputs.shape[1]
+    found = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == count]
+    return found[-1] if found and bool(torch.isfinite(found[-1]).all()) else None
+
+
+def summary(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, median, spread and standard error over the finite samples; what is not finite never poisons them."""
+    finite = values[torch.isfinite(values)]
+    if not len(finite):
+        return {}
+    spread = float(finite.std()) if len(finite) > 1 else math.nan
+    found = {name: float(finite.mean()), f"{name}_median": float(finite.median()), f"{name}_spread": spread}
+    return {**found, f"{name}_error": spread / math.sqrt(len(finite))}
+
+
+def inputs_of(view: View, images: int | str) -> tuple[Tensor, bool] | None:
+    """The samples to measure on, and whether they are of the last training batch; None if there are neither."""
+    if view.data is not None:
+        total = samples.size(view.data)
+        wanted = total if images == "all" else min(int(images), total)
+        x, _ = samples.read(view.data, samples.spread(total, wanted, (view.round or 0) * wanted))
+        device = next((p.device for p in view.parameters), x.device)
+        return x.to(device), False
+    if view.last_input is None:
+        return None
+    x = view.last_input.detach()
+    return (x if images == "all" else x[: int(images)]), True
+
+
+def seed_of(view: View) -> int:
+    """The same for the same round and node, whatever else happened: reruns agree."""
+    text = f"{view.round}/{view.node}/{view.step}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+def _norms(values: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(values.detach().flatten(1).double(), dim=1)
+    return norms
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    """`above / below`; 0 over anything is 0, so that a dead network is told from a broken one."""
+    return torch.where(above == 0, torch.zeros_like(above), above / below)
