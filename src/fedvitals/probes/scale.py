@@ -10,9 +10,9 @@ arXiv 1712.05577. Per sample, with J the Jacobian of the logits by the input and
 The exact ‖J‖_F takes one backward pass per output. Estimated by a deflated random projection it takes two, whatever the
 number of outputs: as training goes on, J becomes nearly of rank one, along the top eigenvector u of W·Wᵀ of the last
 layer, which is known for free. So ‖uᵀJ‖² is computed, and only the rest is projected at random: with z = (I − u·uᵀ)·r
-and r of independent signs, E‖zᵀJ‖² = ‖(I − u·uᵀ)J‖_F². What z catches by chance is mostly told by zᵀ·W·Wᵀ·z, since J is W
-times the Jacobian of the features: scaled by ‖uᵀJ‖² it serves as a control variate, for nothing. The estimate of ‖J‖_F²
-stays unbiased; its error falls by a third to a half (docs/decisions.md).
+and r of independent signs, E‖zᵀJ‖² = ‖(I − u·uᵀ)J‖_F². What z catches by chance is mostly told by zᵀ·W·Wᵀ·z, since J is
+W times the Jacobian of the features: scaled by ‖uᵀJ‖² it serves as a control variate, for nothing. The estimate of
+‖J‖_F² stays unbiased; its error falls by a third (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -
         return along + graph.pull(z)
     # zᵀ·W·Wᵀ·z, whose mean is known, moves with ‖zᵀJ‖²: what it is off by here tells most of what that is off by.
     chance = (z.double() @ gram * z.double()).sum(1) - values[:-1].sum()
-    return along + graph.pull(z) - along / values[-1] * chance
+    estimate: Tensor = along + graph.pull(z) - along / values[-1] * chance
+    return estimate
 
 
 def last_weight(model: nn.Module, graph: Differentiable) -> Tensor | None:
