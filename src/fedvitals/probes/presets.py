@@ -54,10 +54,10 @@ def preset(name: str) -> Preset:
     """A preset by name; fresh, since a budget holds the state of one run."""
     match name:
         case "light":
-            return Preset("light", (Planned(last_gradient),), fit_percent=0.3, brief=True)
+            return Preset("light", (Planned(last_gradient),), fit_percent=0.2, brief=True)
         case "standard":
             probes = (Planned(gradients, always), Planned(weights), Planned(scale(), percent=SCALE_PERCENT))
-            return Preset("standard", probes, fit_percent=1.0)
+            return Preset("standard", probes, fit_percent=0.7)
         case "deep":
             return Preset(
                 "deep",

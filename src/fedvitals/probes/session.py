@@ -34,6 +34,7 @@ from fedvitals.records import LayerTable
 from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
 
+LABEL_ROUNDS = 5
 Report = Callable[[Exception, str], None]
 
 
@@ -308,7 +309,11 @@ class ClientSession:
 
     def _fit_before(self) -> None:
         started = time.perf_counter()
-        found, self._batch = self._kit.fit.before(self._view)
+        try:
+            found, self._batch = self._kit.fit.before(self._view)
+        except ConfigError:
+            self._view.data = None  # it cannot be read: told once, and the other probes do without
+            raise
         self._results.take(found)
         if not self._kit.preset.brief:
             self._tell_labels()
@@ -316,7 +321,9 @@ class ClientSession:
             self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self) -> None:
-        """Which labels the client holds: once per client, and again when they change."""
+        """Which labels the client holds: when first seen, and again when a look every few rounds finds a change."""
+        if (self._view.round or 0) % LABEL_ROUNDS and self._view.node in self._kit.labels:
+            return
         labels = labels_of(self._view.data)
         if labels is None or labels == self._kit.labels.get(self._view.node or ""):
             return
