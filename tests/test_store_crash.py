@@ -79,5 +79,12 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path):
     assert sum(written) > 100  # the kills did not all come before the work
 
 
+@pytest.mark.slow
+def test_nor_do_two_hundred(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        written = list(pool.map(lambda seed: kill_and_check(seed, tmp_path), range(1000, 1200)))
+    assert sum(written) > 1000
+
+
 if __name__ == "__main__":
     child(Path(sys.argv[1]))

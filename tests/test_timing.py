@@ -198,3 +198,10 @@ def test_ids_are_those_of_w3c_and_leave_random_streams_alone(emitted):
     with timed("train"):
         pass
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states  # noqa: NPY002
+
+
+def test_attributes_cannot_pose_as_what_we_write(emitted):
+    """The gate lets the class of an error pass; a user's attribute of that name is another thing."""
+    with timed("load", error="secret", failed="secret", shard=3):
+        pass
+    assert emitted[0].attributes == {"own.error": "secret", "own.failed": "secret", "shard": 3}

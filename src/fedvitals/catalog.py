@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedvitals.records import Event, LayerStats, Metric, Record
+from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Snapshot
 from fedvitals.stats import DERIVED, FAMILIES
 
 
@@ -41,7 +41,7 @@ MEASURES: tuple[Measure, ...] = (
         "What the user logged: of a client inside its scope, else of the global model.",
         needs="`monitor.log(accuracy=...)`",
     ),
-    Measure("samples", "samples", "Size of the client's own data set.", level=0, needs="`data`"),
+    Measure("samples", "samples", "Size of the client's own data set.", needs="`data`"),
     Measure("steps", "steps", "Optimiser steps of the client in this round.", level=0),
     Measure(
         "steps.skipped",
@@ -78,7 +78,6 @@ MEASURES: tuple[Measure, ...] = (
         "fit.samples",
         "samples",
         "Own samples behind the `fit.*` values of this round (cost decides how many).",
-        level=0,
         needs=_LABELLED,
     ),
     Measure(
@@ -144,27 +143,24 @@ MEASURES: tuple[Measure, ...] = (
         needs=_MODEL,
     ),
     Measure("weight.nonfinite", "values", "NaN and Inf in the weights after training.", needs=_MODEL),
-    Measure("update.norm", "1", "L2 norm of the client's update.", "‖d‖₂", level=0, needs=_MODEL),
+    Measure("update.norm", "1", "L2 norm of the client's update.", "‖d‖₂", needs=_MODEL),
     Measure(
         "update.cosine_mean",
         "1",
         "Cosine of the update to the mean of all *other* clients' updates.",
         "cos(d_i, Σ_{j≠i} d_j)",
-        level=0,
         needs="at least two clients in the round",
     ),
     Measure(
         "update.cosine_previous",
         "1",
         "Cosine to this client's previous update.",
-        level=0,
         needs="a second round of the same client",
     ),
     Measure(
         "update.zero",
         "0/1",
         "1 if the update is exactly zero; absent otherwise.",
-        level=0,
         needs=_MODEL,
         rare=True,
     ),
@@ -172,7 +168,6 @@ MEASURES: tuple[Measure, ...] = (
         "update.duplicates",
         "clients",
         "Other clients that sent exactly the same update in this round; absent if none.",
-        level=0,
         needs=_MODEL,
         rare=True,
     ),
@@ -202,10 +197,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "scale.nonfinite_samples", "samples", "Samples whose value is NaN or Inf; left out of the mean.", needs=_INPUTS
     ),
-    Measure("scale.images", "samples", "Samples behind the `scale.*` values.", level=0, needs=_INPUTS),
-    Measure(
-        "scale.from_batch", "0/1", "1 if they are of the last training batch, for want of `data`.", level=0, rare=True
-    ),
+    Measure("scale.images", "samples", "Samples behind the `scale.*` values.", needs=_INPUTS),
+    Measure("scale.from_batch", "0/1", "1 if they are of the last training batch, for want of `data`.", rare=True),
     Measure(
         "nonlinearity.nlc",
         "1",
@@ -232,10 +225,20 @@ CATALOG = {measure.name: measure for measure in MEASURES}
 LEVELS = (
     "timings, bytes, counts, liveness, error class",
     "also sums over a cohort of at least k clients (default 10)",
-    "also per-client scalars: loss, norms, sample count",
+    "also per-client scalars: loss, norms, gradient scale, sample count",
     "also per-layer statistics, histograms, sketches, label histogram; tracebacks by a switch of their own",
     "tensors on the tape, kept on the site where they were made",
 )
+
+PRIVACY = """
+Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deployment. It stands in the run's config, and `fedvitals show` prints it.
+
+- Level 1 acts where there is someone to sum: a round or an edge with at least `Monitor(cohort=10)` clients behind every layer of the sum; elsewhere it is 0. Smallest and largest values are left out, since each is one client's own, and a sum is held back if others would give away a smaller one by subtraction.
+- A client's words (log lines, messages of exceptions, attributes of `timed`) need level 3. Below, an error leaves with its class, a warning with its logger's name, and nothing else. `Monitor(tracebacks=)` is off by default in a deployment, at any level.
+- What you log inside a client needs level 2; what you log outside any client is the server's own. On a thread without a scope, while clients train in the same process, it counts as a client's.
+- `update.*`, the families `update` and sketches need their level to leave a client. A server computes them itself from the updates that it holds: that is not telemetry, and passes at every level.
+- Run, layer names and shapes, names of nodes, loggers and `timed` blocks are told at every level: do not put secrets there.
+"""  # noqa: E501 - a paragraph of Markdown is one line
 
 
 def public_name(name: str) -> str:
@@ -243,23 +246,31 @@ def public_name(name: str) -> str:
     return name if name in ("accuracy", "loss") or name.startswith("user.") else f"user.{name}"
 
 
-def level_of_family(family: str) -> int:
-    # What the server computes from updates that it holds anyway is not telemetry.
-    return 0 if family.startswith("update") else FAMILIES[family].level
-
-
 def level_of(record: Record) -> int:
-    """The privacy level from which a record about one client may leave it."""
+    """The privacy level from which a record about one client may leave it; the words in it may need a higher one."""
     match record:
         case Metric(name=name):
             measure = CATALOG.get(name)
-            return 2 if measure is None else measure.level
+            return 2 if measure is None else measure.level  # what a user logs is a scalar of one client
         case LayerStats(family=family):
-            return level_of_family(family)
-        case Event(name="log" | "labels" | "exception"):
+            return FAMILIES[family].level
+        case Sketch() | Event(name="labels"):
             return 3
-        case _:
-            return 0
+        case Snapshot():
+            return 4
+    return 0
+
+
+def from_update(record: Record) -> bool:
+    """Whether it can be computed from a client's update alone, by whoever holds that."""
+    match record:
+        case Metric(name=name):
+            return name.startswith("update.")
+        case LayerStats(family=family):
+            return family.partition(".")[0] == "update"
+        case Snapshot(kind=kind):
+            return kind == "update"
+    return isinstance(record, Sketch)
 
 
 def markdown() -> str:
@@ -303,4 +314,4 @@ def markdown() -> str:
         "| --- | --- |",
     ]
     lines += [f"| {level} | {text} |" for level, text in enumerate(LEVELS)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", PRIVACY.strip(), ""])

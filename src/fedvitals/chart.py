@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import platform
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,17 +28,21 @@ from fedvitals import kernels
 from fedvitals.diagnosis.live import LiveDetectors
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Detector, Node, Sink
-from fedvitals.records import Finding, LayerTable, Record, Run
+from fedvitals.records import Event, Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
-from fedvitals.store import MemoryStore, open_store, store_path
+from fedvitals.store import MemoryStore, open_store, spill_folder
 from fedvitals.telemetry.logs import EventHandler
 from fedvitals.telemetry.outlet import Outlet
-from fedvitals.telemetry.recorder import Recorder
+from fedvitals.telemetry.parcel import Parcel
+from fedvitals.telemetry.privacy import SERVER, WORDS, Policy, released
+from fedvitals.telemetry.recorder import Recorder, where
 from fedvitals.telemetry.spill import readmit
 from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
+
+LOOK_BACK = 1000  # rounds that live detectors see; a training may be longer than memory is large
 
 
 class Chart:
@@ -49,61 +53,77 @@ class Chart:
         sinks: Sequence[Sink],
         detectors: Sequence[Detector],
         *,
-        privacy: int,
+        policy: Policy,
         strict: bool,
+        outlet: Outlet | Parcel | None = None,
     ) -> None:
         self.run, self.strict = run, strict
         self.record = Recorder(self.emit)
         self.found: list[Finding] = []
         self._store, self._sinks, self._detectors = store, sinks, detectors
-        self._privacy = privacy
-        self._trace = new_trace()
+        self._policy = policy
+        self._training: dict[str | None, int] = {}  # span of each open client → thread that it was opened on
+        self.trace = new_trace()
         self.owner: Any = None  # lives as long as the run is open, so that it can be closed at exit
         self.round: Scope | None = None  # that is open
         self.last_round: int | None = None
-        self._tables: dict[str, LayerTable] = {}
-        self._outlet: Outlet | None = None
+        self.tables: dict[str, LayerTable] = {}  # by digest
+        self.missed = 0  # records of workers that never came home, as far as is known
+        self._way_out = outlet
+        self._outlet: Outlet | Parcel | None = None
         self._closed = False
         self._lock = threading.RLock()
         self._reported: set[str] = set()
         self._stop: Callable[[], None] = lambda: None
 
-    def emit(self, record: Record) -> None:
-        """Into the queues; the first record opens them, unless the run has ended without any."""
+    def emit(self, record: Record, clients: int | None = None) -> None:
+        """Into the queues; the first record opens them, unless the run has ended without any.
+
+        `clients`: how many a sum speaks for.
+        """
         if self._outlet is not None or not self._closed:
-            (self._outlet or self._open()).emit(record)
+            (self._outlet or self._open()).emit(record, clients=clients, stray=self._stray())
+
+    def admit(self, records: Iterable[Record]) -> None:
+        """Records that came home from a worker process, as they are."""
+        outlet = self._outlet or self._open()
+        if isinstance(outlet, Outlet):
+            for record in records:
+                outlet.admit(record)
 
     def tell(self, scope: Scope, results: Results) -> None:
         """Results of measuring, as records of this scope."""
-        self.record.metrics(scope, results.metrics)
+        sum_of = results.clients
+        record = self.record if sum_of is None else Recorder(functools.partial(self.emit, clients=sum_of))
+        record.metrics(scope, results.metrics)
         for family, matrix, step in results.matrices:
             rows = FAMILIES[family].rows
             table = results.tables.get(rows) or self._table_for(rows, len(matrix))
             if table is not None:
-                self.record.layers(scope, family, matrix, table, step)
+                record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
-            self.record.sketch(scope, tuple(results.sketch.tolist()))
+            record.sketch(scope, tuple(results.sketch.tolist()))
         for name, message, data in results.remarks:
-            self.record.event(scope, "info", name, message, data)
+            record.event(scope, "info", name, message, data)
 
     def know(self, tables: Mapping[str, LayerTable]) -> None:
         """Write down layer tables the first time they are seen."""
-        if all(t.digest in self._tables for t in tables.values()):
+        if all(t.digest in self.tables for t in tables.values()):
             return
         with self._lock:
             outlet = self._outlet or self._open()  # first: opening adds to what is known of the run
-            self._tables = {**self._tables, **{t.digest: t for t in tables.values()}}
-            self.run = replace(self.run, tables=tuple(self._tables.values()))
+            self.tables = {**self.tables, **{t.digest: t for t in tables.values()}}
+            self.run = replace(self.run, tables=tuple(self.tables.values()))
             outlet.emit(self.run)
 
     def _table_for(self, rows: str, layers: int) -> str | None:
         """The newest table with rows of this kind and number."""
-        fitting = (t.digest for t in reversed(self._tables.values()) if t.rows == rows and len(t.layers) == layers)
+        fitting = (t.digest for t in reversed(self.tables.values()) if t.rows == rows and len(t.layers) == layers)
         return next(fitting, None)
 
     def exception(self, scope: Scope, name: str, error: BaseException) -> None:
-        """What was raised inside a scope, as an event; its words only where the privacy level allows them."""
-        self.guard(name, lambda: self.record.exception(scope, name, error, details=self._privacy >= 3))
+        """What was raised inside a scope, as an event."""
+        self.guard(name, lambda: self.record.exception(scope, name, error), scope)
 
     # -- where the training stands ------------------------------------------------------------------------------------
 
@@ -112,13 +132,17 @@ class Chart:
         scope = current.get()
         if scope is not None and scope.run == self.run.id:
             return scope
-        return self.round or Scope(self.run.id, self.emit, self.last_round, trace=self._trace)
+        return self.round or Scope(self.run.id, self.emit, self.last_round, trace=self.trace)
 
-    def enter(self, node: Node | None, *, group: str | None = None) -> tuple[Scope, Token[Scope | None]]:
+    def enter(
+        self, node: Node | None, *, group: str | None = None, client: bool = False, inside: Scope | None = None
+    ) -> tuple[Scope, Token[Scope | None]]:
         """A scope inside the caller's, and what `leave` needs. Opens the run: log lines inside belong to it."""
         self._ready()
-        parent = self.here()
+        parent = inside or self.here()
         scope = replace(parent, node=node, group=group or parent.group, span=new_span_id(), parent=parent.span)
+        if client:
+            self._training[scope.span] = threading.get_ident()
         return scope, current.set(scope)
 
     def enter_round(self, number: int) -> tuple[Scope, Token[Scope | None]]:
@@ -128,10 +152,24 @@ class Chart:
         self.last_round = number
         return self.round, current.set(self.round)
 
-    def leave(self, token: Token[Scope | None]) -> None:
+    def leave(self, scope: Scope, token: Token[Scope | None]) -> None:
+        self._training.pop(scope.span, None)
         # A host may close a scope on another thread than it was opened on; that one has a contextvar of its own.
         with contextlib.suppress(ValueError):
             current.reset(token)
+
+    def _stray(self) -> bool:
+        """Whether a client's code may be speaking on a thread that does not say so.
+
+        A thread that the client started has no scope. Where a host closes clients in another order than it opened them,
+        the thread's scope may be the round's again while one of them still trains. And one may be called «server».
+        """
+        if not self._training or self._policy.level >= WORDS:
+            return False
+        scope = current.get()
+        if scope is None or scope.run != self.run.id:
+            return True
+        return scope.node in SERVER and threading.get_ident() in tuple(self._training.values())
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
@@ -139,20 +177,24 @@ class Chart:
         if self._outlet is None and not self._closed:
             self.guard("opening the store", self._open)
 
-    def _open(self) -> Outlet:
+    def _open(self) -> Outlet | Parcel:
         """Not before the first event: frameworks import a user's module in many processes that never train."""
         with self._lock:
             if self._outlet is not None:
                 return self._outlet
             sinks: list[Sink] = [] if self._store is None else [open_store(self._store)]
             if self._detectors:
-                sinks.append(LiveDetectors(self.run.id, MemoryStore(), self._detectors, self._take_finding))
-            spill = None if self._store is None else Path(f"{store_path(self._store)}.d")
+                sinks.append(
+                    LiveDetectors(self.run.id, MemoryStore(rounds=LOOK_BACK), self._detectors, self._take_finding)
+                )
+            spill = None if self._store is None else spill_folder(self._store)
             if spill is not None and spill.is_dir():
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
-            outlet = Outlet([*sinks, *self._sinks], privacy=self._privacy, spill=spill, strict=self.strict)
+            outlet = self._way_out or Outlet(
+                [*sinks, *self._sinks], policy=self._policy, spill=spill, strict=self.strict
+            )
             self._outlet = outlet
-            handler = EventHandler(self.emit, run=self.run.id, fallback=self.here, tracebacks=self._privacy >= 3)
+            handler = EventHandler(self.emit, run=self.run.id, fallback=self.here)
             logging.getLogger().addHandler(handler)
             self._stop = lambda: logging.getLogger().removeHandler(handler)
             self.run = replace(self.run, started=time.time(), versions=_versions())
@@ -165,7 +207,7 @@ class Chart:
 
     @property
     def lost(self) -> int:
-        return 0 if self._outlet is None else self._outlet.lost
+        return self.missed + (0 if self._outlet is None else self._outlet.lost)
 
     def flush(self, timeout: float) -> bool:
         outlet = self._outlet
@@ -180,30 +222,36 @@ class Chart:
         self.run = replace(self.run, finished=time.time())
         self.emit(self.run)
         self.guard("closing the sinks", outlet.close)
-        if outlet.lost:
-            logger.warning("fedvitals lost %d records of run %s.", outlet.lost, self.run.id)
+        if self.lost:
+            logger.warning("fedvitals lost %d records of run %s.", self.lost, self.run.id)
 
     # -- never harm the patient ---------------------------------------------------------------------------------------
 
-    def guard(self, doing: str, work: Callable[[], Any]) -> Any:
+    def guard(self, doing: str, work: Callable[[], Any], scope: Scope | None = None) -> Any:
         """The result of our own work, or None if it failed: which never stops the training."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - the one promise of this project
-            self.report(error, doing)
+            self.report(error, doing, scope)
             return None
 
-    def report(self, error: Exception, doing: str) -> None:
-        """Say once per cause what failed on our side."""
+    def report(self, error: Exception, doing: str, scope: Scope | None = None) -> None:
+        """Say once per cause what failed on our side (in `scope`, if not where the caller stands)."""
         if self.strict:
             raise error
-        cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
+        kind = type(error).__name__
+        cause = f"{doing}: {kind}: {error}"[:1000]
         if cause in self._reported:
             return
         self._reported.add(cause)
-        logger.warning("fedvitals could not finish %s; training goes on.", cause)
+        place, data = where(scope or self.here()), {"doing": doing, "exception": kind}
+        event = Event(place, time.time(), "warning", "monitor.error", cause, data)
+        # The log is a way out, too: the error may be of the client's own code, and quote its data.
+        told = released(event, self._policy, stray=self._stray())
+        text = told.message if isinstance(told, Event) else doing
+        logger.warning("fedvitals could not finish %s; training goes on.", text)
         if self._outlet is not None:
-            self.record.event(self.here(), "warning", "monitor.error", cause)
+            self.emit(event)
 
 
 def close_at_exit(closeable: Any) -> None:

@@ -27,20 +27,22 @@ import torch
 
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart, close_at_exit
+from fedvitals.clients import Clients
 from fedvitals.diagnosis.live import Findings
-from fedvitals.errors import ConfigError
 from fedvitals.kernels import sums
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import resolve
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import ClientSession, Instruments, tables_of
+from fedvitals.probes.session import Instruments, tables_of
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import check_initialisation
-from fedvitals.profiling.memory import peak_bytes, resident_bytes
+from fedvitals.profiling.memory import peak_bytes
 from fedvitals.protocols import Detector, Node, Sink
-from fedvitals.records import Action, Run, Transfer
+from fedvitals.records import Action, Run
 from fedvitals.scope import Scope
-from fedvitals.telemetry.recorder import where
+from fedvitals.stats import Array
+from fedvitals.telemetry.privacy import LEAST_CLIENTS, described_policy, policy_for
+from fedvitals.worker import Arrivals, WorkerObserver
 
 
 @dataclass(slots=True)
@@ -51,9 +53,7 @@ class _Open:
     token: Token[Scope | None]
     began: float = field(default_factory=time.perf_counter)
     cohort: Cohort = field(default_factory=Cohort)  # of a round
-    session: ClientSession | None = None  # of a client with a model
-    tables: Mapping[str, str] = field(default_factory=dict)
-    logged: set[str] = field(default_factory=set)
+    sent: dict[Node, Array] = field(default_factory=dict)  # nine sums per layer of the updates that the host gave
 
 
 class Monitor:
@@ -61,8 +61,9 @@ class Monitor:
 
     `store`: a file or `postgresql://...`; None leaves records to `sinks` alone. `run`: a name for people, which several
     runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `privacy`: from 0 (timings
-    only) to 4, see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines between updates.
-    `strict` raises what is otherwise counted: for tests.
+    only) to 4, by default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on;
+    `tracebacks`: on from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for
+    exact cosines between updates. `strict` raises what is otherwise counted: for tests.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Monitor:
         probes: Any = "standard",
         detectors: Sequence[Detector] = (),
         sinks: Sequence[Sink] = (),
-        privacy: int = 3,
+        privacy: int | None = None,
+        cohort: int = LEAST_CLIENTS,
+        tracebacks: bool | None = None,
         config: Mapping[str, Any] | None = None,
         seed: int | None = None,
         topology: str | None = None,
@@ -81,24 +84,24 @@ class Monitor:
         update_memory: int = 512 << 20,
         strict: bool = False,
     ) -> None:
-        if privacy not in range(5):
-            raise ConfigError(f"privacy= is a level from 0 to 4, got {privacy!r}. See docs/metrics.md, «Privacy».")
+        self._policy = policy_for(host, privacy, cohort, tracebacks)
         self._kit = Instruments(resolve(probes), update_memory)
-        self._detectors, self._privacy = tuple(detectors), privacy
+        self._detectors = tuple(detectors)
         described = Run(
             id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
             host=host,
             topology=topology,
-            config={**(config or {}), "fedvitals": {"probes": self._kit.preset.name, "privacy": privacy}},
+            config={**(config or {}), "fedvitals": {"probes": self._kit.preset.name, **described_policy(self._policy)}},
             seed=seed,
         )
-        self._chart = Chart(described, store, tuple(sinks), self._detectors, privacy=privacy, strict=strict)
+        self._chart = Chart(described, store, tuple(sinks), self._detectors, policy=self._policy, strict=strict)
         self._record, self._guard = self._chart.record, self._chart.guard
         self._lock = threading.Lock()
         self._closed = False
         self._round: _Open | None = None
-        self._clients: dict[Node, _Open] = {}
+        self._clients = Clients(self._chart, self._kit, self._kit.updates.add, self._joined)
+        self._arrivals = Arrivals(self._chart, self._kit, self._policy)
         self._chart.owner = self
         close_at_exit(self)
 
@@ -132,15 +135,8 @@ class Monitor:
         Only name and model are needed. `data` (a DataLoader, a Dataset, a pair of tensors or a list of batches) and
         `loss` add how well the model suits the client's own samples. The optimiser is found by its parameters.
         """
-        opened: _Open | None = self._begin_client(name, model, data, group, loss)
-        outcome: BaseException | None = None
-        try:
+        with self._clients.scope(self._clients.begin(name, model, data, group, loss)):
             yield self
-        except BaseException as error:
-            outcome = error
-            raise
-        finally:
-            self._end_client(opened, outcome)
 
     @contextlib.contextmanager
     def edge(self, name: Node, model: Any = None) -> Iterator[Monitor]:
@@ -158,16 +154,7 @@ class Monitor:
 
     def log(self, values: Mapping[str, float] | None = None, /, **more: float) -> None:
         """Metrics of your own, for the client or the round that is open (or was open last)."""
-
-        def emit() -> None:
-            scope = self._chart.here()
-            client = self._clients.get(scope.node or "")
-            for name, value in {**(values or {}), **more}.items():
-                self._record.metric(scope, public_name(name), float(value))
-                if client is not None:
-                    client.logged.add(name)
-
-        self._guard("log()", emit)
+        self._clients.log({**(values or {}), **more})
 
     def findings(self) -> Findings:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
@@ -180,11 +167,10 @@ class Monitor:
 
     def discard(self) -> None:
         """Close the open round and its clients without a word: nothing happened in them."""
-        for opened in [*self._clients.values(), *([self._round] if self._round else [])]:
-            if opened.session is not None:
-                opened.session.abandon()
-            self._chart.leave(opened.token)
-        self._clients.clear()
+        self._clients.abandon()
+        self._arrivals.forget()
+        if self._round is not None:
+            self._chart.leave(self._round.scope, self._round.token)
         self._round = self._chart.round = None
 
     def close(self) -> None:
@@ -193,8 +179,7 @@ class Monitor:
             if self._closed:
                 return
             self._closed = True
-        for node in list(self._clients):
-            self.client_end(node)
+        self._clients.end_all()
         if self._round is not None:
             self.round_end(self._round.scope.round or 0)
         self._chart.close()
@@ -240,7 +225,7 @@ class Monitor:
         *,
         loss: Callable[..., Any] | None = None,
     ) -> None:
-        self._begin_client(node, model, data, group, loss)
+        self._clients.begin(node, model, data, group, loss)
 
     def stats(self, node: Node | Sequence[Node], family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
@@ -260,7 +245,7 @@ class Monitor:
         self._guard("stats()", emit_all)
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
-        self._end_client(self._clients.get(node), outcome)
+        self._clients.end_of(node, outcome)
 
     def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002, ARG002
         """What each client sends, where the host holds it: a sequence of tensors. No guard answers yet."""
@@ -268,12 +253,10 @@ class Monitor:
         def take(node: Node, tensors: Sequence[torch.Tensor]) -> None:
             rows = np.asarray(torch.as_tensor(sums(tensors)).cpu())
             self._kit.updates.add(node, flatten(tensors), rows)
-            if self._round is not None and node in self._round.cohort:
-                return  # it trained in a scope of its own, which tells the rest
-            results = Results(matrices=[("update", rows, None)])
-            self._chart.tell(replace(self._chart.here(), node=node), results)
-            if self._round is not None:
-                self._round.cohort.add(node, None, results, failed=False)
+            if self._round is None:
+                self._chart.tell(replace(self._chart.here(), node=node), Results(matrices=[("update", rows, None)]))
+            else:
+                self._round.sent[node] = rows  # told at the round's end, unless a scope of the client's own told it
 
         for node, tensors in updates.items():
             self._guard("updates()", functools.partial(take, node, tensors))
@@ -289,13 +272,24 @@ class Monitor:
         kind: str = "update",
     ) -> None:
         def emit() -> None:
-            scope = replace(self._chart.here(), node=receiver if sender == "server" else sender)
-            raw = bytes if raw_bytes is None else raw_bytes
-            self._chart.emit(Transfer(where(scope), time.time(), sender, receiver, int(bytes), int(raw), seconds, kind))
+            self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
             if self._round is not None:
                 self._round.cohort.count_traffic(sender, receiver, int(bytes))
 
         self._guard("transfer()", emit)
+
+    def for_worker(self) -> WorkerObserver:
+        """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
+        return self._arrivals.observer()
+
+    def expect(self, *nodes: Node) -> None:
+        """These clients train in workers in this round: whoever's records do not come home is told as lost."""
+        self._arrivals.expect(nodes)
+
+    def absorb(self, payload: bytes) -> None:
+        """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted."""
+        cohort = None if self._round is None else self._round.cohort
+        self._guard("absorb()", lambda: self._arrivals.take(payload, cohort))
 
     def round_end(
         self,
@@ -312,79 +306,34 @@ class Monitor:
                     self._record.metric(opened.scope, public_name(name), float(value))
                 self._finish_round(opened, global_state if hasattr(global_state, "named_parameters") else None)
             finally:
-                self._chart.leave(opened.token)
+                self._chart.leave(opened.scope, opened.token)
 
         self._guard(f"closing round {round}", end)
 
     # -- scopes -------------------------------------------------------------------------------------------------------
 
-    def _begin_client(
-        self, node: Node, model: Any, data: Any, group: str | None, loss: Callable[..., Any] | None
-    ) -> _Open | None:
-        """What was opened, to be closed by whoever opened it; None if that name is open already."""
-
-        def watch(opened: _Open) -> None:
-            view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
-            if not self._kit.preset.brief:
-                tables = tables_of(self._kit, view)
-                self._chart.know(tables)
-                opened.tables = {rows: table.digest for rows, table in tables.items()}
-            opened.session = ClientSession(self._kit, view, self._chart.report)
-
-        def begin() -> _Open:
-            if node in self._clients:
-                raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
-            opened = self._clients[node] = _Open(*self._chart.enter(node, group=group))
-            if model is not None:
-                self._guard("watching a client", lambda: watch(opened))
-            return opened
-
-        opened: _Open | None = self._guard("opening a client", begin)
-        return opened
-
-    def _end_client(self, opened: _Open | None, outcome: BaseException | None) -> None:
-        def end(opened: _Open) -> None:
-            self._clients.pop(opened.scope.node or "", None)
-            try:
-                if outcome is not None:
-                    self._chart.exception(opened.scope, "client.failed", outcome)
-                self._finish_client(opened, failed=outcome is not None)
-            finally:
-                self._chart.leave(opened.token)
-
-        if opened is not None and self._clients.get(opened.scope.node or "") is opened:
-            self._guard("closing a client", lambda: end(opened))
-
-    def _finish_client(self, opened: _Open, *, failed: bool) -> None:
-        results = Results()
-        scope, node = opened.scope, opened.scope.node or ""
-        if opened.session is not None:
-            results, update, rows = opened.session.finish()
-            results.tables = opened.tables
-            started = time.perf_counter()
-            self._kit.updates.add(node, update, rows)
-            cost = opened.session.cost + time.perf_counter() - started
-            results.take({"monitor.cost": cost})
-            if self._round is not None:
-                self._round.cohort.cost += cost
-        results.take({"time.client": time.perf_counter() - opened.began})
-        resident = resident_bytes()
-        if resident is not None:
-            results.take({"memory.resident": resident})
-        after = [value for name, value, _ in results.metrics if name == "fit.loss_after"]
-        if after and "loss" not in opened.logged:
-            results.take({"loss": after[0]})
-        self._chart.tell(scope, results)
-        self._record.span(scope, "client", time.perf_counter() - opened.began, failed=failed)
+    def _joined(self, scope: Scope, results: Results, failed: bool) -> None:
+        """A client has finished in this process."""
         if self._round is not None:
-            self._round.cohort.add(node, scope.group, results, failed=failed)
+            self._round.cohort.add(scope.node or "", scope.group, results, failed=failed)
+            self._round.cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+
+    def _tell_updates(self, opened: _Open) -> None:
+        """Updates that the host gave of clients which trained in no scope, here or in a worker."""
+        for node, rows in opened.sent.items():
+            if node not in opened.cohort:
+                results = Results(matrices=[("update", rows, None)])
+                self._chart.tell(replace(opened.scope, node=node), results)
+                opened.cohort.add(node, None, results, failed=False)
 
     def _finish_round(self, opened: _Open, model: Any) -> None:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
         if model is not None:
             self._chart.know(tables_of(self._kit, View(model)))
-        for (node, group), results in cohort.close(self._kit, model, self._privacy):
+        self._tell_updates(opened)
+        self._arrivals.close_round(scope, cohort)
+        for (node, group), results in cohort.close(self._kit, model, self._policy.cohort):
             self._chart.tell(replace(scope, node=node, group=group), results)
         peak = peak_bytes()
         if peak is not None:
@@ -396,11 +345,12 @@ class Monitor:
         self._record.metric(scope, "time.round", seconds)  # last: it marks the round as complete
 
     def _leave_edge(self, opened: _Open, model: Any, before: torch.Tensor | None) -> None:
-        self._chart.leave(opened.token)
+        self._chart.leave(opened.scope, opened.token)
         if before is not None:
             change = (flatten([*model.parameters()]) - before).double()
-            self._record.metric(opened.scope, "weight.difference", float(change.sum()))
-            self._record.metric(opened.scope, "weight.difference_absolute", float(change.abs().sum()))
+            results = Results(clients=0 if self._round is None else self._round.cohort.clients_of(opened.scope.node))
+            results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
+            self._chart.tell(opened.scope, results)
             if self._round is not None:
                 self._round.cohort.measured_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, "edge", time.perf_counter() - opened.began)

@@ -134,9 +134,45 @@ class Observer(Protocol):
         metrics: Mapping[str, float] | None = None,
     ) -> None: ...
 
+    def for_worker(self) -> WorkerObserver:
+        """An observer for a child process, where clients train: it can be pickled."""
+        ...
+
+    def absorb(self, payload: bytes) -> None:
+        """What a worker's `payload()` gave, inside the round."""
+        ...
+
+
+@runtime_checkable
+class WorkerObserver(Protocol):
+    """What a host tells in a child process. Its records go home as the bytes of `payload()`, after each client."""
+
+    def client_begin(
+        self,
+        node: Node,
+        model: Any = None,
+        optimizer: Any = None,
+        data: Any = None,
+        group: str | None = None,
+    ) -> None: ...
+
+    def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...
+
+    def transfer(
+        self,
+        sender: Node,
+        receiver: Node,
+        bytes: int,  # noqa: A002
+        raw_bytes: int | None = None,
+        seconds: float | None = None,
+        kind: str = "update",
+    ) -> None: ...
+
+    def payload(self) -> bytes: ...
+
 
 class NullObserver:
-    """Watches nothing, at no cost."""
+    """Watches nothing, at no cost; in a worker, too."""
 
     def round_begin(self, *_: Any, **__: Any) -> None: ...
     def client_begin(self, *_: Any, **__: Any) -> None: ...
@@ -147,3 +183,9 @@ class NullObserver:
 
     def transfer(self, *_: Any, **__: Any) -> None: ...
     def round_end(self, *_: Any, **__: Any) -> None: ...
+    def for_worker(self) -> WorkerObserver:
+        return self
+
+    def absorb(self, *_: Any) -> None: ...
+    def payload(self) -> bytes:
+        return b""

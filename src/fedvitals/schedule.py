@@ -7,6 +7,8 @@ once, when the client's scope closes.
 
 from __future__ import annotations
 
+from functools import partial
+
 from fedvitals.errors import ConfigError
 from fedvitals.protocols import Moment, Schedule
 
@@ -30,14 +32,22 @@ def every(n: int) -> Schedule:
     """Steps 0, n, 2n, ... of each client-round."""
     if n < 1:
         raise ConfigError(f"every(n) needs n of at least 1, got {n}.")
-    return lambda moment: moment.step % n == 0
+    return partial(_every, n)  # no lambda: a schedule goes along to worker processes
 
 
 def first(n: int) -> Schedule:
     """The first n steps of each client-round."""
     if n < 1:
         raise ConfigError(f"first(n) needs n of at least 1, got {n}.")
-    return lambda moment: moment.step < n
+    return partial(_first, n)
+
+
+def _every(n: int, moment: Moment) -> bool:
+    return moment.step % n == 0
+
+
+def _first(n: int, moment: Moment) -> bool:
+    return moment.step < n
 
 
 class budget:  # noqa: N801 - reads as its siblings every() and first()

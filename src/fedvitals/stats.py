@@ -178,11 +178,12 @@ def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
     So the nine sums travel as count, mean, std, smallest...: each in range whenever the tensor's own values were.
     """
     packed = matrix.copy()
-    if FAMILIES[family].columns is STATISTICS:
-        packed[..., SUM] = np.nan_to_num(_mean(matrix), nan=0.0)
-        packed[..., SUM_SQUARES] = np.nan_to_num(_std(matrix), nan=0.0)
-        packed[..., SUM_MAGNITUDES] = np.nan_to_num(_over(matrix[..., SUM_MAGNITUDES], _finite(matrix)), nan=0.0)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        if FAMILIES[family].columns is STATISTICS:
+            finite = _finite(matrix)[..., None]
+            means = matrix[..., SUM:MIN] / finite  # of values, of squares, of magnitudes
+            means[..., 1] = np.sqrt(np.maximum(means[..., 1] - means[..., 0] ** 2, 0))
+            packed[..., SUM:MIN] = np.where((finite > 0) & ~np.isnan(means), means, 0.0)
         return packed.astype(np.float32)
 
 

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "gsc", "store", "start")
+PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "soak")
+LONG = ("overhead", "gsc", "soak")  # these say how far they are
 
 
 @click.command()
@@ -35,27 +37,9 @@ def _measure(part: str, quick: bool) -> list[dict[str, Any]]:
     def tell(text: str) -> None:
         click.echo(f"  {text}", err=True)
 
-    match part:
-        case "kernel":
-            from fedvitals.trials.bench_kernel import bench_kernel
-
-            return bench_kernel(quick=quick)
-        case "overhead":
-            from fedvitals.trials.bench_overhead import bench_overhead
-
-            return bench_overhead(quick=quick, tell=tell)
-        case "gsc":
-            from fedvitals.trials.bench_gsc import bench_gsc
-
-            return bench_gsc(quick=quick, tell=tell)
-        case "store":
-            from fedvitals.trials.bench_store import bench_store
-
-            return bench_store(quick=quick)
-        case _:
-            from fedvitals.trials.bench_start import bench_start
-
-            return bench_start(quick=quick)
+    measure = getattr(importlib.import_module(f"fedvitals.trials.bench_{part}"), f"bench_{part}")
+    rows: list[dict[str, Any]] = measure(quick=quick, tell=tell) if part in LONG else measure(quick=quick)
+    return rows
 
 
 def _print(part: str, rows: list[dict[str, Any]]) -> None:

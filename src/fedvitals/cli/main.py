@@ -17,6 +17,7 @@ VERBS = {
     "runs": "fedvitals.cli.runs",
     "show": "fedvitals.cli.show",
     "query": "fedvitals.cli.query",
+    "doctor": "fedvitals.cli.doctor",
     "bench": "fedvitals.cli.bench",
 }
 
@@ -45,7 +46,7 @@ def app() -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Exit codes: 0 done; 2 wrong use or nothing to read; 130 interrupted."""
+    """Exit codes: 0 done; 1 trouble found, by a verb that judges; 2 wrong use or nothing to read; 130 interrupted."""
     try:
         sys.exit(app.main(arguments, prog_name="fedvitals", standalone_mode=False) or 0)
     except click.ClickException as error:

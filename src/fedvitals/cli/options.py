@@ -17,7 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def store_option(function: F) -> F:
     return click.option(
-        "--store", metavar="FILE", help="The store. Default: FEDVITALS_STORE, else runs.db in this folder."
+        "--store",
+        metavar="STORE",
+        help="The store: a file or postgresql://... Default: FEDVITALS_STORE, else runs.db in this folder.",
     )(function)
 
 

@@ -1,18 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals runs`: what is in the store."""
+"""`fedvitals runs`: what is in the store, and what is to stay there."""
 
 from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
 
 import click
 
 from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from fedvitals.store.retention import Cleared
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @store_option
 @json_option
-def command(store: str | None, as_json: bool) -> None:
+@click.pass_context
+def command(context: click.Context, store: str | None, as_json: bool) -> None:
     """List the runs of a store, the newest first. An id begins with the time the run did."""
+    context.obj = store
+    if context.invoked_subcommand is None:
+        _list(store, as_json)
+
+
+def _list(store: str | None, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -46,3 +63,64 @@ def command(store: str | None, as_json: bool) -> None:
             seconds(run.seconds) if run.finished else "open",
         )
     Console(highlight=False).print(table)
+
+
+@command.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN...]")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@store_option
+@json_option
+@click.pass_obj
+def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | None, as_json: bool) -> None:
+    """Delete runs and give their space back. A run that is being written is refused."""
+    from fedvitals.store import open_reader, queries, retention, store_target
+
+    with open_reader(store or outer) as reader:
+        chosen = list(dict.fromkeys(queries.find_run(reader, run) for run in runs))
+    if not yes and not click.confirm(f"Delete {', '.join(chosen)} for good?", err=True):
+        click.echo("Nothing was deleted.", err=True)
+        return
+    _tell(retention.delete(store_target(store or outer), chosen), as_json)
+
+
+@command.command()
+@click.option("--keep-bytes", required=True, metavar="SIZE", help="What the store may take: 500MB, 2GiB, 1000000.")
+@store_option
+@json_option
+@click.pass_obj
+def thin(outer: str | None, keep_bytes: str, store: str | None, as_json: bool) -> None:
+    """Make a store fit a budget, the oldest runs first.
+
+    Finished runs first lose what was kept for each step and each layer; if that is not enough, they go entirely. Open
+    runs are left alone.
+    """
+    from fedvitals.store import retention, store_target
+
+    _tell(retention.thin(store_target(store or outer), bytes_of(keep_bytes)), as_json)
+
+
+def bytes_of(text: str) -> int:
+    """The size that a person means by «500MB»."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None:
+        raise ConfigError(f"A size is a number and a unit, for example 500MB; got '{text}'.")
+    unit = match[2].upper()
+    if unit not in UNITS:
+        raise ConfigError(unknown("unit of size", match[2], [unit for unit in UNITS if unit]))
+    return int(float(match[1]) * UNITS[unit])
+
+
+def _tell(cleared: Cleared, as_json: bool) -> None:
+    from fedvitals.cli.screen import shown, size
+
+    if as_json:
+        print_json("runs", cleared)
+        return
+    for gone in cleared.removed:
+        what = "deleted" if gone.what == "run" else "thinned to its scalars"
+        click.echo(f"{gone.run} ({shown(gone.name)}): {what}, {gone.rows} rows, {size(gone.bytes)}")
+    if cleared.open:
+        click.echo(f"Left alone, since they are open: {', '.join(cleared.open)}")
+    if not cleared.removed:
+        click.echo("Nothing had to go.")
+    click.echo(f"The store takes {size(cleared.bytes_after)}; before, {size(cleared.bytes_before)}.")

@@ -79,7 +79,9 @@ def _head(console: Any, card: Card) -> None:
     cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the time"
     console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records")
     level, allowed = card.privacy.split(": ", 1)
-    console.print(f"[dim]Privacy level {level}: {allowed}.[/dim]")
+    cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
+    tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
+    console.print(f"[dim]Privacy level {level}: {allowed}.{cohort}{tracebacks}[/dim]", soft_wrap=True)
     console.print("Health: not judged, no detector is installed. Here is what stands out, for your eyes.\n")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from fedvitals.catalog import level_of_family
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
 from fedvitals.probes.updates import Update
@@ -19,9 +19,8 @@ from fedvitals.probes.view import View
 from fedvitals.probes.weights import weights
 from fedvitals.stats import FAMILIES, Array, merge
 
-LEAST_CLIENTS = 10  # whose sum may be told at privacy levels 1 and 2
-
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
+Counts = npt.NDArray[np.int64]  # [layers] of clients
 Key = tuple[str | None, str | None]  # node, group; None: the whole
 
 
@@ -31,8 +30,9 @@ class Cohort:
     def __init__(self, *, approximate_before: bool = False) -> None:
         self._approximate_before = approximate_before
         self._lock = threading.Lock()
-        self._matrices: dict[tuple[str | None, Kind], list[Array]] = defaultdict(list)
+        self._matrices: dict[Kind, dict[str | None, list[tuple[str, Array]]]] = defaultdict(lambda: defaultdict(list))
         self._difference: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._differing: dict[str, set[str]] = defaultdict(set)  # whose weights went into it
         self._sent: dict[str, int] = defaultdict(int)
         self._received: dict[str, int] = defaultdict(int)
         self._groups: dict[str, str | None] = {}
@@ -51,25 +51,36 @@ class Cohort:
             self.failed += failed
             for family, matrix, step in results.matrices:
                 if step is None and FAMILIES[family].merge is not None:
-                    kind = (family, matrix.shape, tuple(results.tables.items()))
-                    self._matrices[group, kind].append(matrix)
+                    rows = FAMILIES[family].rows
+                    table = ((rows, results.tables[rows]),) if rows in results.tables else ()
+                    kind = (family, matrix.shape, table)
+                    self._matrices[kind][group].append((node, matrix))
             if group is not None:
                 for name, value, step in results.metrics:
                     if step is None and name.startswith("weight.difference"):
                         self._difference[group][name.endswith("absolute")] += value
+                        self._differing[group].add(node)
+
+    def clients_of(self, group: str | None) -> int:
+        """How many clients have finished in a group so far."""
+        return sum(own == group for own in self._groups.values())
 
     def count_traffic(self, sender: str, receiver: str, size: int) -> None:
         with self._lock:
             self._sent[sender] += size
             self._received[receiver] += size
 
-    def close(self, kit: Instruments, model: nn.Module | None, privacy: int) -> list[tuple[Key, Results]]:
-        """Everything that is known only now: cosines and duplicates, groups, the whole, the global model, traffic."""
+    def close(self, kit: Instruments, model: nn.Module | None, least: int) -> list[tuple[Key, Results]]:
+        """Everything that is known only now: cosines and duplicates, groups, the whole, the global model, traffic.
+
+        `least`: the fewest clients whose sum may be told where they may not be told one by one.
+        """
         found = [self._of_update(update, kit) for update in kit.updates.close_round()]
-        found += self._merged(privacy)
+        for kind, members in self._matrices.items():
+            found += _merged(kind, members, least)
         for group, (signed, absolute) in self._difference.items():
             if group not in self.measured_edges:
-                results = Results()
+                results = Results(clients=len(self._differing[group]))
                 results.take({"weight.difference": signed, "weight.difference_absolute": absolute})
                 found.append(((group, group), results))
         for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
@@ -95,24 +106,49 @@ class Cohort:
             results.sketch = update.sketch
         return (update.node, self._groups.get(update.node)), results
 
-    def _merged(self, privacy: int) -> list[tuple[Key, Results]]:
-        """client + client = edge; edge + edge = round. A sum over few clients would tell about each of them."""
-        whole: dict[Kind, list[Array]] = defaultdict(list)
-        found: list[tuple[Key, Results]] = []
-        for (group, kind), matrices in self._matrices.items():
-            merged = merge(kind[0], matrices)
-            whole[kind].append(merged)
-            if group is not None:
-                found.append(((group, group), _of_kind(kind, merged)))
-        enough = privacy >= 1 and len(self._groups) >= LEAST_CLIENTS
-        for kind, matrices in whole.items():
-            if enough or privacy >= level_of_family(kind[0]):
-                found.append(((None, None), _of_kind(kind, merge(kind[0], matrices))))
-        return found
+
+def _merged(kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int) -> list[tuple[Key, Results]]:
+    """client + client = edge; edge + edge = round; each with the number of clients that it speaks for."""
+    family, _, tables = kind
+    sums = {group: merge(family, [matrix for _, matrix in found]) for group, found in members.items()}
+    clients = speaking_for({group: contributors(found) for group, found in members.items()}, least)
+    whole = merge(family, [*sums.values()])
+    found = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
+    return [
+        (key, Results(matrices=[(family, matrix, None)], tables=dict(tables), clients=number))
+        for key, matrix, number in (*found, ((None, None), whole, clients[None]))
+    ]
 
 
-def _of_kind(kind: Kind, matrix: Array) -> Results:
-    return Results(matrices=[(kind[0], matrix, None)], tables=dict(kind[2]))
+def contributors(found: Sequence[tuple[str, Array]]) -> Counts:
+    """How many clients stand behind each layer: one that froze a layer, or gave the same twice, adds nobody to it."""
+    rows: dict[str, npt.NDArray[np.bool_]] = {}
+    for node, matrix in found:
+        there = (np.isfinite(matrix) & (matrix != 0)).any(axis=1)
+        rows[node] = rows[node] | there if node in rows else there
+    return np.asarray(np.stack([*rows.values()]).sum(axis=0))
+
+
+def speaking_for(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:
+    """Of how many clients each sum tells, per group and (None) of the round, where all those of `least` are told.
+
+    The fewest behind any of its layers. The round less the groups that are told is a sum, too: where that would leave
+    fewer than `least`, the smallest of these groups counts as so few, until what is left is of enough, or of none.
+    """
+    counts: dict[str | None, int] = {group: _fewest(found) for group, found in groups.items() if group is not None}
+    total = np.asarray(np.stack([*groups.values()]).sum(axis=0))
+    told = sorted((group for group, count in counts.items() if count >= least), key=lambda group: counts[group])
+    while told:
+        rest = total - np.stack([groups[group] for group in told]).sum(axis=0)
+        if not rest.any() or _fewest(rest) >= least:
+            break
+        counts[told.pop(0)] = _fewest(rest)
+    return {None: _fewest(total), **counts}
+
+
+def _fewest(counts: Counts) -> int:
+    """The smallest count that is not zero: a layer without anybody tells of nobody."""
+    return int(counts[counts > 0].min()) if counts.any() else 0
 
 
 def _of_model(view: View) -> Results:

@@ -16,6 +16,7 @@ from fedvitals.stats import Array
 class Results:
     """Metrics (name, value, step), matrices (family, values, step), remarks (name, message, data).
 
+    `clients`: over how many it is a sum; None if it is none.
     `tables` names, for «parameter», «buffer» and «module», the layer table that rows of matrices belong to.
     """
 
@@ -23,7 +24,7 @@ class Results:
     matrices: list[tuple[str, Array, int | None]] = field(default_factory=list)
     remarks: list[tuple[str, str, Mapping[str, Any]]] = field(default_factory=list)
     sketch: Tensor | None = None
-
+    clients: int | None = None
     tables: Mapping[str, str] = field(default_factory=dict)
 
     def take(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -29,7 +29,7 @@ from fedvitals.probes.scale import scale
 from fedvitals.probes.updates import Updates
 from fedvitals.probes.view import View, flatten, split, table_of
 from fedvitals.probes.weights import movement
-from fedvitals.protocols import Moment
+from fedvitals.protocols import Moment, Probe
 from fedvitals.records import LayerTable
 from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
@@ -213,7 +213,7 @@ class ClientSession:
         try:
             return planned.probe(self._view)
         except Exception as error:  # noqa: BLE001 - a user's probe may do anything
-            self._report(error, f"the probe '{getattr(planned.probe, '__name__', planned.probe)}'")
+            self._report(error, f"the probe '{_name(planned.probe)}'")
             return {}
         finally:
             self._kit.costs[index] += time.perf_counter() - started
@@ -301,7 +301,7 @@ class ClientSession:
             self._kit.norms[node] = norm
 
     def _tell_thinned(self, planned: Planned, schedule: budget) -> None:
-        name = getattr(planned.probe, "__name__", str(planned.probe))
+        name = _name(planned.probe)
         data = {"probe": name, "percent": schedule.percent, "asked": schedule.asked, "granted": schedule.granted}
         text = f"{name}: measured at {schedule.granted} of {schedule.asked} steps, to stay in {schedule.percent:g} %"
         self._results.remarks.append(("budget", text, data))
@@ -353,6 +353,11 @@ def _catch_input(view: View) -> Any:
             view.last_input = inputs[0]
 
     return view.model.register_forward_pre_hook(hook)
+
+
+def _name(probe: Probe) -> str:
+    """What a probe is called. Not its text: that of a `partial` would quote its arguments, which may be a client's."""
+    return str(getattr(probe, "__name__", type(probe).__name__))
 
 
 def _check_shape(name: str, array: Array) -> None:

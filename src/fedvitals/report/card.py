@@ -50,6 +50,8 @@ class Card:
     absent: Mapping[str, str]  # metric → what it needs
     cost_percent: float | None  # measuring, of the rounds' time
     privacy: str
+    cohort: int | None  # the fewest clients whose sum may be told; None: of a run before there was such a setting
+    tracebacks: bool | None
 
 
 def health_card(reader: Reader, run: str) -> Card:
@@ -70,9 +72,11 @@ def health_card(reader: Reader, run: str) -> Card:
         layers=layers_that_stand_out(history),
         newest=newest,
         events=sorted(troubles, key=lambda e: e.at),
-        absent=_absent(set(queries.metric_names(reader, run))),
+        absent=_absent(set(queries.metric_names(reader, run)), level),
         cost_percent=_cost(history),
         privacy=f"{level}: {LEVELS[level]}",
+        cohort=_setting(described, "cohort", None),
+        tracebacks=_setting(described, "tracebacks", None),
     )
 
 
@@ -90,12 +94,13 @@ def _finite(latest: Mapping[Any, float]) -> list[float]:
     return [v for node, v in latest.items() if node not in (None, "server") and math.isfinite(v)]
 
 
-def _absent(seen: set[str]) -> dict[str, str]:
+def _absent(seen: set[str], level: int) -> dict[str, str]:
     """Metrics that a person could have had, and what they would have needed."""
     groups: dict[str, list[str]] = {}
     for name, measure in CATALOG.items():
         if name not in seen and measure.needs and not measure.rare:
-            groups.setdefault(measure.needs, []).append(name)
+            withheld = measure.level > level and not name.startswith("update.")
+            groups.setdefault(f"privacy level {measure.level}" if withheld else measure.needs, []).append(name)
     return {", ".join(names): needs for needs, names in groups.items()}
 
 

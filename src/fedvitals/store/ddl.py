@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from fedvitals.store import unpacking
 from fedvitals.store.dialect import Dialect
 from fedvitals.store.schema import LAYER_STATISTICS, MIGRATIONS, TABLES, VERSION, Column, Table
 
@@ -23,10 +24,13 @@ def _create(table: Table, version: int, dialect: Dialect) -> str:
     return f"CREATE TABLE {table.name} (\n  " + ",\n  ".join(lines) + "\n)"
 
 
-def _indexes(table: Table) -> list[str]:
+def _indexes(table: Table, dialect: Dialect) -> list[str]:
+    plain = "CREATE INDEX {name} ON {table} ({column})"
+    template = dialect.unique if table.name == "symbol" else plain
     return [
-        f"CREATE {'UNIQUE ' if table.name == 'symbol' else ''}INDEX {table.name}_by_{'_'.join(columns)} "
-        f"ON {table.name} ({', '.join(map(quoted, columns))})"
+        template.format(
+            name=f"{table.name}_by_{'_'.join(columns)}", table=table.name, column=", ".join(map(quoted, columns))
+        )
         for columns in table.indexes
     ]
 
@@ -36,7 +40,7 @@ def migration(version: int, dialect: Dialect) -> list[str]:
     statements: list[str] = []
     for table in TABLES:
         if table.since == version:
-            statements += [_create(table, version, dialect), *_indexes(table)]
+            statements += [_create(table, version, dialect), *_indexes(table, dialect)]
         elif table.since < version:
             added = [column for column in table.columns if column.since == version]
             statements += [f"ALTER TABLE {table.name} ADD COLUMN {_column(column, dialect)}" for column in added]
@@ -97,6 +101,8 @@ def views(dialect: Dialect) -> dict[str, str]:
     made = {table.view: _readable(table) for table in TABLES if table.view}
     if dialect.name == "sqlite":
         made["layer_statistics"] = _layer_statistics()
+    elif dialect.name == "postgresql":
+        made["layer_statistics"] = unpacking.view(LAYER_STATISTICS)
     return made
 
 
@@ -106,22 +112,25 @@ def upgrade(version: int, dialect: Dialect) -> list[str]:
     statements = [f"DROP VIEW IF EXISTS {name}" for name in made]
     for step in range(version + 1, VERSION + 1):
         statements += migration(step, dialect)
-    return [*statements, *made.values()]
+    functions = unpacking.FUNCTIONS if dialect.name == "postgresql" else ()
+    return [*statements, *functions, *made.values()]
 
 
 _HEAD = """# The store's schema
 
 Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.
 
-A store is one SQLite file. `fedvitals query SQL` reads it, and so does any SQLite client while a training writes. Names
-are kept once, in `symbol`; the other tables hold their numbers. **People read the views**, which show the names:
+A store is one SQLite file, or the schema «fedvitals» of a PostgreSQL database, with the same tables and views.
+`fedvitals query SQL` reads it, and so does any client of that database while a training writes. Names are kept once, in
+`symbol`; the other tables hold their numbers. **People read the views**, which show the names:
 
     fedvitals query "SELECT node, value FROM metrics WHERE run = '...' AND name = 'loss' AND round = 7"
 
 - NaN is stored as NULL (SQLite knows no NaN), infinity as it is. JSON has neither: there they are the texts "NaN",
   "Infinity" and "-Infinity".
-- `layer_statistics` unpacks blobs through a function that fedvitals registers: use it in `fedvitals query`, or after
-  `fedvitals.store.open_reader`. A plain `sqlite3` shell reads everything but this one view.
+- `layer_statistics` unpacks blobs. In SQLite it does so through a function that fedvitals registers: use it in
+  `fedvitals query`, or after `fedvitals.store.open_reader`; a plain `sqlite3` shell reads everything but this one view.
+- In PostgreSQL say `SET search_path TO fedvitals` first. A NUL inside a text is kept as U+FFFF and the digit 0.
 
 ## Views
 """

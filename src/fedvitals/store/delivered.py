@@ -70,7 +70,7 @@ def fresh(records: Sequence[Record], intervals: dict[tuple[str, str], Intervals]
 
 
 class Delivered:
-    """The table `delivered`, as the one writer remembers it."""
+    """The table `delivered`, as its writer remembers it."""
 
     def __init__(self, database: Database, symbols: Symbols) -> None:
         self._database = database

@@ -7,9 +7,11 @@ database is one more `Dialect` and the way to open its connection, not a second 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedvitals.errors import StoreError
@@ -22,10 +24,28 @@ class Dialect:
     errors: tuple[type[Exception], ...]  # what the driver raises
     begin: str  # a transaction that is going to write
     placeholder: str = "?"
+    unique: str = "CREATE UNIQUE INDEX {name} ON {table} ({column})"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the driver's `execute`
+    # Where several processes may write at once: how one waits for its turn at something (a number stands for its
+    # name), and how the next block of layer statistics is numbered. Empty where the database has one writer.
+    lock: str = ""
+    next_block: str = ""
+    hide: Callable[[str], str] = str  # takes out of an error's words what nobody may read
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes may write at once."""
+        return bool(self.lock)
 
     def sql(self, text: str) -> str:
         """The statement as this database wants it; no SQL of ours has a question mark inside quotes."""
-        return text if self.placeholder == "?" else text.replace("?", self.placeholder)
+        return text if self.placeholder == "?" else text.replace("%", "%%").replace("?", self.placeholder)
+
+
+def lock_number(name: str) -> int:
+    """The number that stands for a lock's name: 64 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(f"fedvitals {name}".encode("utf-8", "replace"), digest_size=8).digest(),
+                          "big", signed=True)  # fmt: skip
 
 
 SQLITE = Dialect(
@@ -55,16 +75,19 @@ class Database:
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         try:
-            found: list[tuple[Any, ...]] = self.connection.execute(self.dialect.sql(sql), values).fetchall()
+            found: list[tuple[Any, ...]] = self._run(sql, values).fetchall()
         except self.dialect.errors as error:
             raise self.failed("read", error) from error
         return found
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
         try:
-            self.connection.execute(self.dialect.sql(sql), values)
+            self._run(sql, values)
         except self.dialect.errors as error:
             raise self.failed("written", error) from error
+
+    def _run(self, sql: str, values: Sequence[Any]) -> Any:
+        return self.connection.execute(self.dialect.sql(sql), values, **self.dialect.options)
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """The same statement for each row of values."""
@@ -73,5 +96,18 @@ class Database:
         except self.dialect.errors as error:
             raise self.failed("written", error) from error
 
+    def take_turn(self, name: str) -> None:
+        """Wait until no other process holds what is named; until the end of the transaction it is ours."""
+        if self.dialect.lock:
+            self.execute(self.dialect.lock, (lock_number(name),))
+
+    def rollback(self) -> None:
+        """Undo what the transaction did, if there is one left to undo; what went wrong before is the news, not this."""
+        with contextlib.suppress(*self.dialect.errors):
+            self.connection.execute("ROLLBACK")
+
     def failed(self, what: str, error: Exception) -> StoreError:
-        return StoreError(f"The store '{self.target}' could not be {what}: {error}.")
+        said = self.dialect.hide(str(error)).rstrip(".")
+        damaged = any(word in said for word in ("malformed", "not a database"))
+        hint = f" `fedvitals doctor {self.target} --mend` saves what can still be read." if damaged else ""
+        return StoreError(f"The store '{self.target}' could not be {what}: {said}.{hint}")

@@ -36,14 +36,16 @@ class _Memory:
 class MemoryStore:
     """A sink that remembers. Each write is all or nothing to those who read from other threads.
 
-    It keeps what a `History` shows; with `everything`, also each record as it came (for tests).
+    It keeps what a `History` shows, of the newest `rounds` of each run where that is given: a training may be longer
+    than memory is large. With `everything`, it also keeps each record as it came (for tests).
     """
 
-    def __init__(self, *, everything: bool = False) -> None:
+    def __init__(self, *, everything: bool = False, rounds: int | None = None) -> None:
         self.lock = threading.RLock()
         self.runs: dict[str, Run] = {}
         self.tables: dict[str, LayerTable] = {}
         self._everything = everything
+        self._window = rounds
         self._memories: dict[str, _Memory] = {}
         self._delivered: dict[tuple[str, str], Intervals] = {}
         self._symbols: dict[str, int] = {}
@@ -65,6 +67,23 @@ class MemoryStore:
             for (run, family, table, *_), same in statistics.items():
                 # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.
                 self.memory(run).blocks.setdefault(family, []).append((table, *block_of(same, self._number)))
+            if self._window is not None:
+                for memory in self._memories.values():
+                    self._forget_old(memory, self._window)
+
+    @staticmethod
+    def _forget_old(memory: _Memory, window: int) -> None:
+        """Let go of all rounds but the newest; of a quarter more at once, since each time is a walk over everything."""
+        if len(memory.rounds) <= window + window // 4:
+            return
+        oldest = sorted(memory.rounds)[-window]
+        memory.rounds = {number for number in memory.rounds if number >= oldest}
+        for by_round in memory.metrics.values():
+            for number in [number for number in by_round if number < oldest]:
+                del by_round[number]
+        memory.events = [event for event in memory.events if event.where.round is None or event.where.round >= oldest]
+        for family, blocks in memory.blocks.items():
+            memory.blocks[family] = [block for block in blocks if block[1].rounds.max() >= oldest]
 
     def _write_run(self, run: Run) -> None:
         self.tables.update((table.digest, table) for table in run.tables)

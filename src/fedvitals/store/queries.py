@@ -104,7 +104,7 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         topology=topology,
         started=math.nan if started is None else started,
         finished=finished,
-        seconds=None if end is None or started is None else end - started,
+        seconds=None if end is None or started is None else max(0.0, end - started),  # a clock may be set back
         rounds=rounds,
         clients=clients,
         accuracy=_last(reader, run, "accuracy"),

@@ -76,7 +76,10 @@ def _whole(value: Any) -> int | None:
 
 
 def _real(value: Any) -> float | None:
-    return None if value is None else float(value)  # also out of NumPy's types, which sqlite3 does not take
+    if value is None:
+        return None
+    number = float(value)  # also out of NumPy's types, which sqlite3 does not take
+    return number if number == number else None  # noqa: PLR0124 - NaN is NULL: SQLite knows no other, and it is quicker
 
 
 def _text(value: Any) -> str | None:

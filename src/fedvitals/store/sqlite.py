@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,8 @@ from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.schema import VERSION
 from fedvitals.store.writer import Writer
+
+logger = logging.getLogger("fedvitals.store")
 
 APPLICATION = 0x66656476  # «fedv» in the file's header, so that no other program's database is taken for ours
 PAGE = 8192  # bytes; blobs of some ten kilobytes are the bulk of a store
@@ -92,6 +95,38 @@ def _connect(path: Path) -> Database:
     return database
 
 
+def _fold(database: Database) -> None:
+    """Back to a plain file without side files, fit for any tool and any read-only disk.
+
+    While someone reads, that is refused at once: then the next writer does it.
+    """
+    database.execute("PRAGMA busy_timeout = 0")
+    database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+    with contextlib.suppress(StoreError):
+        database.execute("PRAGMA journal_mode = DELETE")
+
+
+@contextlib.contextmanager
+def maintain_sqlite(path: Path) -> Iterator[Database]:
+    """The store for those who mend or clear up: nobody else writes it meanwhile."""
+    if not path.exists():
+        raise StoreError(f"There is no store '{path}'. Name one with --store or FEDVITALS_STORE.")
+    lock = WriterLock(path)
+    try:
+        lock.hold()
+    except OSError as error:
+        raise StoreError(f"The store '{path}' cannot be written: {error}.") from error
+    try:
+        database = _connect(path)
+        try:
+            yield database
+            _fold(database)
+        finally:
+            database.connection.close()
+    finally:
+        lock.release()
+
+
 class SqliteStore:
     """A sink that keeps records in a SQLite file; nothing is opened before the first write.
 
@@ -106,6 +141,7 @@ class SqliteStore:
         self._writer: Writer | None = None
         self._process = 0
         self._data_version = -1
+        self._identity: os.stat_result | None = None
 
     def write(self, records: Sequence[Record], /) -> None:
         if not records:
@@ -118,28 +154,67 @@ class SqliteStore:
 
     def _open(self) -> Writer:
         if self._writer is not None and self._process == os.getpid():
-            self._file_lock.hold()
-            return self._writer
+            self._hold()
+            return self._rescue(self._database) if self._vanished() and self._database else self._writer
         if self._writer is not None:
             raise StoreError(
                 f"The store '{self.path}' was opened by process {self._process}; its child {os.getpid()} cannot write "
                 "it. Send the records to the parent instead."
             )
+        self._hold()
+        try:
+            return self._begin()
+        except BaseException:
+            self._file_lock.release()
+            raise
+
+    def _hold(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file_lock.hold()
         except OSError as error:
+            what = "written" if self.path.exists() else "created"
             raise StoreError(
-                f"The store '{self.path}' cannot be created: {error}. Name a file in a folder that can be written."
+                f"The store '{self.path}' cannot be {what}: {error}. Name a file in a folder that can be written."
             ) from error
-        try:
-            self._database = _connect(self.path)
-        except BaseException:
-            self._file_lock.release()
-            raise
+
+    def _begin(self) -> Writer:
+        self._database = _connect(self.path)
+        self._identity = self.path.stat()
         self._process = os.getpid()
         self._writer = Writer(self._database, self._changed_elsewhere)
         return self._writer
+
+    def _vanished(self) -> bool:
+        """Whether the file that is open is no longer the one of that name."""
+        try:
+            return self._identity is None or not os.path.samestat(self.path.stat(), self._identity)
+        except FileNotFoundError:
+            return True
+
+    def _rescue(self, database: Database) -> Writer:
+        """Write the store out again: deleted under us, it lives as long as our connection, and not a moment longer."""
+        copy = self.path.with_name(f"{self.path.name}.rescued-{os.getpid()}")
+        try:
+            copy.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(copy)) as target:
+                database.connection.backup(target)
+        except (sqlite3.Error, OSError) as error:
+            with contextlib.suppress(OSError):
+                copy.unlink(missing_ok=True)
+            raise StoreError(
+                f"The store '{self.path}' was deleted while it was written, and cannot be made again: {error}. "
+                "What it holds is lost if this process ends before that succeeds."
+            ) from error
+        database.connection.close()  # removes its log by name, so the new file may have that name only from here on
+        self._database = self._writer = None
+        if not self.path.exists():
+            copy.rename(self.path)
+            copy = self.path
+        logger.warning(
+            "The store '%s' was deleted or replaced while it was written. What it held is in '%s'.", self.path, copy
+        )
+        return self._begin()
 
     def _changed_elsewhere(self) -> bool:
         """Whether another connection has written since the last time that this was asked."""
@@ -155,14 +230,12 @@ class SqliteStore:
             if self._database is None or self._process != os.getpid():
                 return
             try:
-                # Back to a plain file without side files, fit for any tool and any read-only disk. While someone reads,
-                # that is refused at once: then the next writer does it.
-                self._database.execute("PRAGMA busy_timeout = 0")
-                self._database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
-                with contextlib.suppress(StoreError):
-                    self._database.execute("PRAGMA journal_mode = DELETE")
+                if self._vanished():
+                    self._rescue(self._database)
+                _fold(self._database)
             finally:
-                self._database.connection.close()
+                if self._database is not None:
+                    self._database.connection.close()
                 self._database = self._writer = None
                 self._file_lock.release()
 

@@ -55,6 +55,12 @@ class Symbols:
 
     def _add(self, text: str) -> int:
         if self._next is None:
+            if self._database.dialect.shared:
+                # Whoever was before us may have added this very name, which is seen only now.
+                self._database.take_turn("names")
+                found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (text,))
+                if found:
+                    return int(found[0][0])
             self._next = int(self._database.rows("SELECT COALESCE(MAX(id), 0) + 1 FROM symbol")[0][0])
         number, self._next = self._next, self._next + 1
         self._new.append((number, text))
@@ -65,6 +71,11 @@ class Symbols:
         if self._new:
             self._database.many("INSERT INTO symbol (id, text) VALUES (?, ?)", self._new)
             self._new = []
+
+    def begin(self) -> None:
+        """A new transaction: where others write too, they may have added names since the last one."""
+        if self._database.dialect.shared:
+            self._next = None
 
     def forget(self) -> None:
         """After a rollback, or when someone else has written: nothing known here can be trusted."""

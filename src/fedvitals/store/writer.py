@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,15 @@ from fedvitals.store.packing import block_of
 from fedvitals.store.symbols import Symbols
 
 Family = tuple[str, str, str, int]  # run, family, layer table, number of layers
+ROUNDS_REMEMBERED = 1000  # whose times are known without asking; a run of any length must fit into memory
 
 
 class Writer:
-    """The one writer of a database, and what it remembers between two batches."""
+    """Who writes a database, and what it remembers between two batches.
+
+    Where several processes may write at once (`dialect.shared`), each run is written by one batch at a time, names are
+    added in turns, and whatever another writer may have changed is read again in each transaction.
+    """
 
     def __init__(self, database: Database, changed_elsewhere: Callable[[], bool]) -> None:
         self._database = database
@@ -42,23 +47,27 @@ class Writer:
         """Store what is new of the batch, all or nothing."""
         rows.check(records)
         due: set[Family] = set()
-        self._transaction(partial(self._ingest, records, due))
+        self._transaction({run_of(record) for record in records}, partial(self._ingest, records, due))
         for key in due:
             # Each merge is a transaction of its own: a reader sees the blocks before or after it, never both.
             while key in self._pending and (taken := self._pending[key].take()):
-                self._transaction(partial(compaction.compact, self._database, key[1], taken))
+                self._transaction({key[0]}, partial(compaction.compact, self._database, key[1], taken))
 
-    def _transaction(self, work: Callable[[], None]) -> None:
-        self._database.execute(self._database.dialect.begin)
+    def _transaction(self, runs: Iterable[str], work: Callable[[], None]) -> None:
         try:
+            self._database.execute(self._database.dialect.begin)
             if self._changed_elsewhere():
                 self._forget()
+            if self._database.dialect.shared:
+                for run in sorted(runs):  # in one order, so that two never wait for each other
+                    self._database.take_turn(f"run {run}")
+                self._delivered.forget()
+                self._symbols.begin()
             work()
             self._database.execute("COMMIT")
         except BaseException:
             self._forget()  # memory and tables must agree again, whatever went wrong
-            if self._database.connection.in_transaction:
-                self._database.execute("ROLLBACK")
+            self._database.rollback()
             raise
 
     def _ingest(self, records: Sequence[Record], due: set[Family]) -> None:
@@ -99,6 +108,7 @@ class Writer:
             return
         self._tables.add(table.digest)
         number = self._symbols.number(table.digest)
+        self._database.take_turn("names")
         if self._database.rows("SELECT id FROM layer_table WHERE id = ?", (number,)):
             return
         self._database.execute("INSERT INTO layer_table (id, rows) VALUES (?, ?)", (number, table.rows))
@@ -122,19 +132,23 @@ class Writer:
         return due
 
     def _write_block(self, key: Family, same: list[LayerStats], round_: int | None) -> tuple[int, int | None, int]:
-        if self._arrival is None:
-            self._arrival = int(self._database.rows("SELECT COALESCE(MAX(arrival), 0) FROM layer_block")[0][0])
-        self._arrival += 1
+        arrival = self._next_arrival()
         entries, numbers = block_of(same, self._symbols.number)
         blob = numbers.astype("<f4", copy=False).tobytes()
         run, family, table, layers = key
         names = [self._symbols.number(name) for name in (run, family, table)]
         first, last = compaction.rounds_of(entries)
-        compaction.insert_block(self._database, (self._arrival, *names, layers, len(same), first, last), entries)
-        self._database.execute(
-            "INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, -1, ?)", (self._arrival, blob)
-        )
-        return self._arrival, round_, len(blob)
+        compaction.insert_block(self._database, (arrival, *names, layers, len(same), first, last), entries)
+        self._database.execute("INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, -1, ?)", (arrival, blob))
+        return arrival, round_, len(blob)
+
+    def _next_arrival(self) -> int:
+        if self._database.dialect.next_block:
+            return int(self._database.rows(self._database.dialect.next_block)[0][0])
+        if self._arrival is None:
+            self._arrival = int(self._database.rows("SELECT COALESCE(MAX(arrival), 0) FROM layer_block")[0][0])
+        self._arrival += 1
+        return self._arrival
 
     def _pending_of(self, key: Family) -> compaction.Pending:
         pending = self._pending.get(key)
@@ -170,7 +184,8 @@ class Writer:
 
     def _note_round(self, key: tuple[str, int], span: tuple[float, float]) -> None:
         place = (self._symbols.number(key[0]), key[1])
-        known = self._rounds.get(key)
+        # Another writer may have widened it, which is why a shared database is asked each time.
+        known = None if self._database.dialect.shared else self._rounds.get(key)
         if known is None:
             found = self._database.rows("SELECT first, last FROM run_round WHERE run = ? AND round = ?", place)
             known = found[0] if found else (math.inf, -math.inf)
@@ -182,3 +197,5 @@ class Writer:
                 (*place, *wider),
             )
         self._rounds[key] = wider
+        if len(self._rounds) > ROUNDS_REMEMBERED:
+            del self._rounds[next(iter(self._rounds))]

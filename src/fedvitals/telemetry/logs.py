@@ -25,6 +25,7 @@ OURS = "fedvitals"  # loggers whose lines never become events, and the name of t
 
 # What every log record has; the rest came in through `extra`.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+RESERVED = frozenset({"logger", "file", "exception", "exception_message", "traceback"})  # what we write of each line
 LEVELS = (
     (logging.CRITICAL, "critical"),
     (logging.ERROR, "error"),
@@ -60,14 +61,12 @@ class EventHandler(logging.Handler):
         *,
         fallback: Callable[[], Scope | None] | None = None,
         run: str | None = None,
-        tracebacks: bool = False,
         level: int | str = logging.NOTSET,
     ) -> None:
         super().__init__(level)
         self._hand_over = emit
         self._fallback = fallback
         self._run = run
-        self._tracebacks = tracebacks
         self._busy = threading.local()
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -85,15 +84,15 @@ class EventHandler(logging.Handler):
         try:
             scope = current.get() or (self._fallback() if self._fallback is not None else None)
             if scope is not None and self._run in (None, scope.run):
-                self._hand_over(event_of(record, scope, tracebacks=self._tracebacks))
+                self._hand_over(event_of(record, scope))
         except Exception:  # noqa: BLE001 - a log line must never stop training
             self.handleError(record)
         finally:
             self._busy.now = False
 
 
-def event_of(record: logging.LogRecord, scope: Scope, *, tracebacks: bool = False) -> Event:
-    """The log record as an Event at the scope's coordinates."""
+def event_of(record: logging.LogRecord, scope: Scope) -> Event:
+    """The log record as an Event at the scope's coordinates; what of it may be told is for `privacy` to say."""
     return Event(
         Where(scope.run, scope.round, scope.node, group=scope.group),
         record.created,
@@ -104,7 +103,7 @@ def event_of(record: logging.LogRecord, scope: Scope, *, tracebacks: bool = Fals
             **_extra(record),
             "logger": record.name,
             "file": f"{record.filename}:{record.lineno}",
-            **_exception(record, tracebacks=tracebacks),
+            **_exception(record),
         },
     )
 
@@ -121,7 +120,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "file": f"{record.filename}:{record.lineno}",
             "message": _message(record),
-            **_exception(record, tracebacks=True),
+            **_exception(record),
         }
         if scope is not None:
             line |= {"run": scope.run, "round": scope.round, "node": scope.node}
@@ -141,7 +140,7 @@ class HumanFormatter(logging.Formatter):
         line = (
             f"{clock} {level_name(record.levelno):<8} {where + '  ' if where else ''}{record.name}: {_message(record)}"
         )
-        text = _exception(record, tracebacks=True).get("traceback")
+        text = _exception(record).get("traceback")
         return f"{line}\n{text.rstrip()}" if text else line
 
 
@@ -200,15 +199,17 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
         except (TypeError, ValueError, RecursionError):
             continue
         if len(text) <= MESSAGE_BYTES:
-            fields[bounded(name)] = bounded(value) if isinstance(value, str) else json_format.loads(text)
+            key = f"extra.{name}" if name in RESERVED else bounded(name)
+            fields[key] = bounded(value) if isinstance(value, str) else json_format.loads(text)
     return fields
 
 
-def _exception(record: logging.LogRecord, *, tracebacks: bool) -> dict[str, str]:
+def _exception(record: logging.LogRecord) -> dict[str, str]:
     kind, error, _ = record.exc_info or (None, None, None)
     if kind is None or error is None:
         return {}
-    fields = {"exception": kind.__name__, "exception_message": bounded(_text(error))}
-    if tracebacks:
-        fields["traceback"] = bounded("".join(traceback.format_exception(error)), TRACEBACK_BYTES)
-    return fields
+    return {
+        "exception": kind.__name__,
+        "exception_message": bounded(_text(error)),
+        "traceback": bounded("".join(traceback.format_exception(error)), TRACEBACK_BYTES),
+    }

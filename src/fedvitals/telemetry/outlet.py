@@ -8,34 +8,42 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedvitals.catalog import level_of
 from fedvitals.protocols import Sink
-from fedvitals.records import Record, Run, stamped
+from fedvitals.records import Record, stamped
+from fedvitals.telemetry.privacy import Policy, released
 from fedvitals.telemetry.queue import Queue
 
-SERVER_NODES = (None, "server")
 SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
 
 
 class Outlet:
     """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own."""
 
-    def __init__(self, sinks: Sequence[Sink], *, privacy: int, spill: Path | None, strict: bool) -> None:
-        self._privacy = privacy
+    def __init__(self, sinks: Sequence[Sink], *, policy: Policy, spill: Path | None, strict: bool) -> None:
+        self._policy = policy
         self._sequence = itertools.count()
         self._queues = [
             Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(sinks)
         ]
 
-    def emit(self, record: Record) -> None:
-        """Never waits, never raises. What the privacy level forbids goes no further than this line."""
-        if self._privacy < 3 and not isinstance(record, Run):
-            about_client = record.where.node not in SERVER_NODES
-            if about_client and level_of(record) > self._privacy:
-                return
-        record = stamped(record, SOURCE, next(self._sequence))
+    def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:
+        """Never waits, never raises. What the privacy level forbids goes no further than the first line.
+
+        `held`: this process writes the store, so it is where the updates come together.
+        """
+        passed = released(record, self._policy, clients=clients, stray=stray, held=True)
+        if passed is None:
+            return
+        passed = stamped(passed, SOURCE, next(self._sequence))
         for queue in self._queues:
-            queue.put(record)
+            queue.put(passed)
+
+    def admit(self, record: Record) -> None:
+        """A record of another process: held against the level once more, queued with the identity that it has."""
+        passed = released(record, self._policy, held=True)
+        if passed is not None:
+            for queue in self._queues:
+                queue.put(passed)
 
     @property
     def lost(self) -> int:

@@ -51,10 +51,8 @@ class Recorder:
     def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         self.emit(Event(where(scope), time.time(), level, name, message, data or {}))
 
-    def exception(self, scope: Scope, name: str, error: BaseException, *, details: bool) -> None:
-        """An exception as an event; its words and its traceback only where the privacy level allows (`details`)."""
+    def exception(self, scope: Scope, name: str, error: BaseException) -> None:
+        """An exception as an event."""
         kind = type(error).__name__
-        data: dict[str, Any] = {"exception": kind}
-        if details:
-            data["traceback"] = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
-        self.event(scope, "error", name, f"{kind}: {error}"[:1000] if details else kind, data)
+        trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+        self.event(scope, "error", name, f"{kind}: {error}"[:1000], {"exception": kind, "traceback": trace})

@@ -173,6 +173,16 @@ def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
                 path.unlink()
 
 
+def leftover(folder: Path) -> list[Path]:
+    """The files that `drain_spill` would take: those whose queue is no more."""
+    found = []
+    for path in sorted(Path(folder).glob("spill-*.jsonl")):
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            _lock(file)
+            found.append(path)
+    return found
+
+
 def readmit(folder: Path, sink: Sink) -> None:
     """Give a sink what earlier processes could not; a file goes once its last record is written."""
     for record in drain_spill(folder):

@@ -21,6 +21,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Record, Span, Where
 from fedvitals.scope import Scope, current
 from fedvitals.telemetry.logs import bounded
+from fedvitals.telemetry.privacy import WRITTEN_BY_TIMED
 
 logger = logging.getLogger("fedvitals.telemetry")
 
@@ -64,7 +65,7 @@ class Timed:
 
     def __init__(self, name: str | None, attributes: dict[str, Any]) -> None:
         self.name = name or "block"
-        self.attributes = attributes
+        self.attributes = {f"own.{key}" if key in WRITTEN_BY_TIMED else key: attributes[key] for key in attributes}
         self._named = name is not None
         # One entry per `with` that is open, so that one object may be entered again inside itself.
         self._open: list[_Block] = []
@@ -148,8 +149,9 @@ class _Block:
 def _emit(scope: Scope, record: Record) -> None:
     try:
         scope.emit(record)
-    except Exception:  # the user's own exception, if any, must get through
-        logger.exception("A %s could not be handed over.", type(record).__name__)
+    except Exception as problem:  # noqa: BLE001 - the user's own exception, if any, must get through
+        # Without a traceback: that would show the user's exception, too, whose words are not ours to tell.
+        logger.warning("A %s could not be handed over: %s.", type(record).__name__, type(problem).__name__)
 
 
 def _text(error: BaseException) -> str:

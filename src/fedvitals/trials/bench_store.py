@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -17,7 +18,7 @@ import numpy as np
 
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Record, Run, Where
 from fedvitals.stats import empty_sums
-from fedvitals.store import open_reader, queries
+from fedvitals.store import PostgresStore, open_reader, queries, retention
 from fedvitals.store.memory import MemoryStore
 from fedvitals.store.sqlite import SqliteStore
 
@@ -70,7 +71,7 @@ def _seconds(work: Callable[[], Any], times: int) -> float:
     return statistics.median(taken)
 
 
-def _ingest(store: SqliteStore | MemoryStore, batches: list[list[Record]]) -> float:
+def _ingest(store: SqliteStore | PostgresStore | MemoryStore, batches: list[list[Record]]) -> float:
     """Batches a second."""
     store.write([RUN])
     begin = time.perf_counter()
@@ -84,7 +85,7 @@ def _row(what: str, value: float, unit: str, bar: float | None = None, *, at_lea
     return {"what": what, "value": round(value, 2), "unit": unit, "bar": bar, "met": met}
 
 
-def _reads(path: Path, rounds: int, times: int) -> Iterator[dict[str, Any]]:
+def _reads(path: Path | str, rounds: int, times: int) -> Iterator[dict[str, Any]]:
     def matrix() -> None:
         with open_reader(path) as reader:
             queries.layer_matrix(reader, "bench", "gradient", "l2", "layer7.weight")
@@ -101,7 +102,7 @@ def _reads(path: Path, rounds: int, times: int) -> Iterator[dict[str, Any]]:
     yield _row("a round long ago, all layers", 1e3 * _seconds(round_of(rounds // 3), times), "ms")
 
 
-def _scalar_reads(path: Path, rounds: int, times: int) -> Iterator[dict[str, Any]]:
+def _scalar_reads(path: Path | str, rounds: int, times: int) -> Iterator[dict[str, Any]]:
     def ask(question: Callable[[Any], Any]) -> Callable[[], None]:
         def read() -> None:
             with open_reader(path) as reader:
@@ -146,4 +147,25 @@ def bench_store(quick: bool = False) -> list[dict[str, Any]]:
             found.append(_row(f"metrics, a commit each {CLIENTS * METRICS}", rate / 1e3, "k rows/s", 50, at_least=True))
         found.append(_row("file, bytes a metric", path.stat().st_size / (len(scalars) * CLIENTS * METRICS), "bytes"))
         found += _scalar_reads(path, rounds // 10, times)
-    return found
+    server = os.environ.get("FEDVITALS_BENCH_POSTGRES")
+    return [*found, *_postgres(server, rounds, times)] if server else found
+
+
+def _postgres(url: str, rounds: int, times: int) -> list[dict[str, Any]]:
+    """The same without bars, in a database that is named for it; the run «bench» there is deleted before and after."""
+    found = []
+    with PostgresStore(url) as store:
+        store.write([RUN])
+    for batches, what in ((list(_rounds(rounds)), "statistics"), (list(_scalars(rounds // 10)), "metrics")):
+        retention.delete(url, ["bench"])
+        with PostgresStore(url) as store:
+            rate = _ingest(store, batches)
+        if what == "statistics":
+            found.append(_row("PostgreSQL: layer statistics, a commit a round", rate, "rounds/s"))
+            found += _reads(url, rounds, times)
+        else:
+            found.append(_row("metrics, a commit a round", rate * CLIENTS * METRICS / 1e3, "k rows/s"))
+            found += _scalar_reads(url, rounds // 10, times)
+    retention.delete(url, ["bench"])
+    return [{**row, "what": f"PostgreSQL: {row['what'].removeprefix('PostgreSQL: ')}", "bar": None, "met": None}
+            for row in found]  # fmt: skip

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals doctor`: is this store sound, is this installation whole, and what can be mended."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import sqlite3
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fedvitals import __version__
+from fedvitals.cli.options import json_option, print_json
+from fedvitals.errors import StoreError
+
+if TYPE_CHECKING:
+    from fedvitals.store.doctor import Sign
+
+# What each extra is recognised by.
+EXTRAS = {
+    "torch": "torch",
+    "kernel": "llvmlite",
+    "lab": "sklearn",
+    "dashboard": "starlette",
+    "postgres": "psycopg",
+    "otel": "opentelemetry",
+    "prometheus": "prometheus_client",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "flower": "flwr",
+    "system": "psutil",
+    "parquet": "pyarrow",
+    "plots": "plotly",
+}
+WAL_RESET_FIXED = (3, 51, 3)
+COLOURS = {"fine": "green", "note": "yellow", "trouble": "red"}
+
+
+@click.command()
+@click.argument("store", required=False)
+@click.option("--mend", is_flag=True, help="Repair what can be repaired. Nothing that can be read is deleted.")
+@json_option
+def command(store: str | None, mend: bool, as_json: bool) -> None:
+    """Examine this installation and a store, and say what is wrong with them. Exit code 1: something is.
+
+    STORE is a file or postgresql://...; without it, the store is the default one, if there is one.
+    """
+    from fedvitals.store import store_target
+    from fedvitals.store.doctor import examine
+
+    where = store_target(store)
+    here = environment()
+    done: list[str] = []
+    signs: list[Sign] = []
+    if store is not None or isinstance(where, str) or where.exists():
+        if isinstance(where, Path) and not where.exists():
+            raise StoreError(f"There is no store '{where}'. Name another, or none to examine this installation alone.")
+        if mend:
+            done = _mend(where)
+        signs = [*examine(where), *_spilled(store)]
+    trouble = any(sign.state == "trouble" for sign in (*here, *signs))
+    if as_json:
+        print_json("doctor", {"environment": here, "store": signs, "mended": done, "trouble": trouble})
+    else:
+        _print(here, signs, done, mend=mend)
+    if trouble:
+        sys.exit(1)
+
+
+def _mend(where: Path | str) -> list[str]:
+    from fedvitals.store import open_store, spill_folder
+    from fedvitals.store.mending import mend
+    from fedvitals.telemetry.spill import leftover, readmit
+
+    done = mend(where)
+    folder = spill_folder(where)
+    files = leftover(folder)
+    if files and not any("Saved what could be read" in line for line in done):
+        with open_store(where) as sink:
+            readmit(folder, sink)
+        done.append(f"Took back what {len(files)} files in {folder} had kept for the store.")
+    return done
+
+
+def _spilled(store: str | None) -> list[Sign]:
+    from fedvitals.store import spill_folder
+    from fedvitals.store.doctor import Sign
+    from fedvitals.telemetry.spill import leftover
+
+    folder = spill_folder(store)
+    files = leftover(folder)
+    if not files:
+        return [Sign("spilled", "fine", "nothing waits beside the store")]
+    return [
+        Sign(
+            "spilled",
+            "note",
+            f"{len(files)} files in {folder} wait to be taken back: the next training does, or --mend",
+        )
+    ]
+
+
+def environment() -> list[Sign]:
+    """What fedvitals runs on here."""
+    from fedvitals.store.doctor import Sign
+
+    signs = [Sign("fedvitals", "fine", f"{__version__}, Python {platform.python_version()}, numpy {_version('numpy')}")]
+    torch = importlib.util.find_spec("torch") is not None
+    if torch:
+        from fedvitals.kernels import backend
+
+        signs.append(Sign("torch", "fine", _version("torch")))
+        kernel = backend()
+        signs.append(Sign("kernel", "fine" if kernel.name == "llvm" else "note", str(kernel)))
+    signs.append(_sqlite())
+    missing = [extra for extra, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
+    there = [extra for extra in EXTRAS if extra not in missing]
+    signs.append(Sign("extras", "fine", f"installed: {', '.join(there) or 'none'}"))
+    if missing:
+        line = f"pip install 'fedvitals[{missing[0]}]'"
+        signs.append(Sign("extras", "fine", f"not installed: {', '.join(missing)}; for example  {line}"))
+    return signs
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _sqlite() -> Sign:
+    from fedvitals.store.doctor import Sign
+
+    version = sqlite3.sqlite_version
+    if sqlite3.sqlite_version_info >= WAL_RESET_FIXED:
+        return Sign("sqlite", "fine", version)
+    return Sign(
+        "sqlite",
+        "note",
+        f"{version}; before 3.51.3 a file can be damaged when two connections write or fold in the log at the same "
+        "moment. fedvitals writes through one, so this concerns only other programs that write to the same file",
+    )
+
+
+def _print(here: list[Sign], signs: list[Sign], done: list[str], *, mend: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedvitals.cli.screen import shown
+
+    console = Console(highlight=False)
+    for title, group in (("This installation", here), ("The store", signs)):
+        if not group:
+            continue
+        table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left")
+        for sign in group:
+            table.add_row(sign.what, f"[{COLOURS[sign.state]}]{sign.state}[/]", shown(sign.said))
+        console.print(table, "")
+    for line in done:
+        console.print(f"Mended: {shown(line)}", soft_wrap=True)
+    if mend and not done:
+        console.print("There was nothing to mend.")
+    if not signs:
+        console.print("No store here; name one to have it examined:  fedvitals doctor runs.db")
+    elif not mend and any(sign.state == "trouble" for sign in signs):
+        console.print("`fedvitals doctor STORE --mend` repairs what can be repaired.")

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a store, in words, without changing anything; `mending` is for the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedvitals.errors import FedvitalsError
+from fedvitals.stats import FAMILIES
+from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.postgres import read_postgres
+from fedvitals.store.schema import TABLES, VERSION
+from fedvitals.store.sqlite import check_file, check_version
+
+if sys.platform != "win32":
+    import fcntl
+
+WAL_BYTES = 256 << 20  # a log beyond this is folded in by nobody
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """One thing that was looked at."""
+
+    what: str
+    state: str  # "fine", "note" or "trouble"
+    said: str
+
+
+def examine(where: Path | str) -> list[Sign]:
+    """Everything that can be seen of a store, in the order in which it matters."""
+    try:
+        if isinstance(where, str):
+            with contextlib.closing(read_postgres(where)) as reader:
+                return [_version(reader.database), *_content(reader.database, written=True)]
+        return _examine_file(where)
+    except (FedvitalsError, sqlite3.Error) as error:
+        return [Sign("store", "trouble", str(error))]
+
+
+def _examine_file(path: Path) -> list[Sign]:
+    if not path.exists():
+        return [Sign("store", "trouble", f"There is no store '{path}'.")]
+    check_file(path)
+    owner = writing_process(path)
+    with contextlib.closing(open_read_only(path)) as connection:
+        database = Database(connection, SQLITE, str(path))
+        sound = integrity(database)
+        signs = [_file(path, sound), _lock(path, owner), _log(path, owner)]
+        if sound:
+            return signs
+        return [*signs, _version(database), *_content(database, written=owner is not None)]
+
+
+def open_read_only(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10, isolation_level=None)
+
+
+def integrity(database: Database) -> list[str]:
+    """What SQLite finds wrong with the file itself; [] when nothing."""
+    try:
+        found = [str(row[0]) for row in database.rows("PRAGMA integrity_check(20)")]
+    except FedvitalsError as error:
+        return [str(error)]
+    return [] if found == ["ok"] else found
+
+
+def _file(path: Path, wrong: list[str]) -> Sign:
+    size = f"{path.stat().st_size / 1e6:.1f} MB"
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return Sign("file", "trouble", f"{size}, damaged: {' '.join(wrong[0].split())}{more}")
+    return Sign("file", "fine", f"{size}, sound")
+
+
+def writing_process(path: Path) -> str | None:
+    """Who holds the store's lock; None when nobody does."""
+    lock = path.with_name(path.name + ".lock")
+    if sys.platform == "win32" or not lock.exists():
+        return None
+    with lock.open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return os.pread(file.fileno(), 32, 0).decode(errors="replace").strip() or "unknown"
+    return None
+
+
+def _lock(path: Path, owner: str | None) -> Sign:
+    if owner is not None:
+        return Sign("writer", "fine", f"process {owner} writes it")
+    if path.with_name(path.name + ".lock").exists():
+        return Sign(
+            "writer", "note", "nobody; the lock of a process that was killed lies beside it, which harms nothing"
+        )
+    return Sign("writer", "fine", "nobody writes it")
+
+
+def _log(path: Path, owner: str | None) -> Sign:
+    log = path.with_name(path.name + "-wal")
+    size = log.stat().st_size if log.exists() else 0
+    if not size:
+        return Sign("log", "fine", "folded into the file")
+    said = f"{size / 1e6:.1f} MB in {log.name}"
+    if owner is None:
+        return Sign("log", "note", f"{said}, left by a process that was killed; it belongs to the store")
+    state = "note" if size > WAL_BYTES else "fine"
+    return Sign(
+        "log", state, said + (": a reader that never ends keeps it from being folded in" if state != "fine" else "")
+    )
+
+
+def _version(database: Database) -> Sign:
+    version = check_version(database) if database.dialect.name == "sqlite" else VERSION
+    if version < VERSION:
+        return Sign("schema", "note", f"version {version}; the next training brings it to {VERSION}")
+    return Sign("schema", "fine", f"version {version}")
+
+
+def _content(database: Database, *, written: bool) -> list[Sign]:
+    return [_symbols(database), _delivered(database), _blobs(database), *_runs(database, written=written)]
+
+
+def nameless(database: Database) -> list[int]:
+    """Numbers that stand for a name which the store does not have."""
+    found: set[int] = set()
+    for table in TABLES:
+        for column in table.columns:
+            if column.type == "symbol":
+                found |= {
+                    row[0]
+                    for row in database.rows(
+                        f'SELECT DISTINCT t."{column.name}" FROM {table.name} AS t WHERE t."{column.name}" IS NOT NULL '  # noqa: S608
+                        f'AND NOT EXISTS (SELECT 1 FROM symbol AS s WHERE s.id = t."{column.name}")'
+                    )
+                }
+    return sorted(found)
+
+
+def _symbols(database: Database) -> Sign:
+    lost = nameless(database)
+    if lost:
+        return Sign("names", "trouble", f"{len(lost)} numbers stand for names that are not in the store")
+    ((count,),) = database.rows("SELECT COUNT(*) FROM symbol")
+    return Sign("names", "fine", f"{count}, all there")
+
+
+def overlapping(database: Database) -> list[tuple[int, int]]:
+    """Run and source whose intervals of delivered records are not as they should be."""
+    return [
+        (run, source)
+        for run, source in database.rows(
+            "SELECT DISTINCT a.run, a.source FROM delivered AS a LEFT JOIN delivered AS b "
+            "ON b.run = a.run AND b.source = a.source AND b.first > a.first AND b.first <= a.last + 1 "
+            "WHERE a.last < a.first OR b.first IS NOT NULL"
+        )
+    ]
+
+
+def _delivered(database: Database) -> Sign:
+    wrong = overlapping(database)
+    if wrong:
+        return Sign("identity", "trouble", f"what was delivered is muddled for {len(wrong)} sources")
+    ((intervals,),) = database.rows("SELECT COUNT(*) FROM delivered")
+    return Sign("identity", "fine", f"{intervals} intervals of delivered records, none overlapping")
+
+
+def broken_blocks(database: Database) -> list[int]:
+    """Blocks of layer statistics whose numbers or coordinates are not of the size that they say."""
+    broken: set[int] = set()
+    blocks: dict[int, tuple[str, int, int]] = {}
+    for arrival, family, layers, entries, coordinates, details in database.rows(
+        "SELECT b.arrival, s.text, b.layers, b.entries, LENGTH(b.coordinates), LENGTH(b.details) "
+        "FROM layer_block AS b LEFT JOIN symbol AS s ON s.id = b.family"
+    ):
+        if family in FAMILIES and (coordinates, details) == (20 * entries, 28 * entries):
+            blocks[arrival] = (family, layers, entries)
+        else:
+            broken.add(arrival)
+    held: dict[int, int] = {}
+    for block, layer, size in database.rows("SELECT block, layer, LENGTH(numbers) FROM layer_matrix"):
+        if block not in blocks:
+            broken.add(block)
+            continue
+        family, layers, entries = blocks[block]
+        rows = layers if layer < 0 else 1
+        held[block] = held.get(block, 0) + rows
+        if size != 4 * len(FAMILIES[family].columns) * entries * rows:
+            broken.add(block)
+    broken |= {arrival for arrival, (_, layers, _) in blocks.items() if held.get(arrival) != layers}
+    return sorted(broken)
+
+
+def _blobs(database: Database) -> Sign:
+    broken = broken_blocks(database)
+    if broken:
+        return Sign("statistics", "trouble", f"{len(broken)} blocks of layer statistics cannot be unpacked")
+    ((blocks, entries),) = database.rows("SELECT COUNT(*), COALESCE(SUM(entries), 0) FROM layer_block")
+    return Sign("statistics", "fine", f"{entries} matrices in {blocks} blocks")
+
+
+def unfinished(database: Database) -> list[str]:
+    return [
+        str(row[0])
+        for row in database.rows(
+            "SELECT s.text FROM run AS r JOIN symbol AS s ON s.id = r.id WHERE r.finished IS NULL ORDER BY s.text"
+        )
+    ]
+
+
+def _runs(database: Database, *, written: bool) -> list[Sign]:
+    ((count,),) = database.rows("SELECT COUNT(*) FROM run")
+    ends = unfinished(database)
+    signs = [Sign("runs", "fine", f"{count}, {len(ends)} of them open")]
+    if ends and not written:
+        named = ", ".join(ends[:3]) + (", ..." if len(ends) > 3 else "")
+        signs.append(Sign("runs", "note", f"without an end, and nobody writes: killed ({named})"))
+    ((strays,),) = database.rows(
+        "SELECT COUNT(*) FROM (SELECT DISTINCT run FROM run_round) AS d WHERE run NOT IN (SELECT id FROM run)"
+    )
+    if strays:
+        signs.append(
+            Sign("runs", "note", f"{strays} runs have records but no description; `fedvitals query` shows them")
+        )
+    return signs

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store opened to be mended or cleared up, whichever database it is in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedvitals.store.dialect import Database
+from fedvitals.store.postgres import maintain_postgres
+from fedvitals.store.sqlite import maintain_sqlite
+
+
+@contextlib.contextmanager
+def upkeep(where: Path | str) -> Iterator[Database]:
+    """A connection that may change the store; a file is closed to every other writer meanwhile."""
+    with maintain_postgres(where) if isinstance(where, str) else maintain_sqlite(where) as database:
+        yield database
+
+
+@contextlib.contextmanager
+def transaction(database: Database) -> Iterator[None]:
+    database.execute(database.dialect.begin)
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        database.rollback()
+        raise

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: what may leave a client. `released` is asked once, where a record leaves a client's scope.
+
+| level | may leave a client |
+| --- | --- |
+| 0 | timings, bytes, counts, liveness, error class |
+| 1 | also sums over at least k clients, where there is someone to sum; elsewhere as 0 |
+| 2 | also scalars of one client: loss, norms, sample count, what the user logs |
+| 3 | also statistics of layers, histograms, sketches, labels; a client's words; tracebacks by a switch of their own |
+| 4 | also tensors on the tape |
+
+Which level a metric or family needs stands in `catalog`. In doubt a record counts as a client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedvitals.catalog import from_update, level_of
+from fedvitals.errors import ConfigError
+from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record, Run, Sketch, Span, Transfer
+from fedvitals.stats import (
+    COUNT,
+    FAMILIES,
+    HEALTH_COLUMNS,
+    HISTOGRAM_COLUMNS,
+    INFS,
+    NANS,
+    STATISTICS,
+    STEP_COLUMNS,
+    SUM,
+    SUM_MAGNITUDES,
+    SUM_SQUARES,
+    ZEROS,
+)
+
+LEAST_CLIENTS = 10  # whose sum may be told from level 1 on
+SUMS, SCALARS, WORDS = 1, 2, 3  # levels
+SERVER = (None, "server")
+TRUSTED_HOSTS = ("torch", "lab")  # everything in one process, its own; any other host is a deployment
+
+# Columns of a family that add up. The rest, a smallest or a largest value, is one client's own: no sum may hide it.
+ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
+    STATISTICS: (COUNT, SUM, SUM_SQUARES, SUM_MAGNITUDES, ZEROS, NANS, INFS),
+    STEP_COLUMNS: (0, 1),
+    HISTOGRAM_COLUMNS: range(len(HISTOGRAM_COLUMNS)),
+    HEALTH_COLUMNS: range(len(HEALTH_COLUMNS)),
+}
+
+# What is left of an event without its words. Nobody but us can write these keys: see `logs` and `timing`.
+LEFT: Mapping[str, tuple[str, ...]] = {
+    "log": ("logger", "exception"),
+    "exception": ("block", "error", "trace", "span"),
+    "monitor.error": ("doing", "exception"),
+    "client.failed": ("exception",),
+    "edge.failed": ("exception",),
+    "round.failed": ("exception",),
+}
+LEFT_OF_SPANS = ("error", "failed")
+WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
+OUR_WORDS = ("budget", "updates.approximate", "round.unclosed", "worker.lost")  # events that quote nobody
+PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
+TROUBLE = ("warning", "error", "critical")
+OPEN = frozenset({Metric, LayerStats, Span, Sketch, Transfer})  # from level 3 on; spares nearly all records the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What was chosen for a run; it goes along to every process that makes records."""
+
+    level: int = 3
+    cohort: int = LEAST_CLIENTS
+    tracebacks: bool = True
+
+
+def policy_for(
+    host: str, level: int | None = None, cohort: int = LEAST_CLIENTS, tracebacks: bool | None = None
+) -> Policy:
+    """The policy of a run: what the user chose, else level 3 with tracebacks at home and 2 without in a deployment."""
+    at_home = host in TRUSTED_HOSTS
+    level = (3 if at_home else 2) if level is None else level
+    if isinstance(level, bool) or level not in range(5):
+        raise ConfigError(f"privacy= is a level from 0 to 4, got {level!r}. See docs/metrics.md, «Privacy».")
+    if isinstance(cohort, bool) or not isinstance(cohort, int) or cohort < 2:
+        raise ConfigError(f"cohort= is the least number of clients in a sum, 2 or more; got {cohort!r}.")
+    return Policy(level, cohort, at_home if tracebacks is None else bool(tracebacks))
+
+
+def described_policy(policy: Policy) -> dict[str, Any]:
+    """As it stands in the run's config."""
+    return {"privacy": policy.level, "cohort": policy.cohort, "tracebacks": policy.tracebacks}
+
+
+def released(
+    record: Record, policy: Policy, *, clients: int | None = None, stray: bool = False, held: bool = False
+) -> Record | None:
+    """The record, a copy with less in it, or None: as much of it as may leave.
+
+    `clients`: how many a sum speaks for (None: it is no sum). `stray`: it says «server», but a client's code may have
+    made it. `held`: whoever takes the record holds the clients' updates themselves. What a server computes from updates
+    that it was sent anyway is not telemetry, and keeping it from the store would protect nobody.
+    """
+    # Findings and actions come of what has passed already.
+    if (policy.level >= WORDS and type(record) in OPEN) or isinstance(record, Run | Transfer | Finding | Action):
+        return record
+    # Edges count as clients: they are sites of their own, and a name alone does not tell them apart.
+    about_client = stray or record.where.node not in SERVER
+    if isinstance(record, Event):
+        return _event(record, policy, about_client=about_client)
+    if isinstance(record, Span):
+        return _span(record, policy, about_client=about_client)
+    if policy.level >= level_of(record) or (held and from_update(record)):
+        return record
+    if clients is not None:
+        return _adding(record) if policy.level >= SUMS and clients >= policy.cohort else None
+    return None if about_client else record
+
+
+def _event(record: Event, policy: Policy, *, about_client: bool) -> Event | None:
+    data = record.data
+    if policy.level >= WORDS:
+        return record if policy.tracebacks or "traceback" not in data else _without(record, ("traceback",))
+    if not about_client and record.name not in PASSING_ON:
+        # The server's own words pass; those of an exception, never: it may have come through from a client.
+        return _without(record, ("traceback", "exception_message")) if record.name == "log" else record
+    if record.name in OUR_WORDS:
+        return record
+    if level_of(record) > policy.level or (record.name == "log" and record.level not in TROUBLE):
+        return None
+    left = {key: data[key] for key in LEFT.get(record.name, ()) if key in data}
+    named = [str(left[key]) for key in ("doing", "block", "logger", "exception", "error") if key in left]
+    message = f"{': '.join(named) or record.name} (its words need privacy level {WORDS})"
+    return replace(record, message=message, data=left)
+
+
+def _span(record: Span, policy: Policy, *, about_client: bool) -> Span:
+    attributes = record.attributes
+    if policy.level >= WORDS or not attributes:
+        return record
+    if about_client:
+        return replace(record, attributes={key: attributes[key] for key in LEFT_OF_SPANS if key in attributes})
+    return record if "message" not in attributes else replace(record, attributes=_less(attributes, ("message",)))
+
+
+def _adding(record: Record) -> Record | None:
+    """The part of a sum over clients that is a sum."""
+    if isinstance(record, LayerStats):
+        matrix = np.full_like(record.matrix, np.nan)
+        columns = list(ADDING.get(FAMILIES[record.family].columns, ()))
+        matrix[:, columns] = record.matrix[:, columns]
+        return replace(record, matrix=matrix)
+    return record if isinstance(record, Metric) else None
+
+
+def _without(event: Event, keys: tuple[str, ...]) -> Event:
+    return replace(event, data=_less(event.data, keys)) if any(key in event.data for key in keys) else event
+
+
+def _less(fields: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in keys}
