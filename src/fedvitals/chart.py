@@ -41,6 +41,7 @@ from fedvitals.telemetry.spill import readmit
 from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
+CAUSES_REPORTED = 100  # a cause whose words differ each time must not fill the user's log
 
 LOOK_BACK = 1000  # rounds that live detectors see; a training may be longer than memory is large
 
@@ -241,7 +242,7 @@ class Chart:
             raise error
         kind = type(error).__name__
         cause = f"{doing}: {kind}: {error}"[:1000]
-        if cause in self._reported:
+        if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
             return
         self._reported.add(cause)
         place, data = where(scope or self.here()), {"doing": doing, "exception": kind}
