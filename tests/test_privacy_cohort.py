@@ -83,7 +83,13 @@ def test_k_is_chosen():
     assert speakers(cohort_run(1, {"": 3}, cohort=3)) == {None}
     assert not speakers(cohort_run(1, {"": 3}, cohort=4))
     monitor, _ = watched(cohort=4, privacy=1)
-    assert monitor.run.config["fedvitals"] == {"probes": "standard", "privacy": 1, "cohort": 4, "tracebacks": True}
+    assert monitor.run.config["fedvitals"] == {
+        "probes": "standard",
+        "detectors": 0,
+        "privacy": 1,
+        "cohort": 4,
+        "tracebacks": True,
+    }
     monitor.close()
     for wrong in (1, 0, True, 2.5):
         with pytest.raises(ConfigError, match="cohort="):

@@ -185,9 +185,9 @@ class Chart:
                 return self._outlet
             sinks: list[Sink] = [] if self._store is None else [open_store(self._store)]
             if self._detectors:
-                sinks.append(
-                    LiveDetectors(self.run.id, MemoryStore(rounds=LOOK_BACK), self._detectors, self._take_finding)
-                )
+                memory = MemoryStore(rounds=LOOK_BACK)
+                detectors = LiveDetectors(self.run.id, memory, self._detectors, self._take_finding, self.report)
+                sinks.append(detectors)
             spill = None if self._store is None else spill_folder(self._store)
             if spill is not None and spill.is_dir():
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
@@ -203,8 +203,10 @@ class Chart:
             return outlet
 
     def _take_finding(self, finding: Finding) -> None:
+        # A copy: what is emitted gets an identity. A detector knows no run, and may leave the time to us.
+        finding = replace(finding, where=replace(finding.where, run=self.run.id), at=finding.at or time.time())
         self.found.append(finding)
-        self.emit(replace(finding))  # a copy: what is emitted gets an identity, and a detector may say a thing twice
+        self.emit(finding)
 
     @property
     def lost(self) -> int:

@@ -138,7 +138,8 @@ class Clients:
             scope = self._chart.here()
             client = self._open.get(scope.node or "")
             for name, value in values.items():
-                self._chart.record.metric(scope, public_name(name), float(value))
+                number = value.detach() if isinstance(value, Tensor) else value
+                self._chart.record.metric(scope, public_name(name), float(number))
                 if client is not None:
                     client.logged.add(name)
 

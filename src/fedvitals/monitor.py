@@ -29,6 +29,7 @@ from fedvitals.catalog import public_name
 from fedvitals.chart import Chart, close_at_exit
 from fedvitals.clients import Clients
 from fedvitals.diagnosis.live import Findings
+from fedvitals.errors import ConfigError
 from fedvitals.kernels import sums
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import resolve
@@ -86,13 +87,15 @@ class Monitor:
     ) -> None:
         self._policy = policy_for(host, privacy, cohort, tracebacks)
         self._kit = Instruments(resolve(probes), update_memory)
+        if callable(detectors):
+            raise ConfigError("detectors= takes a list of functions: detectors=[my_detector].")
         self._detectors = tuple(detectors)
         described = Run(
             id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
             host=host,
             topology=topology,
-            config={**(config or {}), "fedvitals": {"probes": self._kit.preset.name, **described_policy(self._policy)}},
+            config={**(config or {}), "fedvitals": self._settings()},
             seed=seed,
         )
         self._chart = Chart(described, store, tuple(sinks), self._detectors, policy=self._policy, strict=strict)
@@ -104,6 +107,11 @@ class Monitor:
         self._arrivals = Arrivals(self._chart, self._kit, self._policy)
         self._chart.owner = self
         close_at_exit(self)
+
+    def _settings(self) -> dict[str, Any]:
+        """What the run's configuration says of us."""
+        ours = {"probes": self._kit.preset.name, "detectors": len(self._detectors)}
+        return {**ours, **described_policy(self._policy)}
 
     # -- what people write --------------------------------------------------------------------------------------------
 
@@ -154,7 +162,7 @@ class Monitor:
 
     def log(self, values: Mapping[str, float] | None = None, /, **more: float) -> None:
         """Metrics of your own, for the client or the round that is open (or was open last)."""
-        self._clients.log({**(values or {}), **more})
+        self._guard("log()", lambda: self._clients.log({**(values or {}), **more}))
 
     def findings(self) -> Findings:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""

@@ -34,7 +34,8 @@ Schedule = Callable[[Moment], bool]
 Probe = Callable[[Any], Mapping[str, Any]]
 """From a view of the model (`probes.view.View`) to numbers by name.
 
-A number or 0-d array becomes a Metric of that name; an array [layers, columns] becomes LayerStats of that family.
+A number or 0-d array becomes a Metric of that name (`user.*` unless it is in the catalogue); an array [layers, columns]
+becomes LayerStats, so its name must be a family of `stats.FAMILIES`.
 Results stay on the device they were computed on, and may have a leading axis of clients when these are stacked.
 """
 

@@ -49,9 +49,13 @@ def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None
         history = memory.history(monitor.run.id)
         accuracy = 0.0
         with _view(settings.rounds, plain=as_json or not sys.stderr.isatty()) as view:
-            for number, accuracy in federate(settings, monitor):
-                monitor.flush()
-                view.show(number, accuracy, history, clients_that_stand_out(history))
+            try:
+                for number, accuracy in federate(settings, monitor):
+                    monitor.flush()
+                    view.show(number, accuracy, history, clients_that_stand_out(history))
+            except KeyboardInterrupt:
+                click.echo(f"\nStopped; what was measured is kept: fedvitals show {monitor.run.id}", err=True)
+                raise
         standing = clients_that_stand_out(history)
     took = time.perf_counter() - began
     if as_json:

@@ -43,9 +43,10 @@ COLOURS = {"fine": "green", "note": "yellow", "trouble": "red"}
 
 @click.command()
 @click.argument("store", required=False)
+@click.option("--store", "named", metavar="FILE", help="The same as STORE.")
 @click.option("--mend", is_flag=True, help="Repair what can be repaired. Nothing that can be read is deleted.")
 @json_option
-def command(store: str | None, mend: bool, as_json: bool) -> None:
+def command(store: str | None, named: str | None, mend: bool, as_json: bool) -> None:
     """Examine this installation and a store, and say what is wrong with them. Exit code 1: something is.
 
     STORE is a file or postgresql://...; without it, the store is the default one, if there is one.
@@ -53,6 +54,7 @@ def command(store: str | None, mend: bool, as_json: bool) -> None:
     from fedvitals.store import store_target
     from fedvitals.store.doctor import examine
 
+    store = store or named
     where = store_target(store)
     here = environment()
     done: list[str] = []

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from fedvitals.cli.options import json_option, print_json, store_option
+
+WIDE = 10_000
 
 
 @click.command(
@@ -34,7 +38,8 @@ def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
     table = Table(*(shown(column) for column in answer.columns), box=None, pad_edge=False)
     for row in answer.rows:
         table.add_row(*(_cell(value) for value in row))
-    Console().print(table)
+    # A pipe has no width: what is cut there is lost to whoever reads it.
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
     if answer.more:
         click.echo(f"Only the first {limit} rows are shown; --limit asks for more.", err=True)
 

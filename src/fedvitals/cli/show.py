@@ -82,7 +82,22 @@ def _head(console: Any, card: Card) -> None:
     cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
     console.print(f"[dim]Privacy level {level}: {allowed}.{cohort}{tracebacks}[/dim]", soft_wrap=True)
-    console.print("Health: not judged, no detector is installed. Here is what stands out, for your eyes.\n")
+    _health(console, card)
+
+
+def _health(console: Any, card: Card) -> None:
+    """What the detectors said, worst first; or plainly that none looked."""
+    from fedvitals.cli.screen import shown
+
+    if not card.detectors and not card.findings:
+        console.print("Health: not judged, no detector is installed. Here is what stands out, for your eyes.\n")
+        return
+    console.print(f"[bold]Health[/bold]: {len(card.findings)} findings by {card.detectors} detectors.")
+    for finding in card.findings[:ROWS]:
+        place = " ".join(p for p in (f"round {finding.where.round}", finding.where.node) if p)
+        words = f"{finding.severity}  {place}: {finding.message} ({finding.issue}, {finding.confidence:.0%})"
+        console.print(f"  {shown(words)}", soft_wrap=True)
+    console.print()
 
 
 def _signs(card: Card) -> Any:
@@ -123,7 +138,9 @@ def _clients(card: Card, rows: int | None) -> Any:
         why = client.why if client.score >= 3 else ""
         style = "bold" if client.score >= 5 else ""
         table.add_row(shown(client.name), number(client.score), why, *cells, style=style)
-    table.caption = "update: its size; cosine: to the others' mean; before, after: accuracy on own samples"
+    table.caption = (
+        "update: its size; cosine: to the others' mean; before, after: accuracy on own samples (last 5 rounds)"
+    )
     table.caption_justify = "left"
     return table
 

@@ -23,9 +23,14 @@ class LiveDetectors:
     name = "detectors"
 
     def __init__(
-        self, run: str, memory: Memory, detectors: Sequence[Detector], found: Callable[[Finding], None]
+        self,
+        run: str,
+        memory: Memory,
+        detectors: Sequence[Detector],
+        found: Callable[[Finding], None],
+        failed: Callable[[Exception, str], None],
     ) -> None:
-        self._run, self._memory, self._detectors, self._found = run, memory, detectors, found
+        self._run, self._memory, self._detectors, self._found, self._failed = run, memory, detectors, found, failed
 
     def write(self, records: Sequence[Record], /) -> None:
         self._memory.write([record for record in records if not isinstance(record, Finding)])
@@ -36,8 +41,11 @@ class LiveDetectors:
     def _examine(self, number: int) -> None:
         history = self._memory.history(self._run)
         for detector in self._detectors:
-            for finding in detector(history, number):
-                self._found(finding)
+            try:
+                for finding in detector(history, number):
+                    self._found(finding)
+            except Exception as error:  # noqa: BLE001 - a user's detector may do anything; the others go on
+                self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
 
 
 class Findings(list[Finding]):

@@ -34,6 +34,8 @@ def watch(
 
     `settings` are those of `Monitor`: probes, sinks, detectors, privacy, config, seed...
     """
+    if isinstance(optimizer, str | os.PathLike):
+        raise ConfigError(f"watch(model, optimizer, store) got {optimizer!r} for the optimiser. Name it as store=...")
     if steps < 1:
         raise ConfigError(f"watch(steps=) needs at least 1 step per round, got {steps}.")
     own = {id(p) for p in model.parameters()}

@@ -85,6 +85,8 @@ def resolve(probes: str | Preset | Sequence[str | Preset | Planned | Probe | tup
         return preset(probes)
     if isinstance(probes, Preset):
         return probes
+    if callable(probes):
+        raise ConfigError("probes= takes a preset's name or a list: probes=['standard', my_probe].")
     chosen = Preset("own", (), fit_percent=1.0)
     own: list[Planned] = []
     for entry in probes:

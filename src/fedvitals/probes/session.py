@@ -265,8 +265,9 @@ class ClientSession:
                     known = name if name in CATALOG else public_name(name)
                     self._results.take({known: array}, None if planned.when is at_exit else step)
                 else:
-                    _check_shape(name, array)
-                    arrays.setdefault(name, []).append((step, array))
+                    self._guarded(f"'{name}'", functools.partial(_check_shape, name, array))
+                    if _fits(name, array):
+                        arrays.setdefault(name, []).append((step, array))
         for family, rows in arrays.items():
             if planned.each:
                 self._results.matrices += [(family, array, step) for step, array in rows]
@@ -360,11 +361,15 @@ def _name(probe: Probe) -> str:
     return str(getattr(probe, "__name__", type(probe).__name__))
 
 
+def _fits(name: str, array: Array) -> bool:
+    return name in FAMILIES and array.ndim == 2 and array.shape[1] == len(FAMILIES[name].columns)
+
+
 def _check_shape(name: str, array: Array) -> None:
     if name not in FAMILIES:
         raise ConfigError(f"A probe gave an array. {unknown('family', name, FAMILIES)}")
     columns = len(FAMILIES[name].columns)
-    if array.ndim != 2 or array.shape[1] != columns:
+    if not _fits(name, array):
         raise ConfigError(f"A probe gave '{name}' of shape {array.shape}. This family wants [layers, {columns}].")
 
 

@@ -10,9 +10,10 @@ from statistics import median
 from typing import Any
 
 from fedvitals.catalog import CATALOG, LEVELS
+from fedvitals.diagnosis.live import Findings
 from fedvitals.diagnosis.standout import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
 from fedvitals.protocols import History
-from fedvitals.records import Event, Run
+from fedvitals.records import Event, Finding, Run
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 
@@ -43,6 +44,8 @@ class Card:
     run: Run
     summary: queries.RunSummary
     signs: Sequence[Sign]
+    findings: Sequence[Finding]  # worst first
+    detectors: int  # that looked at the run
     clients: Sequence[StandOut]
     layers: Sequence[StandOut]
     newest: Mapping[str | None, Mapping[str, float]]  # node → metrics, newest values of the last rounds
@@ -68,6 +71,8 @@ def health_card(reader: Reader, run: str) -> Card:
         run=described,
         summary=summary,
         signs=signs,
+        findings=Findings(queries.records(reader, run, Finding), installed=0),
+        detectors=int(_setting(described, "detectors", 0)),
         clients=clients_that_stand_out(history),
         layers=layers_that_stand_out(history),
         newest=newest,

@@ -77,6 +77,7 @@ class EventHandler(logging.Handler):
         return True
 
     def emit(self, record: logging.LogRecord) -> None:
+        _speak_if_nobody_does(record, self)
         # Whatever takes the event may log, too: that line would come back here for ever.
         if _is_ours(record) or getattr(self._busy, "now", False):
             return
@@ -89,6 +90,25 @@ class EventHandler(logging.Handler):
             self.handleError(record)
         finally:
             self._busy.now = False
+
+
+def _speak_if_nobody_does(record: logging.LogRecord, handler: EventHandler) -> None:
+    """Print a warning that Python would have printed without us.
+
+    Where no handler is set up, `logging` prints warnings by its last resort. With ours on the root logger it finds one,
+    and would fall silent: a change to the user's program.
+    """
+    last = logging.lastResort
+    if last is None or record.levelno < last.level:
+        return
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None:
+        if any(not isinstance(other, EventHandler) for other in logger.handlers):
+            return
+        logger = logger.parent if logger.propagate else None
+    ours = [other for other in logging.getLogger().handlers if isinstance(other, EventHandler)]
+    if not ours or ours[0] is handler:  # of several monitors, one speaks
+        last.handle(record)
 
 
 def event_of(record: logging.LogRecord, scope: Scope) -> Event:

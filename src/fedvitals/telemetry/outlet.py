@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -57,8 +58,11 @@ class Outlet:
         return all(done)
 
     def close(self, timeout: float = 10.0) -> None:
-        for queue in self._queues:
-            queue.close(timeout)
+        """The store, which is first, closes last: what the others say while they close still reaches it."""
+        with contextlib.ExitStack() as stack:  # closes in reverse, each one even if another raised
+            for queue in self._queues:
+                stack.callback(queue.close, timeout)
+            self.flush(timeout)
 
 
 def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:
