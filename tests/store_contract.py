@@ -25,6 +25,7 @@ from fedvitals.records import (
     Span,
     Suspect,
     Transfer,
+    Truth,
     Where,
 )
 from fedvitals.stats import FAMILIES, empty_sums
@@ -50,6 +51,8 @@ EVERY_TYPE = [
     Action(AT, 1.5, "f-1", "lower", None, {}, "suggested", "m", 10),
     Snapshot(AT, 1.5, "global", "d2", 99, "m", 11),
     Metric(Where("r-1"), 1.5, "accuracy", 0.5, "m", 12),
+    Truth(Where("r-1"), 1.5, "label_noise", ("c7", "c2"), 2, None, {"family": "client", "rate": 0.8}, "m", 13),
+    Truth(Where("r-1"), 1.5, "drop_out", (), 0, 5, {}, "m", 14),
 ]  # fmt: skip
 
 

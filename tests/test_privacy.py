@@ -34,10 +34,12 @@ PRESETS = ("light", "standard", "deep")
 CLAIM = {
     0: {
         "clients", "clients.failed", "memory.peak", "memory.resident", "monitor.cost", "monitor.lost", "steps",
-        "steps.skipped", "time.client", "time.round", "time.step", "traffic.received", "traffic.sent",
+        "steps.skipped", "time.client", "time.round", "time.round_virtual", "time.step", "traffic.received", "traffic.sent",
+        "update.staleness",
     },
     1: set(),
     2: {
+        "local.accuracy", "local.loss",
         "accuracy", "fit.accuracy_after", "fit.accuracy_before", "fit.confusion", "fit.loss_after", "fit.loss_before",
         "fit.loss_p90", "fit.samples", "gradient.change", "gradient.change_round", "gradient.nonfinite",
         "gradient.norm", "gradient.norm_last", "gradient.norm_max", "gradient.norm_unclipped", "loss",
@@ -392,7 +394,7 @@ def test_each_kind_of_record(privacy, held):
     """By level; what is from an update passes where the updates are held, and only there."""
     policy = Policy(privacy)
     passed = {type(r) for r in examples_of_records() if released(r, policy, held=held) is not None}
-    wanted = {"Run", "Span", "Transfer", "Event", "Finding", "Action"} | ({"Metric"})
+    wanted = {"Run", "Span", "Transfer", "Event", "Finding", "Action", "Truth"} | ({"Metric"})
     wanted |= {"LayerStats", "Sketch"} if privacy >= 3 else set()
     wanted |= {"Sketch"} if held else set()
     wanted |= {"Snapshot"} if privacy >= 4 else set()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedvitals.errors import RecordError
-from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Run, Snapshot, Suspect, Where
+from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Run, Snapshot, Suspect, Truth, Where
 from fedvitals.telemetry.spill import Spill, drain_spill, from_json, to_json
 from sinks import metric
 
@@ -26,6 +26,7 @@ IMPORTANT = [
     Finding(WHERE, 2.0, "nan", "critical", 0.9, "NaN", {"z": 4.2}, (Suspect("c7", 0.8, "why"), Suspect("c8", 0.1))),
     Action(WHERE, 2.0, "nan", "exclude", None, {"rounds": 2}, "applied", "pid-1", 10),
     Snapshot(WHERE, 3.0, "global", "abc", 2**40),
+    Truth(Where("run"), 3.0, "label_noise", ("c7", "c8"), 2, 9, {"rate": 0.8}, "pid-1", 11),
 ]
 
 

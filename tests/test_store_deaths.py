@@ -15,6 +15,7 @@ import pytest
 from fedvitals.store import open_reader, open_store, queries
 from fedvitals.store.doctor import examine
 from fedvitals.store.mending import mend
+from fedvitals.store.schema import VERSION
 from fedvitals.testing import tiny_run
 from patient import ROUNDS, check, mounted, suffer
 from store_contract import RUN, metric, stats
@@ -164,7 +165,7 @@ def test_a_newer_schema(tmp_path, monkeypatch, caplog):
     assert "Upgrade fedvitals" in caplog.text
     assert path.read_bytes() == before
     database = sqlite3.connect(path)
-    database.execute("PRAGMA user_version = 1")
+    database.execute(f"PRAGMA user_version = {VERSION}")
     database.close()
     tiny_run(path, strict=True, rounds=1)
     with open_reader(path) as reader:

@@ -16,11 +16,12 @@ from fedvitals.errors import ConfigError, StoreError
 from fedvitals.records import Metric
 from fedvitals.store import compaction, ddl, open_reader, open_store, queries, schema
 from fedvitals.store.dialect import SQLITE, Dialect
-from fedvitals.store.sqlite import SqliteStore
+from fedvitals.store.sqlite import SqliteStore, maintain_sqlite
 from store_contract import RUN, metric, stats
 
-GOLDEN = Path(__file__).parent / "golden" / "schema_v1.sql"
+GOLDEN = {version: Path(__file__).parent / "golden" / f"schema_v{version}.sql" for version in (1, 2)}
 ROOT = Path(__file__).parent.parent
+NEXT = schema.VERSION + 1
 
 
 @pytest.fixture
@@ -58,22 +59,37 @@ def test_a_closed_store_opens_again_on_the_next_write(path):
         assert reader.history("r-1").series("loss", "c1") == ([1, 2], [1.0, 2.0])
 
 
-def test_schema_version_1_is_what_it_was(path):
-    """A store in the field has exactly this; a change needs a new version and a migration, never another golden 1."""
+def test_the_schema_of_each_version_is_what_it_was(path, tmp_path, monkeypatch):
+    """Stores in the field have exactly this: a change needs a new version and a migration, not another golden file."""
     with open_store(path) as store:
         store.write([RUN])
-    assert schema.VERSION == 1, "dump versions of their own, and migrate the golden file of version 1 here"
-    assert dump(path) == GOLDEN.read_text()
+    assert dump(path) == GOLDEN[schema.VERSION].read_text(), "a new version needs a golden file of its own"
+    for version in range(1, schema.VERSION):
+        old = tmp_path / f"{version}.db"
+        with monkeypatch.context() as patch:
+            patch.setattr(ddl, "TABLES", tuple(table for table in schema.TABLES if table.since <= version))
+            patch.setattr(ddl, "VERSION", version)
+            patch.setattr("fedvitals.store.sqlite.VERSION", version)
+            with maintain_sqlite(make_empty(old)):
+                pass
+        assert dump(old) == GOLDEN[version].read_text()
 
 
-def test_a_store_of_version_1_is_read_and_written(path):
+def make_empty(path):
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize("version", GOLDEN)
+def test_a_store_of_any_version_is_written_and_then_read(path, version):
     database = sqlite3.connect(path)
-    database.executescript(GOLDEN.read_text())
+    database.executescript(GOLDEN[version].read_text())
     database.close()
     with open_store(path) as store:
         store.write([RUN, metric(1, "c1", 1.0, sequence=1)])
     with open_reader(path) as reader:
         assert reader.history("r-1").latest("loss", 1) == {"c1": 1.0}
+    assert sorted(dump(path).split(";\n\n")) == sorted(GOLDEN[schema.VERSION].read_text().split(";\n\n"))
 
 
 def test_a_new_version_adds_its_columns_and_tables_to_an_old_store(path, monkeypatch):
@@ -81,16 +97,16 @@ def test_a_new_version_adds_its_columns_and_tables_to_an_old_store(path, monkeyp
         store.write([RUN, metric(1, "c1", 1.0, sequence=1)])
     table = schema.TABLE["run_node"]
     wider = schema.Table(
-        table.name, table.meaning, (*table.columns, schema.Column("role", "text", "", True, 2)), table.key
+        table.name, table.meaning, (*table.columns, schema.Column("role", "text", "", True, NEXT)), table.key
     )
-    new = schema.Table("note", "", (schema.Column("text", "text", ""),), view="notes", since=2)
+    new = schema.Table("note", "", (schema.Column("text", "text", ""),), view="notes", since=NEXT)
     tables = (*(wider if t is table else t for t in schema.TABLES), new)
     monkeypatch.setattr(ddl, "TABLES", tables)
-    monkeypatch.setattr(ddl, "VERSION", 2)
-    monkeypatch.setattr("fedvitals.store.sqlite.VERSION", 2)
-    monkeypatch.setattr("fedvitals.store.reader.VERSION", 2)
-    monkeypatch.setattr(ddl, "MIGRATIONS", {2: ("UPDATE run_node SET role = 'client'",)})
-    with pytest.raises(StoreError, match="has schema version 1; this fedvitals reads version 2"):
+    monkeypatch.setattr(ddl, "VERSION", NEXT)
+    monkeypatch.setattr("fedvitals.store.sqlite.VERSION", NEXT)
+    monkeypatch.setattr("fedvitals.store.reader.VERSION", NEXT)
+    monkeypatch.setattr(ddl, "MIGRATIONS", {NEXT: ("UPDATE run_node SET role = 'client'",)})
+    with pytest.raises(StoreError, match=f"has schema version {schema.VERSION}; this fedvitals reads version {NEXT}"):
         open_reader(path)
     with open_store(path) as store:
         store.write([metric(2, "c1", 2.0, sequence=2)])

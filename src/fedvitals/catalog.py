@@ -41,6 +41,19 @@ MEASURES: tuple[Measure, ...] = (
         "What the user logged: of a client inside its scope, else of the global model.",
         needs="`monitor.log(accuracy=...)`",
     ),
+    Measure(
+        "local.accuracy",
+        "share",
+        "Of the new global model on the client's local test; of a round: over all clients' tests («aggregated»).",
+        needs="the lab, or `monitor.log`",
+    ),
+    Measure(
+        "local.loss",
+        "nats",
+        "The same for the loss.",
+        "mean cross-entropy",
+        needs="the lab, or `monitor.log`",
+    ),
     Measure("samples", "samples", "Size of the client's own data set.", needs="`data`"),
     Measure("steps", "steps", "Optimiser steps of the client in this round.", level=0),
     Measure(
@@ -210,6 +223,22 @@ MEASURES: tuple[Measure, ...] = (
     Measure("clients.failed", "clients", "Clients whose scope ended with an exception.", level=0),
     Measure("label.entropy", "nats", "Entropy of the client's label histogram.", level=3, needs=_LABELLED),
     Measure("time.round", "seconds", "Length of the round.", level=0),
+    Measure(
+        "update.staleness",
+        "rounds",
+        "How many server models ago the client began, where aggregation is asynchronous.",
+        level=0,
+        needs="the lab, or `monitor.log`",
+        rare=True,
+    ),
+    Measure(
+        "time.round_virtual",
+        "seconds",
+        "Length of the round on the lab's virtual clock.",
+        level=0,
+        needs="the lab, with a network",
+        rare=True,
+    ),
     Measure("time.client", "seconds", "Length of the client's scope.", level=0),
     Measure("time.step", "seconds", "Mean time from one optimiser step to the next.", level=0),
     Measure("memory.resident", "bytes", "Resident memory of the process at the end of the scope.", level=0),
@@ -219,6 +248,9 @@ MEASURES: tuple[Measure, ...] = (
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
     Measure("monitor.lost", "records", "Records lost so far (queue full, sink broken).", level=0),
 )
+
+HOSTS = ("accuracy", "loss", "local.accuracy", "local.loss", "time.round_virtual", "update.staleness")
+"""What only the host knows, and tells by `log`."""
 
 CATALOG = {measure.name: measure for measure in MEASURES}
 
@@ -242,8 +274,8 @@ Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deploy
 
 
 def public_name(name: str) -> str:
-    """The name under which a user's own metric is stored: `user.*`, but for `accuracy` and `loss`."""
-    return name if name in ("accuracy", "loss") or name.startswith("user.") else f"user.{name}"
+    """The name under which a host's own metric is stored: `user.*`, but for the few that have a meaning here."""
+    return name if name in HOSTS or name.startswith("user.") else f"user.{name}"
 
 
 def level_of(record: Record) -> int:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,10 @@ from fedvitals.protocols import Detector, Node, Sink
 from fedvitals.records import Event, Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
-from fedvitals.store import MemoryStore, open_store, spill_folder
+from fedvitals.store import MemoryStore, open_reader, open_store, spill_folder, store_target
+from fedvitals.store.queries import get_run, list_runs
 from fedvitals.telemetry.logs import EventHandler
-from fedvitals.telemetry.outlet import Outlet
+from fedvitals.telemetry.outlet import SOURCE, Outlet
 from fedvitals.telemetry.parcel import Parcel
 from fedvitals.telemetry.privacy import SERVER, WORDS, Policy, released
 from fedvitals.telemetry.recorder import Recorder, where
@@ -57,8 +59,11 @@ class Chart:
         policy: Policy,
         strict: bool,
         outlet: Outlet | Parcel | None = None,
+        again: bool = False,
     ) -> None:
         self.run, self.strict = run, strict
+        self.continued = False  # whether the store knew the run before; asked when it is opened, and only if `again`
+        self._again = again
         self.record = Recorder(self.emit)
         self.found: list[Finding] = []
         self._store, self._sinks, self._detectors = store, sinks, detectors
@@ -191,16 +196,32 @@ class Chart:
             spill = None if self._store is None else spill_folder(self._store)
             if spill is not None and spill.is_dir():
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
+            if self._again and self._store is not None:
+                self.guard("looking up the run", self._continue)
+            # A source of its own: sequences begin anew, and would be taken for records that are stored already.
+            source = f"{SOURCE}-{os.urandom(4).hex()}" if self._again else SOURCE
             outlet = self._way_out or Outlet(
-                [*sinks, *self._sinks], policy=self._policy, spill=spill, strict=self.strict
+                [*sinks, *self._sinks], policy=self._policy, spill=spill, strict=self.strict, source=source
             )
             self._outlet = outlet
             handler = EventHandler(self.emit, run=self.run.id, fallback=self.here)
             logging.getLogger().addHandler(handler)
             self._stop = lambda: logging.getLogger().removeHandler(handler)
-            self.run = replace(self.run, started=time.time(), versions=_versions())
+            self.run = replace(self.run, started=self.run.started or time.time(), versions=_versions())
             outlet.emit(self.run)
             return outlet
+
+    def _continue(self) -> None:
+        """Begin where the run of this id ended, if the store has it: the same start, the same layers."""
+        target = store_target(self._store)
+        if isinstance(target, Path) and not target.exists():
+            return
+        with open_reader(self._store) as reader:
+            if self.run.id in {summary.id for summary in list_runs(reader)}:
+                known = get_run(reader, self.run.id)
+                self.tables = {table.digest: table for table in known.tables}
+                self.run = replace(self.run, started=known.started, tables=known.tables)
+                self.continued = True
 
     def _take_finding(self, finding: Finding) -> None:
         # A copy: what is emitted gets an identity. A detector knows no run, and may leave the time to us.

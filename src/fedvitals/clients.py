@@ -18,16 +18,22 @@ from torch import Tensor
 
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, unknown
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import ClientSession, Instruments, tables_of
+from fedvitals.probes.stack import StackSession, unmeasured
+from fedvitals.probes.stack_fit import StackFit
 from fedvitals.probes.view import View
 from fedvitals.profiling.memory import resident_bytes
-from fedvitals.protocols import Node
-from fedvitals.records import Transfer
+from fedvitals.protocols import Node, Stack
+from fedvitals.records import Span, Transfer
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
+from fedvitals.telemetry.logs import bounded
 from fedvitals.telemetry.recorder import where
+from fedvitals.telemetry.timing import new_span_id
+
+LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
 
 
 @dataclass(slots=True)
@@ -42,6 +48,19 @@ class OpenClient:
     logged: set[str] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class OpenStack:
+    """Clients that train as one batch: one stretch of time, and one session for all."""
+
+    stack: Stack
+    scope: Scope
+    token: Token[Scope | None]
+    session: StackSession | None = None
+    tables: Mapping[str, str] = field(default_factory=dict)
+    logged: set[tuple[Node, str]] = field(default_factory=set)
+    began: float = field(default_factory=time.perf_counter)
+
+
 class Clients:
     """`sent` takes a client's update as one vector with its nine sums per layer, `joined` its scope and results."""
 
@@ -54,9 +73,12 @@ class Clients:
     ) -> None:
         self._chart, self._kit, self._sent, self._joined = chart, kit, sent, joined
         self._open: dict[Node, OpenClient] = {}
+        self._stack: OpenStack | None = None
+        self._stack_fit = StackFit(kit.preset.fit_percent)
+        self._told_unmeasured = False
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + (self._stack is not None)
 
     @contextlib.contextmanager
     def scope(self, opened: OpenClient | None) -> Iterator[None]:
@@ -122,6 +144,77 @@ class Clients:
     def end_all(self) -> None:
         for node in list(self._open):
             self.end_of(node)
+        self.end_stack({})
+
+    # -- clients that train as one batch ------------------------------------------------------------------------------
+
+    def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
+        def watch(opened: OpenStack) -> None:
+            if not self._kit.preset.brief:
+                tables = tables_of(self._kit, View(stack.module))
+                self._chart.know(tables)
+                opened.tables = {rows: table.digest for rows, table in tables.items()}
+            report = functools.partial(self._chart.report, scope=opened.scope)
+            opened.session = StackSession(self._kit, self._stack_fit, stack, opened.scope.round, report)
+
+        def begin() -> None:
+            if self._stack is not None:
+                text = f"A stack of {len(self._stack.stack.nodes)} clients was still open."
+                self._chart.record.event(self._stack.scope, "warning", "stack.unclosed", text)
+                self.end_stack({})
+            # As a client: whatever is said in here, without a node, was said by the code of clients.
+            opened = self._stack = OpenStack(stack, *self._chart.enter(None, client=True, inside=inside))
+            self._tell_unmeasured(opened.scope)
+            self._chart.guard("watching a stack of clients", lambda: watch(opened), opened.scope)
+
+        self._chart.guard("opening a stack of clients", begin)
+
+    def step_stack(self, step: int, gradients: Tensor) -> None:
+        if self._stack is not None and self._stack.session is not None:
+            self._stack.session.step(step, gradients)
+
+    def end_stack(self, failed: Mapping[Node, BaseException]) -> None:
+        opened, self._stack = self._stack, None
+        if opened is None:
+            return
+        try:
+            self._chart.guard("closing a stack of clients", lambda: self._finish_stack(opened, failed), opened.scope)
+        finally:
+            self._chart.leave(opened.scope, opened.token)
+
+    def _finish_stack(self, opened: OpenStack, failed: Mapping[Node, BaseException]) -> None:
+        stack = opened.stack
+        found = [Results() for _ in stack.nodes]
+        if opened.session is not None:
+            found, updates, rows = opened.session.finish()
+            started = time.perf_counter()
+            for i, node in enumerate(stack.nodes):
+                self._sent(node, updates[i], None if rows is None else rows[i])
+            cost = opened.session.cost + time.perf_counter() - started
+            for results in found:
+                results.take({"monitor.cost": cost / len(found)})
+        resident = resident_bytes()
+        seconds = time.perf_counter() - opened.began
+        for node, group, results in zip(stack.nodes, stack.groups, found, strict=True):
+            scope = replace(opened.scope, node=node, group=group, span=new_span_id())
+            results.tables = opened.tables
+            results.take({"time.client": seconds / len(found)})
+            if resident is not None:
+                results.take({"memory.resident": resident})
+            _tell_loss(results, logged=(node, "loss") in opened.logged)
+            if node in failed:
+                self._chart.exception(scope, "client.failed", failed[node])
+            self._chart.tell(scope, results)
+            self._chart.record.span(scope, "client", seconds, failed=node in failed, stacked=len(found))
+            self._joined(scope, results, node in failed)
+
+    def _tell_unmeasured(self, scope: Scope) -> None:
+        """Once: what a preset measures of clients that train alone, and not of these."""
+        names = () if self._told_unmeasured else unmeasured(self._kit)
+        self._told_unmeasured = True
+        if names:
+            text = f"Not measured of clients that train as one batch: {', '.join(names)}."
+            self._chart.record.event(scope, "info", "stack.unmeasured", text, {"probes": names})
 
     def abandon(self) -> None:
         """Close all without a word."""
@@ -130,20 +223,52 @@ class Clients:
                 opened.session.abandon()
             self._chart.leave(opened.scope, opened.token)
         self._open.clear()
+        if self._stack is not None:
+            self._chart.leave(self._stack.scope, self._stack.token)
+        self._stack = None
 
-    def log(self, values: Mapping[str, float]) -> None:
-        """Metrics of the user's own, for the client or the round that is open (or was open last)."""
+    def at(self, node: Node | None) -> Scope:
+        """The scope of a node that the host names, as far as it is open here; None: where the caller stands."""
+        if node is None:
+            return self._chart.here()
+        client = self._open.get(node)
+        if client is not None:
+            return client.scope
+        if self._stack is not None and node in self._stack.stack.nodes:
+            group = self._stack.stack.groups[self._stack.stack.nodes.index(node)]
+            return replace(self._stack.scope, node=node, group=group)
+        outer = self._chart.round or self._chart.here()
+        return replace(outer, node=node, group=None)
+
+    def log(self, values: Mapping[str, float], node: Node | None = None) -> None:
+        """Metrics of the user's own, for a node, or for the client or the round that is open (or was open last)."""
 
         def emit() -> None:
-            scope = self._chart.here()
+            scope = self.at(node)
             client = self._open.get(scope.node or "")
             for name, value in values.items():
                 number = value.detach() if isinstance(value, Tensor) else value
                 self._chart.record.metric(scope, public_name(name), float(number))
                 if client is not None:
                     client.logged.add(name)
+                elif self._stack is not None and scope.node is not None:
+                    self._stack.logged.add((scope.node, name))
 
         self._chart.guard("log()", emit)
+
+    def span(self, node: Node | None, name: str, began: float, seconds: float, attributes: Mapping[str, Any]) -> None:
+        """A stretch of the host's own clock, which stood at 0 when the run began."""
+        scope, token = self._chart.enter(node, inside=self.at(node))  # opens the run, which then knows its start
+        self._chart.leave(scope, token)
+        at = self._chart.run.started + float(began)
+        own = scope.span or new_span_id()
+        told = Span(where(scope), at, name, float(seconds), scope.trace, own, scope.parent, dict(attributes))
+        self._chart.emit(told)
+
+    def event(self, level: str, name: str, message: str, node: Node | None, data: Mapping[str, Any] | None) -> None:
+        if level not in LEVELS:
+            raise ConfigError(unknown("level of an event", level, LEVELS))
+        self._chart.record.event(self.at(node), level, name, bounded(message), data)
 
     def transfer(
         self, sender: Node, receiver: Node, size: int, raw: int | None, seconds: float | None, kind: str
@@ -165,9 +290,14 @@ class Clients:
         resident = resident_bytes()
         if resident is not None:
             results.take({"memory.resident": resident})
-        after = [value for name, value, _ in results.metrics if name == "fit.loss_after"]
-        if after and "loss" not in opened.logged:
-            results.take({"loss": after[0]})
+        _tell_loss(results, logged="loss" in opened.logged)
         self._chart.tell(scope, results)
         self._chart.record.span(scope, "client", time.perf_counter() - opened.began, failed=failed)
         self._joined(scope, results, failed)
+
+
+def _tell_loss(results: Results, *, logged: bool) -> None:
+    """`loss` of a client that logged none: what was measured on its own samples."""
+    after = [value for name, value, _ in results.metrics if name == "fit.loss_after"]
+    if after and not logged:
+        results.take({"loss": after[0]})

@@ -38,8 +38,8 @@ from fedvitals.probes.session import Instruments, tables_of
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.memory import peak_bytes
-from fedvitals.protocols import Detector, Node, Sink
-from fedvitals.records import Action, Run
+from fedvitals.protocols import Detector, Node, Sink, Stack
+from fedvitals.records import Action, Run, Truth, Where
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.privacy import LEAST_CLIENTS, described_policy, policy_for
@@ -64,7 +64,8 @@ class Monitor:
     runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `privacy`: from 0 (timings
     only) to 4, by default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on;
     `tracebacks`: on from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for
-    exact cosines between updates. `strict` raises what is otherwise counted: for tests.
+    exact cosines between updates. `strict` raises what is otherwise counted: for tests. `id`: of a run that the store
+    may have already, which is then continued.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Monitor:
         host: str = "torch",
         update_memory: int = 512 << 20,
         strict: bool = False,
+        id: str | None = None,  # noqa: A002 - the domain's word
     ) -> None:
         self._policy = policy_for(host, privacy, cohort, tracebacks)
         self._kit = Instruments(resolve(probes), update_memory)
@@ -91,14 +93,15 @@ class Monitor:
             raise ConfigError("detectors= takes a list of functions: detectors=[my_detector].")
         self._detectors = tuple(detectors)
         described = Run(
-            id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
+            id=id or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
             host=host,
             topology=topology,
             config={**(config or {}), "fedvitals": self._settings()},
             seed=seed,
         )
-        self._chart = Chart(described, store, tuple(sinks), self._detectors, policy=self._policy, strict=strict)
+        own: dict[str, Any] = {"policy": self._policy, "strict": strict, "again": id is not None}
+        self._chart = Chart(described, store, tuple(sinks), self._detectors, **own)
         self._record, self._guard = self._chart.record, self._chart.guard
         self._lock = threading.Lock()
         self._closed = False
@@ -160,9 +163,9 @@ class Monitor:
             if opened is not None:
                 self._guard("closing an edge", lambda: self._leave_edge(opened, model, before))
 
-    def log(self, values: Mapping[str, float] | None = None, /, **more: float) -> None:
-        """Metrics of your own, for the client or the round that is open (or was open last)."""
-        self._guard("log()", lambda: self._clients.log({**(values or {}), **more}))
+    def log(self, values: Mapping[str, float] | None = None, /, *, node: Node | None = None, **more: float) -> None:
+        """Metrics of your own, for a node, or for the client or the round that is open (or was open last)."""
+        self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
 
     def findings(self) -> Findings:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
@@ -218,7 +221,8 @@ class Monitor:
                 self.round_end(unclosed or 0)
             self._round = _Open(*self._chart.enter_round(round))
             self._round.cohort = Cohort(approximate_before=self._kit.updates.approximate)
-            if self._kit.initial is None and hasattr(global_state, "named_parameters"):
+            # A run that goes on does not begin anew with the model that it happens to have now.
+            if self._kit.initial is None and not self._chart.continued and hasattr(global_state, "named_parameters"):
                 self._first_model(global_state)
 
         self._guard("opening a round", begin)
@@ -264,7 +268,7 @@ class Monitor:
             if self._round is None:
                 self._chart.tell(replace(self._chart.here(), node=node), Results(matrices=[("update", rows, None)]))
             else:
-                self._round.sent[node] = rows  # told at the round's end, unless a scope of the client's own told it
+                self._round.sent[node] = rows  # told at the round's end, unless the client itself told the same
 
         for node, tensors in updates.items():
             self._guard("updates()", functools.partial(take, node, tensors))
@@ -285,6 +289,37 @@ class Monitor:
                 self._round.cohort.count_traffic(sender, receiver, int(bytes))
 
         self._guard("transfer()", emit)
+
+    def truth(self, fault: Mapping[str, Any]) -> None:
+        """Keep what the host made ill on purpose, for trials. Detectors get no word of it."""
+
+        def emit() -> None:
+            told = {"nodes": (), "since": 0, "until": None, **fault}
+            kind, nodes, since, until = (told.pop(name) for name in ("kind", "nodes", "since", "until"))
+            nodes = (nodes,) if isinstance(nodes, str) else tuple(nodes)
+            self._chart.emit(Truth(Where(self.run.id), time.time(), kind, nodes, since, until, told))
+
+        self._guard("truth()", emit)
+
+    def span(self, node: Node | None, name: str, began: float, seconds: float, **attributes: Any) -> None:
+        """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
+        self._guard("span()", lambda: self._clients.span(node, name, began, seconds, attributes))
+
+    def event(
+        self, level: str, name: str, message: str, *, node: Node | None = None, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Something that happened, at a node or in the round: level «info», «warning»..., a name, and a sentence."""
+        self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
+
+    def stack_begin(self, stack: Stack) -> None:
+        """Clients begin to train as one batch, in this process (see `WorkerObserver`, which is the same elsewhere)."""
+        self._clients.begin_stack(stack)
+
+    def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - part of the protocol
+        self._clients.step_stack(step, gradients)
+
+    def stack_end(self, failed: Mapping[Node, BaseException]) -> None:
+        self._clients.end_stack(failed)
 
     def for_worker(self) -> WorkerObserver:
         """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
@@ -326,20 +361,13 @@ class Monitor:
             self._round.cohort.add(scope.node or "", scope.group, results, failed=failed)
             self._round.cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
 
-    def _tell_updates(self, opened: _Open) -> None:
-        """Updates that the host gave of clients which trained in no scope, here or in a worker."""
-        for node, rows in opened.sent.items():
-            if node not in opened.cohort:
-                results = Results(matrices=[("update", rows, None)])
-                self._chart.tell(replace(opened.scope, node=node), results)
-                opened.cohort.add(node, None, results, failed=False)
-
     def _finish_round(self, opened: _Open, model: Any) -> None:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
         if model is not None:
             self._chart.know(tables_of(self._kit, View(model)))
-        self._tell_updates(opened)
+        for (node, group), results in cohort.receive(opened.sent):
+            self._chart.tell(replace(scope, node=node, group=group), results)
         self._arrivals.close_round(scope, cohort)
         for (node, group), results in cohort.close(self._kit, model, self._policy.cohort):
             self._chart.tell(replace(scope, node=node, group=group), results)

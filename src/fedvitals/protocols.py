@@ -90,6 +90,23 @@ Correction = Callable[[Finding, History], Action | None]
 """From a finding to what could be done about it, as data; the host decides and applies."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Clients that train together as one batch: no module of their own to hook, but all their states in one matrix.
+
+    `states`, [clients, size], changes in place as they train: the parameters of `module` in their order, flattened one
+    after the other, then its buffers. `samples(n)` gives n of each client's own samples, [clients, n, ...], and labels.
+    """
+
+    nodes: Sequence[Node]
+    groups: Sequence[str | None]
+    module: Any  # names, shapes and the forward pass; its own numbers mean nothing
+    states: Any
+    samples: Callable[[int], tuple[Any, Any]]
+    loss: Callable[..., Any] | None = None
+    labels: Sequence[Any] | None = None  # each client's own, all of them
+
+
 @runtime_checkable
 class Observer(Protocol):
     """What a host (a plain loop, the lab, Flower) tells about a federation as it trains.
@@ -106,6 +123,8 @@ class Observer(Protocol):
         optimizer: Any = None,
         data: Any = None,
         group: str | None = None,
+        *,
+        loss: Callable[..., Any] | None = None,
     ) -> None: ...
 
     def stats(self, node: Node | Sequence[Node], family: str, array: Any) -> None:
@@ -143,6 +162,28 @@ class Observer(Protocol):
         """What a worker's `payload()` gave, inside the round."""
         ...
 
+    def truth(self, fault: Mapping[str, Any]) -> None:
+        """What the host made ill on purpose (kind, nodes, since, until, and how), for trials; no detector sees it."""
+        ...
+
+    def expect(self, *nodes: Node) -> None:
+        """Whose telemetry should come home in this round: who is missing at its end is told as lost."""
+        ...
+
+    def log(self, values: Mapping[str, float], /, *, node: Node | None = None) -> None:
+        """Scalars of a node (None: of the round)."""
+        ...
+
+    def span(self, node: Node | None, name: str, began: float, seconds: float, **attributes: Any) -> None:
+        """A stretch of time that the host knows of: on its own clock where that is a virtual one."""
+        ...
+
+    def event(
+        self, level: str, name: str, message: str, *, node: Node | None = None, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Something that happened: a client that dropped out, clusters that merged."""
+        ...
+
 
 @runtime_checkable
 class WorkerObserver(Protocol):
@@ -155,6 +196,8 @@ class WorkerObserver(Protocol):
         optimizer: Any = None,
         data: Any = None,
         group: str | None = None,
+        *,
+        loss: Callable[..., Any] | None = None,
     ) -> None: ...
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...
@@ -168,6 +211,16 @@ class WorkerObserver(Protocol):
         seconds: float | None = None,
         kind: str = "update",
     ) -> None: ...
+
+    def stack_begin(self, stack: Stack) -> None:
+        """Clients begin to train as one batch, in place of `client_begin`."""
+        ...
+
+    def stack_step(self, step: int, gradients: Any, losses: Any) -> None:
+        """Before an optimiser step: [clients, weights] and [clients], valid only now."""
+        ...
+
+    def stack_end(self, failed: Mapping[Node, BaseException]) -> None: ...
 
     def payload(self) -> bytes: ...
 
@@ -188,5 +241,13 @@ class NullObserver:
         return self
 
     def absorb(self, *_: Any) -> None: ...
+    def truth(self, *_: Any) -> None: ...
+    def expect(self, *_: Any) -> None: ...
+    def log(self, *_: Any, **__: Any) -> None: ...
+    def span(self, *_: Any, **__: Any) -> None: ...
+    def event(self, *_: Any, **__: Any) -> None: ...
+    def stack_begin(self, *_: Any) -> None: ...
+    def stack_step(self, *_: Any) -> None: ...
+    def stack_end(self, *_: Any) -> None: ...
     def payload(self) -> bytes:
         return b""

@@ -240,7 +240,22 @@ class Snapshot:
     sequence: int = 0
 
 
-Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding | Action | Snapshot
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a lab made ill on purpose, for trials to compare findings with. No detector gets to see it."""
+
+    where: Where  # the run; not the round and node of the fault, which `nodes`, `since` and `until` tell
+    at: float
+    kind: str  # «label_noise», «sign_flip», ...
+    nodes: tuple[str, ...] = ()
+    since: int = 0
+    until: int | None = None  # its last round; None: to the end
+    data: Json = field(default_factory=dict)  # family, issue, strength
+    source: str = ""
+    sequence: int = 0
+
+
+Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding | Action | Snapshot | Truth
 
 
 def stamped(record: Record, source: str, sequence: int) -> Record:
@@ -258,10 +273,10 @@ def run_of(record: Record) -> str:
 
 
 def is_important(record: Record) -> bool:
-    """Whether a full queue must keep it: findings, actions, snapshots, runs, and events from «warning» up."""
+    """Whether a full queue must keep it: findings, actions, snapshots, truths, runs, and events from «warning» up."""
     if isinstance(record, Event):
         return record.level in ("warning", "error", "critical")
-    return isinstance(record, Run | Finding | Action | Snapshot)
+    return isinstance(record, Run | Finding | Action | Snapshot | Truth)
 
 
 def matrix_of(records: Sequence[LayerStats]) -> Array:

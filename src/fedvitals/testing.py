@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """For tests, ours and yours: a sink in memory, a tiny federation, and checks of the contracts in `protocols.py`.
 
-A probe, sink or detector of your own holds its contract if the check of that name returns; what is wrong comes as an
-AssertionError that says so. Needs no test framework.
+A probe, sink, detector or topology of your own holds its contract if the check of that name returns; what is wrong
+comes as an AssertionError that says so. Needs no test framework.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedvitals import lab
+from fedvitals.errors import ConfigError
 from fedvitals.monitor import Monitor
 from fedvitals.probes.view import View
-from fedvitals.protocols import Detector, Probe, Sink
+from fedvitals.protocols import Detector, NullObserver, Probe, Sink
 from fedvitals.records import (
     Action,
     Event,
@@ -37,13 +41,22 @@ from fedvitals.records import (
     Span,
     Suspect,
     Transfer,
+    Truth,
     Where,
     stamped,
 )
 from fedvitals.stats import FAMILIES, empty_sums
 from fedvitals.store import MemoryStore
 
-__all__ = ["MemorySink", "check_detector", "check_probe", "check_sink", "examples_of_records", "tiny_run"]
+__all__ = [
+    "MemorySink",
+    "check_detector",
+    "check_probe",
+    "check_sink",
+    "check_topology",
+    "examples_of_records",
+    "tiny_run",
+]
 
 Kind = TypeVar("Kind", bound=Record)
 
@@ -203,6 +216,39 @@ def check_detector(detector: Detector) -> None:
             _check_finding(detector, finding, run.id)
 
 
+def check_topology(topology: Any) -> None:
+    """A topology of the lab gives a model in every round, the same each time, whoever takes part, fails or is resumed.
+
+    Twelve clients learn three synthetic classes, on a network if the topology refuses to do without. One client alone
+    may be refused, with a ConfigError that says why.
+    """
+    name, watched, half = type(topology).__name__, _Traffic(), _Traffic()
+    whole = _lab_experiment(topology)
+    site = lab.Site.of(whole)
+    start = site.layout.flat(site.module)
+    trained = _lab_run(whole, watched)
+    got, wanted = ((list(model.shape), model.dtype) for model in (trained, start))
+    _require(got == wanted, f"{name}: the model is {got} after a round, not {wanted}.")
+    _require(bool(trained.isfinite().all()), f"{name}: the model is not finite after training on harmless data.")
+    _require(not torch.equal(trained, start), f"{name}: nothing was learnt in 3 rounds.")
+    _require(torch.equal(trained, _lab_run(whole)), f"{name}: other weights the second time, from the same seed.")
+    _check_traffic(name, watched)
+    with tempfile.TemporaryDirectory() as folder:  # what it knows must be in the server's memory and notes to be saved
+        next(lab.rounds(whole, engine="sequential", checkpoint=folder))
+        resumed = _lab_run(whole, checkpoint=folder, resume=True)
+    _require(torch.equal(trained, resumed), f"{name}: other weights after going on from a saved round.")
+    _lab_run(_lab_experiment(topology, participation=0.5), half)
+    for nodes, *_ in half.rounds:
+        _require(len(nodes) == len(set(nodes)), f"{name}: a client trained twice in one round: {nodes}")
+        _require(len(nodes) < whole.clients, f"{name}: all clients train, though only half take part: use cohort().")
+    left = _lab_run(_lab_experiment(topology, faults=[lab.Crash(nodes=["c1"])]))
+    _require(bool(left.isfinite().all()), f"{name}: the model is not finite after one client failed.")
+    left = _lab_run(_lab_experiment(topology, faults=[lab.Crash(nodes="all")]))
+    _require(torch.equal(left, start), f"{name}: the model changed, though all clients failed.")
+    with contextlib.suppress(ConfigError):
+        _lab_run(_lab_experiment(topology, clients=1))
+
+
 def examples_of_records(run: str = "example") -> list[Record]:
     """One record of each kind, with all the awkward values that are legal: NaN, infinity, None, any script."""
     where, at = Where(run, 1, "c7", 3, None, "edge-2"), 1.7e9
@@ -222,6 +268,7 @@ def examples_of_records(run: str = "example") -> list[Record]:
         Finding(where, at, "label_flip", "critical", 0.9, "c7 stands out", {"z": 4.2}, (Suspect("c7", 0.9, "loss"),)),
         Action(where, at, "label_flip", "exclude", "c7", {"rounds": 3}),
         Snapshot(where, at, "global", "ab" * 16, 1024),
+        Truth(Where(run), at, "label_noise", ("c7",), 2, None, {"family": "client", "rate": 0.8}),
     ]
     return [stamped(record, "example", i) for i, record in enumerate(records)]
 
@@ -290,6 +337,48 @@ def _check_finding(detector: Detector, finding: Any, run: str) -> None:
     _require(finding.severity in known, f"{name}: severity {finding.severity!r} is none of {', '.join(known)}.")
     _require(0 <= finding.confidence <= 1, f"{name}: confidence {finding.confidence} lies outside 0..1.")
     _require(finding.issue and finding.message, f"{name}: a finding needs an issue and a message.")
+
+
+class _Traffic(NullObserver):
+    """Who trained, sent and got something, round by round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[list[str], set[str], set[str]]] = []
+
+    def round_begin(self, *_: Any, **__: Any) -> None:
+        self.rounds.append(([], set(), set()))
+
+    def expect(self, *nodes: str) -> None:
+        self.rounds[-1][0].extend(nodes)
+
+    def transfer(self, sender: str, receiver: str, *_: Any, **__: Any) -> None:
+        self.rounds[-1][1].add(sender)
+        self.rounds[-1][2].add(receiver)
+
+
+def _lab_experiment(topology: Any, **changes: Any) -> lab.Experiment:
+    data, local = lab.Synthetic(samples=360, features=6, classes=3), lab.Local(iterations=3, batch=8)
+    settings: dict[str, Any] = {"clients": 12, "rounds": 3, "dataset": data, "model": "logistic", "local": local}
+    settings |= {"evaluation": lab.Evaluation(every=3), **changes}
+    try:
+        return lab.Experiment(topology=topology, **settings)
+    except ConfigError:
+        return lab.Experiment(topology=topology, network=lab.Network(spread=1.0), **settings)
+
+
+def _check_traffic(name: str, watched: _Traffic) -> None:
+    for nodes, *ends in watched.rounds:
+        _require(nodes, f"{name}: nobody trained in a round, though all clients are there.")
+        for way, known in zip(("from", "to"), ends, strict=True):
+            silent = ", ".join(sorted(set(nodes) - known))
+            _require(not silent, f"{name}: {silent} trained, but no transfer {way} there was announced.")
+
+
+def _lab_run(experiment: lab.Experiment, observer: NullObserver | None = None, **how: Any) -> Tensor:
+    try:
+        return lab.run(experiment, observer, engine="sequential", **how).state
+    except Exception as error:
+        raise AssertionError(f"{experiment.topology!r} did not come to its end: {error!r}") from error
 
 
 def _same(a: Any, b: Any) -> bool:

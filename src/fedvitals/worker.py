@@ -35,7 +35,7 @@ from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
-from fedvitals.protocols import Node
+from fedvitals.protocols import Node, Stack
 from fedvitals.records import Event, LayerStats, Metric, Record, Run, Span, Transfer, run_of
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
@@ -123,9 +123,22 @@ class WorkerObserver:
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
         self._desk().clients.end_of(node, outcome)
 
-    def log(self, values: Mapping[str, float] | None = None, /, **more: float) -> None:
-        """Metrics of your own, for the client that is open."""
-        self._desk().clients.log({**(values or {}), **more})
+    def stack_begin(self, stack: Stack, *, round: int | None = None) -> None:  # noqa: A002
+        """Clients begin to train as one batch: records as of `client_begin`, for all of them at `stack_end`."""
+        desk = self._desk()
+        desk.kit.norms.clear()
+        desk.clients.begin_stack(stack, inside=self._inside(desk, round))
+
+    def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
+        """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
+        self._desk().clients.step_stack(step, gradients)
+
+    def stack_end(self, failed: Mapping[Node, BaseException]) -> None:
+        self._desk().clients.end_stack(failed)
+
+    def log(self, values: Mapping[str, float] | None = None, /, *, node: Node | None = None, **more: float) -> None:
+        """Metrics of your own, for the client that is open, or for a node that you name."""
+        self._desk().clients.log({**(values or {}), **more}, node)
 
     def transfer(
         self,
@@ -146,11 +159,14 @@ class WorkerObserver:
         return desk.chart.guard("payload()", desk.parcel.take) or b""
 
     def _begin(self, desk: _Desk, node: Node, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
+        desk.kit.norms.clear()  # the last round of this client may have been in another process: the parent compares
+        return desk.clients.begin(node, model, data, group, loss, inside=self._inside(desk, number))
+
+    def _inside(self, desk: _Desk, number: int | None) -> Scope:
+        """The round's scope, as far as it is known here."""
         number = self.round if number is None else number
         span = self.span if number == self.round else None
-        inside = Scope(self.run, desk.chart.emit, number, trace=self.trace, span=span)
-        desk.kit.norms.clear()  # the last round of this client may have been in another process: the parent compares
-        return desk.clients.begin(node, model, data, group, loss, inside=inside)
+        return Scope(self.run, desk.chart.emit, number, trace=self.trace, span=span)
 
     def _desk(self) -> _Desk:
         desks = _desks(os.getpid())
@@ -244,7 +260,7 @@ class Arrivals:
         for record in records:
             if run_of(record) != run:
                 raise RecordError(f"A payload of run '{run_of(record)[:80]}' was given to run '{run}'.")
-            if record.source in ("", SOURCE):
+            if record.source == "" or record.source.startswith(SOURCE):
                 raise RecordError(f"A payload has records of source '{record.source}', which is no worker's.")
             if isinstance(record, Run):
                 tables |= {table.digest: table for table in record.tables}

@@ -4,41 +4,57 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "soak")
-LONG = ("overhead", "gsc", "soak")  # these say how far they are
+PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "lab", "soak")
+LONG = ("overhead", "gsc", "lab", "soak")  # these say how far they are
+SHOWN = {"lab": ("what", "against", "bar", "value", "low", "high", "verdict", "note")}  # the rest is for --json
 
 
 @click.command()
 @click.argument("part", type=click.Choice(PARTS), required=False)
 @click.option("--quick", is_flag=True, help="Fewer repeats and smaller sizes: a smoke test, not a figure to quote.")
+@click.option("--full", is_flag=True, help="lab: the paper's 100 clients against each peer, instead of 20.")
+@click.option("--peers", is_flag=True, help="lab: install the peers that are missing, each in its own environment.")
+@click.option(
+    "--environments",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="lab: where the peers' environments are, or are made. Default: ~/.cache/fedvitals-bench.",
+)
+@click.option(
+    "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="lab: the folder that holds GTSRB."
+)
+@click.option("--only", multiple=True, metavar="WHAT", help="lab: some of its bars: cnn, mlp, start, memory, study.")
 @json_option
-def command(part: str | None, quick: bool, as_json: bool) -> None:
+def command(part: str | None, quick: bool, as_json: bool, **lab: Any) -> None:
     """Measure what fedvitals costs on this machine: all parts, or one of them.
 
     Everything is compared in one run, interleaved, and given as a ratio with its spread.
     """
+    given = {name: value for name, value in lab.items() if value}
+    if given and part not in (None, "lab"):
+        raise click.UsageError(f"--{next(iter(given))} belongs to `fedvitals bench lab`, not to `bench {part}`.")
     results: dict[str, list[dict[str, Any]]] = {}
     for name in [part] if part else PARTS:
         click.echo(f"bench {name} ...", err=True)
-        results[name] = _measure(name, quick)
+        results[name] = _measure(name, quick, given if name == "lab" else {})
         if not as_json:
             _print(name, results[name])
     if as_json:
         print_json("bench", results)
 
 
-def _measure(part: str, quick: bool) -> list[dict[str, Any]]:
+def _measure(part: str, quick: bool, more: dict[str, Any]) -> list[dict[str, Any]]:
     def tell(text: str) -> None:
         click.echo(f"  {text}", err=True)
 
     measure = getattr(importlib.import_module(f"fedvitals.trials.bench_{part}"), f"bench_{part}")
-    rows: list[dict[str, Any]] = measure(quick=quick, tell=tell) if part in LONG else measure(quick=quick)
+    rows: list[dict[str, Any]] = measure(quick=quick, tell=tell, **more) if part in LONG else measure(quick=quick)
     return rows
 
 
@@ -48,7 +64,7 @@ def _print(part: str, rows: list[dict[str, Any]]) -> None:
 
     from fedvitals.cli.screen import number
 
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(SHOWN.get(part) or dict.fromkeys(key for row in rows for key in row))
     table = Table(box=None, pad_edge=False, title=part, title_justify="left")
     for column in columns:
         numeric = all(isinstance(row.get(column), int | float | None) for row in rows)

@@ -17,7 +17,9 @@ VERBS = {
     "runs": "fedvitals.cli.runs",
     "show": "fedvitals.cli.show",
     "query": "fedvitals.cli.query",
+    "lab": "fedvitals.cli.lab",
     "doctor": "fedvitals.cli.doctor",
+    "reproduce": "fedvitals.cli.reproduce",
     "bench": "fedvitals.cli.bench",
 }
 

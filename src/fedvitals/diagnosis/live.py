@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from fedvitals.protocols import Detector, History, Sink
-from fedvitals.records import Finding, Metric, Record
+from fedvitals.records import Finding, Metric, Record, Run, Truth
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 _WORST_FIRST = {"critical": 0, "warning": 1, "note": 2}
@@ -33,7 +34,7 @@ class LiveDetectors:
         self._run, self._memory, self._detectors, self._found, self._failed = run, memory, detectors, found, failed
 
     def write(self, records: Sequence[Record], /) -> None:
-        self._memory.write([record for record in records if not isinstance(record, Finding)])
+        self._memory.write([_measured(record) for record in records if not isinstance(record, Finding | Truth)])
         for record in records:
             if isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.round is not None:
                 self._examine(record.where.round)
@@ -46,6 +47,11 @@ class LiveDetectors:
                     self._found(finding)
             except Exception as error:  # noqa: BLE001 - a user's detector may do anything; the others go on
                 self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
+
+
+def _measured(record: Record) -> Record:
+    """Without the configuration, which may tell what was made ill: not even behind the `History` shall it be found."""
+    return replace(record, config={}) if isinstance(record, Run) else record
 
 
 class Findings(list[Finding]):

@@ -17,11 +17,13 @@ from fedvitals.probes.session import Instruments
 from fedvitals.probes.updates import Update
 from fedvitals.probes.view import View
 from fedvitals.probes.weights import weights
-from fedvitals.stats import FAMILIES, Array, merge
+from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
 
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
 Counts = npt.NDArray[np.int64]  # [layers] of clients
 Key = tuple[str | None, str | None]  # node, group; None: the whole
+
+ROUNDING = 1e-4  # what a client's sums of an update may differ by from the server's, of the same update
 
 
 class Cohort:
@@ -60,6 +62,36 @@ class Cohort:
                     if step is None and name.startswith("weight.difference"):
                         self._difference[group][name.endswith("absolute")] += value
                         self._differing[group].add(node)
+
+    def receive(self, sent: Mapping[str, Array]) -> list[tuple[Key, Results]]:
+        """What the server got: the nine sums of each client's update, to be told unless the client told the same.
+
+        A client tells honestly of its training, and may have sent something else. What was sent is what counts.
+        """
+        strangers = [node for node in sent if node not in self]
+        with self._lock:
+            others = self._others(sent)
+        for node in strangers:
+            self.add(node, None, _of_sums(sent[node], {}), failed=False)
+        return [((n, self._groups[n]), _of_sums(sent[n], self._tables[n])) for n in (*strangers, *others)]
+
+    def _others(self, sent: Mapping[str, Array]) -> list[str]:
+        """Whose own sums of their update are of another one; what was sent is put in the place of these."""
+        told = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
+        places: dict[tuple[int, ...], list[tuple[list[tuple[str, Array]], int, str]]] = defaultdict(list)
+        for own in told:
+            for i, (node, rows) in enumerate(own):
+                # Of other layers than the client's it would be nothing that could be told in its place.
+                if node in sent and sent[node].shape == rows.shape:
+                    places[rows.shape].append((own, i, node))
+        found: dict[str, None] = {}
+        for same in places.values():
+            alike = _alike(np.stack([own[i][1] for own, i, _ in same]), np.stack([sent[node] for _, _, node in same]))
+            for index in np.flatnonzero(~alike):
+                own, i, node = same[index]
+                own[i] = (node, sent[node])
+                found[node] = None
+        return [*found]
 
     def clients_of(self, group: str | None) -> int:
         """How many clients have finished in a group so far."""
@@ -105,6 +137,25 @@ class Cohort:
         if update.sketch is not None and not kit.preset.brief:
             results.sketch = update.sketch
         return (update.node, self._groups.get(update.node)), results
+
+
+def _of_sums(rows: Array, tables: Mapping[str, str]) -> Results:
+    return Results(matrices=[("update", rows, None)], tables=tables)
+
+
+def _alike(own: Array, got: Array) -> npt.NDArray[np.bool_]:
+    """Whether nine sums and nine sums are of the same update; [clients, layers, 9] → [clients].
+
+    Sums are compared by the size of what they sum: they may cancel to nearly nothing.
+    """
+    counts = [COUNT, NANS, INFS]
+    alike: npt.NDArray[np.bool_] = (own[..., counts] == got[..., counts]).all(axis=(1, 2))
+    size = own[..., SUM_MAGNITUDES]
+    largest = np.abs(np.where(np.isfinite(own[..., [MIN, MAX]]), own[..., [MIN, MAX]], 0.0)).max(axis=2)
+    limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, own[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
+    for column, limit in limits:
+        alike &= np.isclose(got[..., column], own[..., column], rtol=0, atol=ROUNDING * limit).all(axis=1)
+    return alike
 
 
 def _merged(kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int) -> list[tuple[Key, Results]]:

@@ -115,8 +115,13 @@ def _log(path: Path, owner: str | None) -> Sign:
     )
 
 
+def _version_of(database: Database) -> int:
+    """A file may be older than this fedvitals; a server that is has been refused before."""
+    return check_version(database) if database.dialect.name == "sqlite" else VERSION
+
+
 def _version(database: Database) -> Sign:
-    version = check_version(database) if database.dialect.name == "sqlite" else VERSION
+    version = _version_of(database)
     if version < VERSION:
         return Sign("schema", "note", f"version {version}; the next training brings it to {VERSION}")
     return Sign("schema", "fine", f"version {version}")
@@ -129,9 +134,10 @@ def _content(database: Database, *, written: bool) -> list[Sign]:
 def nameless(database: Database) -> list[int]:
     """Numbers that stand for a name which the store does not have."""
     found: set[int] = set()
+    version = _version_of(database)
     for table in TABLES:
         for column in table.columns:
-            if column.type == "symbol":
+            if column.type == "symbol" and max(table.since, column.since) <= version:
                 found |= {
                     row[0]
                     for row in database.rows(

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth
 from fedvitals.stats import Array
 from fedvitals.store.delivered import Intervals, fresh
 from fedvitals.store.history import check_statistic
 from fedvitals.store.packing import Entries, Numbers, Part, block_of, over_rounds, statistic_of
-from fedvitals.store.rows import as_stored, check
+from fedvitals.store.rows import as_stored, check, to_json
 from fedvitals.store.symbols import natural
 
 R = TypeVar("R")
@@ -30,6 +31,7 @@ class _Memory:
     metrics: dict[str, dict[int, Newest]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     blocks: dict[str, list[tuple[str, Entries, Numbers]]] = field(default_factory=dict)
+    truth: list[Truth] = field(default_factory=list)
     records: dict[type, list[Any]] = field(default_factory=dict)
 
 
@@ -93,6 +95,11 @@ class MemoryStore:
 
     def _write_one(self, memory: _Memory, record: Any) -> None:
         where = record.where
+        if isinstance(record, Truth):  # no word of it in what a `History` shows
+            memory.truth.append(replace(record, data=json.loads(to_json(record.data))))
+            if self._everything:
+                memory.records.setdefault(Truth, []).append(record)
+            return
         if where.round is not None:
             memory.rounds.add(where.round)
         if where.node is not None:
@@ -132,6 +139,11 @@ class MemoryStore:
         """Every record of one type, in order of arrival; only with `everything`."""
         with self.lock:
             return list(self.memory(run).records.get(kind, ()))
+
+    def truth_of(self, run: str) -> list[Truth]:
+        """What was made ill in a run (by id), for trials only; the twin of `queries.truth_of`."""
+        with self.lock:
+            return list(self.memory(run).truth)
 
     def history(self, run: str) -> MemoryHistory:
         return MemoryHistory(self, run)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, LayerTable, Run
+from fedvitals.records import Event, LayerStats, LayerTable, Run, Truth
 from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
@@ -289,6 +289,14 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
         return _layer_stats(reader, run)  # type: ignore[return-value]
     found = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
     return [rows.from_row(kind, row) for row in found]
+
+
+def truth_of(reader: Reader, run: str) -> list[Truth]:
+    """What was made ill in a run (its id, name, or the beginning of its id), as it was told. For trials only.
+
+    A detector is given a `History`, which has no such question.
+    """
+    return list(records(reader, find_run(reader, run), Truth))
 
 
 def _layer_stats(reader: Reader, run: str) -> list[LayerStats]:

@@ -27,6 +27,7 @@ from fedvitals.records import (
     Span,
     Suspect,
     Transfer,
+    Truth,
     Where,
 )
 from fedvitals.store.ddl import quoted
@@ -43,6 +44,7 @@ TABLE_OF: Mapping[type, str] = {
     Finding: "finding",
     Action: "action",
     Snapshot: "snapshot",
+    Truth: "truth",
 }
 
 _PLACE = ("run", "round", "node", "step", "layer", "group")
@@ -145,6 +147,8 @@ def from_row(kind: type, row: Row) -> Any:
     if kind is Finding:
         suspects = fields["suspects"]
         fields["suspects"] = tuple(Suspect(s["node"], _score(s["score"]), s["reason"]) for s in suspects)
+    if kind is Truth:
+        fields["nodes"] = tuple(fields["nodes"])
     return kind(where=where, **fields)
 
 

@@ -15,7 +15,7 @@ from fedvitals.errors import StoreError
 from fedvitals.records import Run
 from fedvitals.store import doctor
 from fedvitals.store.ddl import quoted
-from fedvitals.store.schema import TABLES, Table
+from fedvitals.store.schema import TABLES, VERSION, Table
 from fedvitals.store.sqlite import PAGE, SqliteStore, maintain_sqlite
 
 ATTEMPTS = 2000  # at the rows of one table, each a range of them that fails
@@ -56,15 +56,16 @@ def _open(path: Path, folder: Path) -> sqlite3.Connection:
     """A copy of the damaged file, with its log and, where the list of its tables is broken, one that fits."""
     copy = folder / "damaged.db"
     shutil.copyfile(path, copy)
+    version = _version(copy)
     log = path.with_name(path.name + "-wal")
     if log.exists():
         shutil.copyfile(log, copy.with_name(copy.name + "-wal"))
-    if not _readable(copy):
+    if not _readable(copy, version):
         with SqliteStore(folder / "sound.db") as sound:
             sound.write([Run("salvage", "salvage")])
         _lend(copy, folder / "sound.db", [])
-        if not _readable(copy):
-            # Stores of one version have their tables at the same places, unless they were vacuumed.
+        if not _readable(copy, version):
+            # Stores have their tables at the same places, unless they were vacuumed: a new version's come last.
             _lend(copy, folder / "sound.db", _pages_of_schema((folder / "sound.db").read_bytes()))
     connection = sqlite3.connect(copy, isolation_level=None)
     # Text that the damage has turned into bytes that are none must not stop the row beside it.
@@ -96,11 +97,18 @@ def _pages_of_schema(lender: bytes) -> list[int]:
     return pages
 
 
-def _readable(path: Path) -> bool:
+def _version(path: Path) -> int:
+    """Of the schema, as the header has it; the least when that is no number that could be one."""
+    with path.open("rb") as file:
+        version = int.from_bytes(file.read(HEADER)[60:64], "big")
+    return version if 1 <= version <= VERSION else 1
+
+
+def _readable(path: Path, version: int) -> bool:
     try:
         with contextlib.closing(sqlite3.connect(path)) as connection:
             found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            return found >= {table.name for table in TABLES}
+            return found >= {table.name for table in TABLES if table.since <= version}
     except sqlite3.Error:
         return False
 
@@ -118,6 +126,8 @@ def _copy(old: sqlite3.Connection, target: Path) -> dict[str, int]:
             insert = f"INSERT OR IGNORE INTO {table.name} ({columns}) VALUES ({holes})"  # noqa: S608
             counts[table.name] = 0
             for row in _rows(old, table, columns):
+                if not _fits(row, table):
+                    continue
                 with contextlib.suppress(sqlite3.Error):  # a row that the damage has made impossible
                     counts[table.name] += new.execute(insert, row).rowcount
         new.execute("COMMIT")
@@ -127,6 +137,12 @@ def _copy(old: sqlite3.Connection, target: Path) -> dict[str, int]:
         lost = doctor.nameless(database)
         new.executemany("INSERT INTO symbol (id, text) VALUES (?, ?)", [(n, f"(name {n} is lost)") for n in lost])
     return counts
+
+
+def _fits(row: tuple[Any, ...], table: Table) -> bool:
+    """Whether it can be a row of this table. In a lent list of tables, one that the file never had points anywhere."""
+    json = (value for value, column in zip(row, table.columns, strict=True) if column.type == "json")
+    return all(isinstance(value, str) for value in json)
 
 
 def _rows(old: sqlite3.Connection, table: Table, columns: str) -> Iterator[tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-VERSION = 1
+VERSION = 2
 
 # Plain SQL that runs after the new tables and columns of a version exist.
 MIGRATIONS: Mapping[int, tuple[str, ...]] = {}
@@ -56,7 +56,15 @@ _IDENTITY = (
 )
 
 
-def _records(name: str, view: str, meaning: str, *columns: Column, at: str = "it was made", index: str = "") -> Table:
+def _records(
+    name: str,
+    view: str,
+    meaning: str,
+    *columns: Column,
+    at: str = "it was made",
+    index: str = "",
+    since: int = 1,
+) -> Table:
     """The table of a record type: coordinates, its own columns, identity."""
     return Table(
         name=name,
@@ -64,6 +72,7 @@ def _records(name: str, view: str, meaning: str, *columns: Column, at: str = "it
         columns=(*_where(at), *columns, *_IDENTITY),
         indexes=(tuple(index.split()),) if index else (("run", "round"),),
         view=view,
+        since=since,
     )
 
 
@@ -254,6 +263,18 @@ TABLES: tuple[Table, ...] = (
             Column("last", "integer", "Last sequence of the interval."),
         ),
         key=("run", "source", "first"),
+    ),
+    _records(
+        "truth",
+        "truths",
+        "What a lab made ill on purpose: for trials only, which compare findings with it. No detector is given it.",
+        Column("kind", "symbol", "Which fault."),
+        Column("nodes", "json", "Names of the nodes that it struck."),
+        Column("since", "integer", "First round."),
+        Column("until", "integer", "Last round; NULL: to the end of the run.", null=True),
+        Column("data", "json", "Family, issue and strength."),
+        index="run",
+        since=2,
     ),
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from fedvitals.records import LayerStats, LayerTable, Record, Run, run_of
+from fedvitals.records import LayerStats, LayerTable, Record, Run, Truth, run_of
 from fedvitals.store import compaction, rows
 from fedvitals.store.delivered import Delivered
 from fedvitals.store.dialect import Database
@@ -82,7 +82,8 @@ class Writer:
             statement, to_row = self._rows[kind]
             self._database.many(statement, [to_row(record) for record in same])
         due |= self._write_statistics(statistics)
-        self._note_places([record for record in new if not isinstance(record, Run)])
+        # Whoever reads the rounds and nodes of a run must not learn from them what is to be found out.
+        self._note_places([record for record in new if not isinstance(record, Run | Truth)])
         self._delivered.save({(run_of(record), record.source) for record in new})
         self._symbols.save()
 

@@ -20,8 +20,10 @@ SOURCE = "monitor"  # one process writes a run; what comes from others keeps the
 class Outlet:
     """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own."""
 
-    def __init__(self, sinks: Sequence[Sink], *, policy: Policy, spill: Path | None, strict: bool) -> None:
-        self._policy = policy
+    def __init__(
+        self, sinks: Sequence[Sink], *, policy: Policy, spill: Path | None, strict: bool, source: str = SOURCE
+    ) -> None:
+        self._policy, self._source = policy, source
         self._sequence = itertools.count()
         self._queues = [
             Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(sinks)
@@ -35,7 +37,7 @@ class Outlet:
         passed = released(record, self._policy, clients=clients, stray=stray, held=True)
         if passed is None:
             return
-        passed = stamped(passed, SOURCE, next(self._sequence))
+        passed = stamped(passed, self._source, next(self._sequence))
         for queue in self._queues:
             queue.put(passed)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from fedvitals.catalog import from_update, level_of
 from fedvitals.errors import ConfigError
-from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record, Run, Sketch, Span, Transfer
+from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record, Run, Sketch, Span, Transfer, Truth
 from fedvitals.stats import (
     COUNT,
     FAMILIES,
@@ -65,6 +65,7 @@ WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = ("budget", "updates.approximate", "round.unclosed", "worker.lost")  # events that quote nobody
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
 TROUBLE = ("warning", "error", "critical")
+FREE = (Run, Transfer, Finding, Action, Truth)
 OPEN = frozenset({Metric, LayerStats, Span, Sketch, Transfer})  # from level 3 on; spares nearly all records the rest
 
 
@@ -104,8 +105,8 @@ def released(
     made it. `held`: whoever takes the record holds the clients' updates themselves. What a server computes from updates
     that it was sent anyway is not telemetry, and keeping it from the store would protect nobody.
     """
-    # Findings and actions come of what has passed already.
-    if (policy.level >= WORDS and type(record) in OPEN) or isinstance(record, Run | Transfer | Finding | Action):
+    # Findings and actions come of what has passed already, and what a lab did to its clients is not a client's.
+    if (policy.level >= WORDS and type(record) in OPEN) or isinstance(record, FREE):
         return record
     # Edges count as clients: they are sites of their own, and a name alone does not tell them apart.
     about_client = stray or record.where.node not in SERVER

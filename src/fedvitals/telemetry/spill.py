@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Sink
-from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Where
+from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Truth, Where
 
 try:
     import fcntl
@@ -27,8 +27,8 @@ except ImportError:  # Windows: there an open file cannot be removed, which prot
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-KINDS: dict[str, type[Run | Event | Finding | Action | Snapshot]] = {
-    kind.__name__: kind for kind in (Run, Event, Finding, Action, Snapshot)
+KINDS: dict[str, type[Run | Event | Finding | Action | Snapshot | Truth]] = {
+    kind.__name__: kind for kind in (Run, Event, Finding, Action, Snapshot, Truth)
 }
 
 
@@ -49,9 +49,11 @@ def from_json(line: str | bytes) -> Record:
             fields["where"] = Where(**fields["where"])
         if "suspects" in fields:
             fields["suspects"] = tuple(Suspect(**suspect) for suspect in fields["suspects"])
+        if "nodes" in fields:
+            fields["nodes"] = tuple(fields["nodes"])
         if "tables" in fields:
             fields["tables"] = tuple(_table(table) for table in fields["tables"])
-        # `Action` and `Snapshot` have a field «kind» of their own, which is why the record is nested.
+        # `Action`, `Snapshot` and `Truth` have a field «kind» of their own, which is why the record is nested.
         return kind(**fields)
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"A spilled line cannot be read ({type(error).__name__}: {error}): {line[:80]!r}") from error

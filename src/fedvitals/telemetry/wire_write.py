@@ -87,7 +87,8 @@ class Writer:
     def _add_other(self, record: Record) -> None:
         known = _WRITE.get(type(record))
         if known is None:
-            raise RecordError(f"Only records can be sent, got {type(record).__name__}.")
+            # A Truth is told by the process that writes the store, never by a worker.
+            raise RecordError(f"Only records about a training can be sent, got {type(record).__name__}.")
         tag, rest = known
         if isinstance(record, Run):
             header = self._header(record, Where(record.id), self._at)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals lab EXPERIMENT.toml`: run a federation that a file describes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from fedvitals.lab import Experiment, Round
+
+
+@click.command()
+@click.argument("experiment", type=click.Path(exists=True, dir_okay=False))
+@click.option("--set", "changes", multiple=True, metavar="NAME=VALUE", help="Change a setting: --set clients=50.")
+@click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set. Default: FEDVITALS_DATA.")
+@click.option("--engine", default="auto", show_default=True, help="sequential, reuse, stacked, or auto (measured).")
+@click.option("--workers", type=int, help="Worker processes. Default: one per core.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, or cuda (engine stacked).")
+@click.option("--probes", default="standard", show_default=True, help="What is measured: light, standard, deep.")
+@click.option("--resume", is_flag=True, help="Go on where this experiment was interrupted.")
+@click.option("--unwatched", is_flag=True, help="Train without the monitor: nothing is stored.")
+@store_option
+@json_option
+def command(experiment: str, changes: tuple[str, ...], store: str | None, as_json: bool, **how: Any) -> None:
+    """Run the federation that EXPERIMENT.toml describes, watched; the same seed gives the same weights.
+
+    Ctrl-C keeps what there is; --resume goes on from there, bit for bit.
+    """
+    try:
+        from fedvitals import lab
+        from fedvitals.lab import toml
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "lab", "The lab") from error
+    given = dict(_pair(change) for change in changes)
+    text = Path(experiment).read_text(encoding="utf-8")
+    wanted = lab.read(text, {name: toml.value_of(value) for name, value in given.items()})
+    if wanted.name == "experiment":
+        import msgspec
+
+        wanted = msgspec.structs.replace(wanted, name=Path(experiment).stem)
+    results = [_one(wanted, repeat, store or "runs.db", plain=as_json, **how) for repeat in range(wanted.repeats)]
+    if as_json:
+        print_json("lab", results[0] if len(results) == 1 else results)
+
+
+def _pair(change: str) -> tuple[str, str]:
+    name, equals, value = change.partition("=")
+    if not equals:
+        raise ConfigError(f"--set takes NAME=VALUE, such as --set clients=50; got '{change}'.")
+    return name.strip(), value.strip()
+
+
+def _one(
+    wanted: Experiment, repeat: int, store: str, *, plain: bool, probes: str, resume: bool, unwatched: bool, **how: Any
+) -> dict[str, Any]:
+    """One repeat, from its beginning or from where it stopped."""
+    import msgspec
+
+    from fedvitals import lab
+    from fedvitals.monitor import Monitor
+
+    experiment = msgspec.structs.replace(wanted, seed=wanted.seed + repeat, repeats=1)
+    folder = _folder(store) / experiment.digest()
+    run = _interrupted(folder, resume=resume)
+    began = time.perf_counter()
+    monitor = None
+    if not unwatched:
+        monitor = Monitor(
+            store,
+            run=experiment.name,
+            id=run,
+            probes=probes,
+            host="lab",
+            seed=experiment.seed,
+            topology=type(experiment.topology).__name__.lower(),
+            config=_public(experiment),
+        )
+    _remember(folder, None if monitor is None else monitor.run.id, experiment)
+    result = None
+    try:
+        with _Progress(experiment, plain=plain) as view:
+            for result in lab.rounds(experiment, monitor, checkpoint=folder, resume=resume, **how):
+                if result.rounds:
+                    view.show(result.rounds[-1])
+    except KeyboardInterrupt:
+        done = 0 if result is None else len(result.rounds)
+        click.echo(f"\nStopped after {done} of {experiment.rounds} rounds; add --resume to go on from there.", err=True)
+        raise
+    finally:
+        if monitor is not None:
+            monitor.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    assert result is not None  # noqa: S101 - an experiment has at least one round
+    took = time.perf_counter() - began
+    said = {
+        "run": None if monitor is None else monitor.run.id,
+        "experiment": experiment.name,
+        "seed": experiment.seed,
+        "rounds": len(result.rounds),
+        "metrics": result.rounds[-1].metrics,
+        "engine": result.engine,
+        "seconds": took,
+        "store": None if unwatched else store,
+    }
+    if not plain:
+        _closing(said, store)
+    return said
+
+
+def _public(experiment: Experiment) -> dict[str, Any]:
+    """The experiment without its faults: what is wrong on purpose stands in the store as truth, and only there."""
+    import msgspec
+
+    return {"experiment": msgspec.structs.replace(experiment, faults=()).to_toml()}
+
+
+def _folder(store: str) -> Path:
+    """Where unfinished runs keep their state: beside the store; here, if that is a server."""
+    return Path("fedvitals.d" if "://" in store else f"{store}.d") / "lab"
+
+
+def _interrupted(folder: Path, *, resume: bool) -> str | None:
+    from fedvitals.lab.checkpoint import FILE
+
+    note = folder / "run.json"
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    if not (note.exists() and (folder / FILE).exists()):
+        raise ConfigError(
+            f"There is nothing to resume: no unfinished run of this experiment in {folder.parent}. "
+            "Give the same file, --set and --store as for the run that was interrupted."
+        )
+    found = json.loads(note.read_text(encoding="utf-8")).get("run")
+    return found if isinstance(found, str) else None
+
+
+def _remember(folder: Path, run: str | None, experiment: Experiment) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    (folder / "run.json").write_text(json.dumps({"run": run}), encoding="utf-8")
+
+
+def _closing(said: dict[str, Any], store: str) -> None:
+    metrics = said["metrics"]
+    accuracy = f"accuracy {metrics['accuracy']:.1%}, " if "accuracy" in metrics else ""
+    click.echo(
+        f"{said['experiment']}: {said['rounds']} rounds, {accuracy}{said['seconds']:.0f} s, engine {said['engine']}"
+    )
+    if said["run"] is not None:
+        click.echo(f"Look at it:  fedvitals show {said['run']} --store {store}")
+
+
+class _Progress:
+    """Rounds, accuracy and time left: a bar on a terminal, a line a round elsewhere."""
+
+    def __init__(self, experiment: Experiment, *, plain: bool) -> None:
+        self._rounds, self._name = experiment.rounds, experiment.name
+        self._bar = None if plain or not sys.stderr.isatty() else _bar()
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self._name, total=self._rounds, accuracy="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, done: Round) -> None:
+        accuracy = f"accuracy {done.metrics['accuracy']:.3f}" if "accuracy" in done.metrics else ""
+        if self._bar is None:
+            click.echo(f"round {done.number + 1}/{self._rounds}: {accuracy} ({done.seconds:.2f} s)", err=True)
+        else:
+            self._bar.update(self._task, completed=done.number + 1, accuracy=accuracy)
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[accuracy]}")
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))

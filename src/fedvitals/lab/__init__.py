@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab: any federation in ten lines, made ill on purpose, watched through the `Observer` protocol only.
+
+    from fedvitals import lab
+    result = lab.run(lab.Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7,
+        topology=lab.Hierarchical(edges=4), aggregator=lab.trimmed_mean(0.1), partition=lab.dirichlet(0.3),
+        faults=[lab.label_noise(nodes=["c4"], rate=0.8, since=5)]), observer=fv.Monitor("runs.db"))
+
+Every kind of a part is here twice: as a class (`lab.LabelNoise`) and under its name in TOML (`lab.label_noise`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedvitals.lab.aggregators import AggregationError as AggregationError
+from fedvitals.lab.arrays import Arrays as Arrays
+from fedvitals.lab.experiment import CHOICES as _CHOICES
+from fedvitals.lab.experiment import Evaluation as Evaluation
+from fedvitals.lab.experiment import Experiment as Experiment
+from fedvitals.lab.experiment import kinds_of as _kinds_of
+from fedvitals.lab.experiment import read as read
+from fedvitals.lab.faults import FAULTS as _FAULTS
+from fedvitals.lab.local import OPTIMIZERS as _OPTIMIZERS
+from fedvitals.lab.local import Clip as Clip
+from fedvitals.lab.local import Local as Local
+from fedvitals.lab.models import Own as Own
+from fedvitals.lab.network import Network as Network
+from fedvitals.lab.run import Result as Result
+from fedvitals.lab.run import Round as Round
+from fedvitals.lab.run import rounds as rounds
+from fedvitals.lab.run import run as run
+from fedvitals.lab.site import Site as Site
+from fedvitals.lab.work import Task as Task
+from fedvitals.lab.work import Update as Update
+
+KINDS: dict[str, type] = {name: kind for kinds in _CHOICES.values() for name, kind in kinds.items()}
+KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS)
+_CLASSES = {kind.__name__: kind for kind in KINDS.values()}
+
+
+def __getattr__(name: str) -> Any:
+    found = KINDS.get(name) or _CLASSES.get(name)
+    if found is None:
+        from fedvitals.errors import unknown  # noqa: PLC0415
+
+        raise AttributeError(unknown("part of the lab", name, [*KINDS, *_CLASSES]))
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *KINDS, *_CLASSES])

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's state on disk, so that it can go on: tensors as safetensors, the rest as JSON. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.lab.experiment import Experiment
+from fedvitals.lab.federation import Server
+
+if TYPE_CHECKING:
+    from fedvitals.lab.run import Round
+
+FILE = "state.safetensors"
+
+
+class Checkpoint:
+    """One file, replaced whole: a run that is killed while saving goes on from the round before."""
+
+    def __init__(self, folder: Path, experiment: Experiment) -> None:
+        try:
+            import safetensors.torch  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("safetensors", "lab", "Saving a run's state") from error
+        self._tensors = safetensors
+        self._file, self._digest = folder / FILE, experiment.digest()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, server: Server, rounds: int, history: list[Round]) -> None:
+        tensors = {"model": server.model}
+        tensors |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
+        tensors |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
+        notes = {
+            "experiment": self._digest,
+            "rounds": str(rounds),
+            "clock": float(server.clock).hex(),
+            "notes": json.dumps(server.notes),
+            "history": json.dumps([[r.number, r.seconds, r.metrics] for r in history]),
+        }
+        partial = self._file.with_suffix(".partial")
+        self._tensors.torch.save_file({key: t.contiguous().clone() for key, t in tensors.items()}, partial, notes)
+        os.replace(partial, self._file)  # noqa: PTH105 - atomic
+
+    def load(self, fresh: Server) -> tuple[Server, int, list[Round]]:
+        """The server as saved, the next round, and how the rounds before went. Nothing saved: all as fresh."""
+        from fedvitals.lab.run import Round  # noqa: PLC0415 - run imports us
+
+        if not self._file.exists():
+            return fresh, 0, []
+        with self._tensors.safe_open(self._file, framework="pt") as opened:
+            notes: dict[str, str] = opened.metadata() or {}
+            tensors: dict[str, Tensor] = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        if notes.get("experiment") != self._digest:
+            raise ConfigError(
+                f"{self._file} is the state of another experiment (or of an earlier version of this one). "
+                "Resume with the experiment that it was saved by, or start afresh in another folder."
+            )
+        server = Server(
+            tensors["model"],
+            {key.removeprefix("memory/"): t for key, t in tensors.items() if key.startswith("memory/")},
+            json.loads(notes["notes"]),
+            float.fromhex(notes["clock"]),
+            [tensors[f"past/{i}"] for i in range(sum(key.startswith("past/") for key in tensors))],
+        )
+        history = [Round(number, seconds, metrics) for number, seconds, metrics in json.loads(notes["history"])]
+        return server, int(notes["rounds"]), history

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who does the work: one of three engines, in this process or in several.
+
+| engine | how | for |
+| --- | --- | --- |
+| sequential | one client after the other, plain PyTorch | reading; the twin of the others |
+| reuse | models and optimisers made once, channels-last, fused; one process per core | convolutional and large models |
+| stacked | clients as a batch dimension | small models; CUDA |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.desk import ClientByClient, Desk, Examination
+from fedvitals.lab.pool import Pool
+from fedvitals.lab.site import Site
+from fedvitals.lab.stacked import Stacked
+from fedvitals.lab.work import Task, Update
+from fedvitals.protocols import NullObserver, Observer
+
+ENGINES = ("sequential", "reuse", "stacked")
+STACK = 64  # clients in one stack on a CPU: more than this leaves the caches without saving calls
+TEST_ROWS = 2048  # of one examination: fixed, so that sums do not depend on the number of processes
+LOCAL_TESTS = 8  # clients in one examination
+MEASURED_SECONDS = 0.4  # of trying each engine
+
+
+class Engine:
+    """Trains and tests for a federation. `workers`: processes; 0 and 1 do the work in this one."""
+
+    def __init__(self, site: Site, name: str = "auto", workers: int | None = None, device: str = "cpu") -> None:
+        if name not in (*ENGINES, "auto"):
+            raise ConfigError(unknown("engine", name, (*ENGINES, "auto")))
+        self.site, self.device = site, device
+        if name == "auto":
+            name = "stacked" if device != "cpu" else _quickest(site)
+        if device != "cpu" and name != "stacked":
+            raise ConfigError(f"The engine '{name}' runs on a CPU only; on '{device}' use the engine 'stacked'.")
+        self.name = name
+        self.workers = _workers(name, workers, device)
+        if site.experiment.local.keep_optimizer and (name != "stacked" or self.workers > 1):
+            raise ConfigError(
+                "Optimisers that are kept over the rounds stay in one process: keep_optimizer needs engine='stacked' "
+                f"and workers=1; got engine='{name}' and workers={self.workers}."
+            )
+        desk = desk_of(site, name, device)
+        self._pool = Pool(desk, site.layout.size, site.experiment.clients, self.workers) if self.workers > 1 else None
+        self._desk = desk() if self._pool is None else None
+
+    def train(self, tasks: Sequence[Task], observer: Observer) -> Iterator[Update]:
+        """Updates in the order of the tasks' members; each one's state is valid until the next is taken."""
+        watcher = observer.for_worker()
+        batches = [*self._batches(tasks)]
+        if self._pool is not None:
+            yield from self._pool.train(batches, watcher, observer.absorb)
+            return
+        assert self._desk is not None  # noqa: S101 - one of the two is there
+        rows = max((sum(len(task.nodes) for task in batch) for batch in batches), default=0)
+        out = torch.empty(rows, self.site.layout.size)
+        for batch in batches:
+            with one_thread():
+                updates = self._desk.train(batch, watcher, out[: sum(len(task.nodes) for task in batch)])
+            observer.absorb(watcher.payload())
+            yield from updates
+
+    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Each test sample's loss under a state, and whether it was classified rightly."""
+        total = len(self.site.dataset.test_y)
+        cuts = range(0, total, TEST_ROWS)
+        return self._examine([Examination(state, (first, min(total, first + TEST_ROWS))) for first in cuts])
+
+    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same on the clients' local tests: each client with the state that it was given."""
+        jobs: list[Examination] = []
+        for _, members in itertools.groupby(states, key=lambda node: id(states[node])):
+            jobs += [Examination(states[part[0]], None, part) for part in _batched(members)]
+        return self._examine(jobs)
+
+    def _examine(self, jobs: list[Examination]) -> tuple[Tensor, Tensor]:
+        if self._pool is not None:
+            found = self._pool.examine(jobs)
+        else:
+            assert self._desk is not None  # noqa: S101
+            with one_thread():
+                found = [self._desk.examine(job) for job in jobs]
+        return torch.cat([losses for losses, _ in found]), torch.cat([hits for _, hits in found])
+
+    def _batches(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
+        """Client by client one task is a batch; stacked, as many as make a stack. Never by the number of processes."""
+        largest = 1 if self.name != "stacked" else STACK if self.device == "cpu" else self.site.experiment.clients
+        batch: list[Task] = []
+        members = 0
+        for task in tasks:
+            if batch and members + len(task.nodes) > largest:
+                yield batch
+                batch, members = [], 0
+            batch.append(task)
+            members += len(task.nodes)
+        if batch:
+            yield batch
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def desk_of(site: Site, name: str, device: str = "cpu") -> Callable[[], Desk]:
+    """What makes the desk of one process."""
+    if name == "stacked":
+        return lambda: Stacked(site, device)
+    return lambda: ClientByClient(site, fast=name == "reuse")
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread for torch: the same sums whatever the machine, and no quarrel between processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _workers(name: str, wanted: int | None, device: str) -> int:
+    if device != "cpu" or name == "sequential":
+        return 1
+    if wanted is None:
+        wanted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if wanted < 0:
+        raise ConfigError(f"The number of workers cannot be {wanted}: 1 trains in this process, more in others.")
+    return wanted if hasattr(os, "fork") else 1
+
+
+def _quickest(site: Site) -> str:
+    """The engine that trains more client-steps per second here: both are tried for a moment on a few clients."""
+    from fedvitals.lab import stacked  # noqa: PLC0415
+
+    if not stacked.suits(site):
+        return "reuse"
+    nodes = site.experiment.nodes[:16]
+    state = site.layout.flat(site.module)
+    tasks = [Task(0, (node,), state, iterations=2) for node in nodes]
+    speed = {}
+    for name in ("reuse", "stacked"):
+        desk = desk_of(site, name)()
+        out = torch.empty(len(tasks), site.layout.size)
+        watcher = NullObserver()
+        with one_thread():
+            desk.train(tasks[:1], watcher, out[:1])
+            began, steps = time.perf_counter(), 0
+            while time.perf_counter() - began < MEASURED_SECONDS:
+                desk.train(tasks, watcher, out)
+                steps += 2 * len(tasks)
+        speed[name] = steps / (time.perf_counter() - began)
+    return max(speed, key=lambda name: speed[name])
+
+
+def _batched(members: Iterator[str]) -> Iterator[tuple[str, ...]]:
+    while part := tuple(itertools.islice(members, LOCAL_TESTS)):
+        yield part

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation in ten lines: what is learnt, by whom, how, and what goes wrong. Frozen, typed, and the same in TOML.
+
+Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7, topology=Hierarchical(edges=4),
+           aggregator=trimmed_mean(0.1), partition=dirichlet(0.3), faults=[label_noise(nodes=["c4"], rate=0.8)])
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab import datasets, models, toml
+from fedvitals.lab.aggregators import AVERAGING, FedAvg
+from fedvitals.lab.asynchronous import Asynchronous
+from fedvitals.lab.centralized import Centralized
+from fedvitals.lab.clustered import Clustered
+from fedvitals.lab.compression import COMPRESSIONS
+from fedvitals.lab.data_small import Digits
+from fedvitals.lab.description import Part, kind_of, require
+from fedvitals.lab.faults import FAULTS
+from fedvitals.lab.hierarchical import Hierarchical
+from fedvitals.lab.local import Local
+from fedvitals.lab.network import Network
+from fedvitals.lab.partition import IID, PARTITIONS
+from fedvitals.lab.rings import Rings
+from fedvitals.lab.robust import ROBUST
+
+AGGREGATORS = (*AVERAGING, *ROBUST)
+TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
+
+
+class Evaluation(Part, frozen=True):
+    """When the global model is tested, on the test set and the clients' own: every so many rounds, and at the end."""
+
+    every: int = 1
+    local: bool = True  # also on the clients' local tests
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, "number of rounds between evaluations", self.every, "at least 1")
+
+
+class Experiment(Part, frozen=True, kw_only=True):
+    name: str = "experiment"
+    dataset: Any = Digits()
+    partition: Any = IID()
+    test_share: float = 0.2  # of each client's samples, kept for its local test
+    model: Any = models.CNN()
+    local: Local = Local()
+    clients: int = 10
+    participation: float = 1.0  # share of the clients that is asked in each round
+    rounds: int = 10
+    topology: Any = Centralized()
+    aggregator: Any = FedAvg()
+    compression: Any = None
+    faults: tuple[Any, ...] = ()
+    network: Network | None = None
+    evaluation: Evaluation = Evaluation()
+    seed: int = 0
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        for field, kinds in CHOICES.items():
+            msgspec.structs.force_setattr(self, field, _chosen(field, getattr(self, field), kinds))
+        if not isinstance(self.faults, list | tuple):
+            raise ConfigError(f"The faults are a list, such as [lab.label_noise(nodes=['c4'])]; got {self.faults!r}.")
+        faults = tuple(_chosen("faults", fault, kinds_of(FAULTS)) for fault in self.faults)
+        msgspec.structs.force_setattr(self, "faults", faults)
+        for field, part in PARTS.items():
+            msgspec.structs.force_setattr(self, field, _part(field, getattr(self, field), part))
+        for field, kind in SCALARS.items():
+            value = getattr(self, field)
+            fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
+            require(fits and not isinstance(value, bool), field, value, f"of type {kind.__name__}")
+        require(self.clients >= 1, "number of clients", self.clients, "at least 1")
+        require(self.rounds >= 1, "number of rounds", self.rounds, "at least 1")
+        require(self.repeats >= 1, "number of repeats", self.repeats, "at least 1")
+        require(0 < self.participation <= 1, "participation", self.participation, "above 0, up to 1")
+        require(0 <= self.test_share < 1, "test share", self.test_share, "from 0, below 1")
+        self.topology.check(self)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(f"c{index}" for index in range(self.clients))
+
+    def to_toml(self) -> str:
+        return toml.write(self)
+
+    def digest(self) -> str:
+        """The same for equal experiments: which saved state belongs to it."""
+        try:
+            text = self.to_toml()
+        except ConfigError:  # objects of the user's own: by what they say of themselves
+            text = repr(self)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def kinds_of(classes: tuple[type, ...]) -> dict[str, type]:
+    return {kind_of(cls.__name__): cls for cls in classes}
+
+
+CHOICES: dict[str, dict[str, type]] = {
+    "dataset": kinds_of(datasets.DATASETS),
+    "partition": kinds_of(PARTITIONS),
+    "model": kinds_of(models.MODELS),
+    "topology": kinds_of(TOPOLOGIES),
+    "aggregator": kinds_of(AGGREGATORS),
+    "compression": kinds_of(COMPRESSIONS),
+}
+
+
+PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network}
+SCALARS: dict[str, type] = {"name": str, "test_share": float, "participation": float}
+SCALARS |= dict.fromkeys(("clients", "rounds", "seed", "repeats"), int)
+
+
+def _chosen(field: str, value: Any, kinds: dict[str, type]) -> Any:
+    """A kind by its name, as a table, or the description itself; a user's own object is taken as it is."""
+    if value is None and field == "compression":
+        return None
+    if isinstance(value, str):
+        value = {"kind": value}
+    if isinstance(value, dict):
+        return toml.described(field, value, kinds)
+    return toml.checked(value, field)
+
+
+def _part(field: str, value: Any, part: type) -> Any:
+    if value is None and field == "network":
+        return None
+    if isinstance(value, dict):
+        return toml.typed(part, value, field)
+    if not isinstance(value, part):
+        raise ConfigError(f"The experiment's {field} is a lab.{part.__name__}(...) or a table; got {value!r}.")
+    return toml.checked(value, field)
+
+
+def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:
+    """An experiment from TOML; `changes` by dotted names, such as {"local.batch": 32}, win over it."""
+    table = toml.parse(text)
+    for name, value in (changes or {}).items():
+        toml.change(table, name, value)
+    experiment: Experiment = toml.typed(Experiment, table, "experiment")
+    return experiment

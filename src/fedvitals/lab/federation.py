@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a topology sees of a federation: who takes part, training, averaging, sending. Everything else happens here.
+
+A topology says who trains with whom, from which model, and what becomes of the updates. On the way an update meets the
+faults, the network and the compression of the experiment, and the observer hears of all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvitals.lab import faults as ill
+from fedvitals.lab import streams
+from fedvitals.lab.aggregators import AggregationError
+from fedvitals.lab.compression import send_update
+from fedvitals.lab.engine import Engine
+from fedvitals.lab.experiment import Experiment
+from fedvitals.lab.journeys import Journeys, in_time, tell
+from fedvitals.lab.network import Journey
+from fedvitals.lab.site import Site
+from fedvitals.lab.work import Node, Task, Update
+from fedvitals.protocols import Observer
+
+
+@dataclass
+class Server:
+    """What is known between two rounds, and all that has to be saved to go on from there."""
+
+    model: Tensor  # [size]: the global model
+    memory: dict[str, Tensor] = field(default_factory=dict)  # of the aggregator and the topology
+    notes: dict[str, Any] = field(default_factory=dict)  # of the topology: groups and the like, as JSON
+    clock: float = 0.0  # seconds on the virtual clock
+    past: list[Tensor] = field(default_factory=list)  # earlier models, newest last, for faults that remember
+
+
+@dataclass(slots=True)
+class Past:
+    """What clients may remember, for the faults that need it."""
+
+    server: Server
+    weights: int
+
+    def model(self, rounds_ago: int) -> Tensor | None:
+        if rounds_ago == 0:
+            return self.server.model
+        return self.server.past[-rounds_ago] if rounds_ago <= len(self.server.past) else None
+
+
+class Federation:
+    """One round at a time: `round` says which."""
+
+    def __init__(self, site: Site, engine: Engine, observer: Observer, server: Server) -> None:
+        self.site, self.engine, self.observer, self.server = site, engine, observer, server
+        self.experiment: Experiment = site.experiment
+        self.round = 0
+        self.bytes = site.layout.size * 4  # of a model as it is
+        self.journeys = Journeys(site)
+        self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
+        self._past = Past(server, site.layout.weights)
+
+    # -- what topologies use ------------------------------------------------------------------------------------------
+
+    def cohort(self) -> list[Node]:
+        """Who is asked in this round, in the order of their names."""
+        e = self.experiment
+        wanted = max(1, round(e.clients * e.participation))
+        count = wanted if e.network is None else e.network.selected(wanted, e.clients)
+        stream = streams.stream(e.seed, "cohort", self.round)
+        chosen = torch.randperm(e.clients, generator=stream)[:count]
+        return [f"c{index}" for index in sorted(chosen.tolist())]
+
+    def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
+        """The updates as they arrive at their parents: faults, network and compression behind them, failures left out.
+
+        In the order of the tasks; each one's state is valid until the next is taken. `timed`: as a synchronous round
+        on the virtual clock, where the experiment has one; a topology with a clock of its own says False.
+        """
+        tasks = [task for task in tasks if task.nodes]
+        if timed and self.journeys.network is not None:
+            table = self.journeys.timetable(self.round, tasks, self.server.clock)
+            tasks = in_time(tasks, table, self.observer)
+            tell(table, self.journeys.made, self.observer)
+            self.server.clock = table.ends
+        self.observer.expect(*(node for task in tasks for node in task.nodes))
+        task_of = {node: task for task in tasks for node in task.nodes}
+        updates = self.engine.train(tasks, self.observer)
+        if ill.colludes(self.experiment.faults, self.round):
+            updates = iter(self._conspire(updates))
+        for update in updates:
+            arrived = self._receive(update, task_of[update.node])
+            if arrived is not None:
+                yield arrived
+
+    def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
+        """The new model, by the experiment's aggregator, from the server's model (or a cluster's own) and the updates.
+
+        What cannot be used is left out and told; if nothing is left, the model stays as it is. `memory`: whose
+        momentum, where several models are kept.
+        """
+        before = self.server.model if model is None else model
+        own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
+        total = self.experiment.aggregator.begin(before, own, self.site.layout.weights)
+        for update in updates:
+            try:
+                total.add(update.state, float(update.samples), update.node)
+            except AggregationError as error:
+                self.observer.event("error", "update.refused", str(error), node=update.node)
+        try:
+            after = total.finish()
+        except AggregationError as error:
+            self.observer.event("error", "aggregation.failed", f"{error} The model stays as it was.")
+            return before.clone()
+        self.server.memory |= {memory + key: tensor for key, tensor in own.items()}
+        return ill.apply_server(self.experiment.faults, self.round, before, after, self.site.layout.weights)
+
+    def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
+        """Whole models went from one node to another; announced as one transfer of all their bytes."""
+        size = times * self.bytes
+        self.observer.transfer(sender, receiver, size, size, None, kind)
+
+    def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
+        """Who belongs together in this round; told when it changes."""
+        told = {group: list(nodes) for group, nodes in members.items()}
+        if self.server.notes.get("groups") != told:
+            self.server.notes["groups"] = told
+            self.observer.event("info", "groups", f"{len(told)} groups.", data=told)
+
+    # -- on the way ---------------------------------------------------------------------------------------------------
+
+    def _conspire(self, updates: Iterator[Update]) -> list[Update]:
+        """Some attackers look at everybody's update first, so all of them must be held at once."""
+        held = []
+        for update in updates:
+            update.state = update.state.clone()
+            if update.error is None and not update.sent:
+                ill.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
+                update.sent = True
+            held.append(update)
+        working = [update for update in held if update.error is None]
+        ill.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
+        return held
+
+    def _receive(self, update: Update, task: Task) -> Update | None:
+        e, observer, start = self.experiment, self.observer, task.start
+        if update.error is not None:
+            if update.error_type == "WorkerDied":
+                observer.event("error", "client.failed", update.error, node=update.node)
+            return None
+        if not update.sent:
+            ill.apply_update(e.faults, self.round, update, self._past, e.seed)
+        size = self._compress(update, start)
+        way = self.journeys.made.get(update.node, Journey(update.node))
+        observer.transfer(task.parent, update.node, self.bytes, self.bytes, way.download or None, "model")
+        observer.transfer(update.node, task.parent, size, self.bytes, way.upload or None, "update")
+        if update.losses.numel():
+            self.losses[update.node] = update.losses
+        if update.state.shape == start.shape:
+            weights = self.site.layout.weights
+            delta = update.state[:weights].to(torch.float32) - start[:weights]
+            answers = observer.updates(self.round, {update.node: [*self.site.layout.views(delta).values()]})
+            if any(action.kind == "exclude" and action.target == update.node for action in answers):
+                return None
+        return update
+
+    def _compress(self, update: Update, start: Tensor) -> int:
+        """Bytes on the wire; what does not survive the compression is gone from the update."""
+        if self.experiment.compression is None:
+            return update.state.numel() * update.state.element_size()
+        message = send_update(self.experiment.compression, update.state, start, self.site.layout.weights)
+        update.state = message.state
+        return message.bytes

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pieces that the larger models are made of: residual blocks, attention, recurrence.
+
+Written with plain products and sums, so that they can also be computed for many clients at once (`torch.func.vmap`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, inside: int, outside: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.norm1 = norm(outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.norm2 = norm(outside)
+        same = stride == 1 and inside == outside
+        self.skip = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(y + self.skip(x))
+
+
+class Attention(nn.Module):
+    """Every step looks at every other, with several heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, steps, width = x.shape
+        query, key, value = self.mix(x).view(samples, steps, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        weight = torch.softmax(query @ key.transpose(-2, -1) / math.sqrt(width // self.heads), -1)
+        return self.out((weight @ value).transpose(1, 2).reshape(samples, steps, width))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """One layer of a transformer: attention, then two dense layers, each beside a way around it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.dense1 = nn.Linear(width, 4 * width)
+        self.dense2 = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.dense2(F.gelu(self.dense1(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+class Patches(nn.Module):
+    """An image as a sequence: [N, C, H, W] → [N, patches, width]."""
+
+    def __init__(self, channels: int, width: int, side: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, width, side, side)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Places(nn.Module):
+    """Adds what is learnt about each place in the sequence."""
+
+    def __init__(self, steps: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.02 * torch.randn(steps, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class Mean(nn.Module):
+    """Over the steps of a sequence: [N, steps, width] → [N, width]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class Rows(nn.Module):
+    """An image as a sequence of its rows, from the top: [N, C, H, W] → [N, H, C · W]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(2)
+
+
+class Recurrent(nn.Module):
+    """An LSTM's last hidden state: [N, steps, features] → [N, hidden]."""
+
+    def __init__(self, features: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(features, hidden, layers, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0][:, -1]  # type: ignore[no-any-return]

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: round after round, watched, saved, and the same to the last bit whenever it is run again."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab import faults as ill
+from fedvitals.lab.checkpoint import Checkpoint
+from fedvitals.lab.engine import Engine
+from fedvitals.lab.experiment import Experiment
+from fedvitals.lab.federation import Federation, Server
+from fedvitals.lab.site import Site
+from fedvitals.protocols import NullObserver, Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """How one round went."""
+
+    number: int
+    seconds: float
+    metrics: dict[str, float]
+    losses: dict[str, Tensor] = field(default_factory=dict)  # of each client's local batches; not kept on disk
+
+
+@dataclass
+class Result:
+    experiment: Experiment
+    model: torch.nn.Module  # with the last global weights
+    state: Tensor  # the same, flat
+    rounds: list[Round] = field(default_factory=list)
+    engine: str = ""
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the test set, when it was last looked at."""
+        found = [r.metrics["accuracy"] for r in self.rounds if "accuracy" in r.metrics]
+        return found[-1] if found else None
+
+
+def run(
+    experiment: Experiment,
+    observer: Observer | None = None,
+    *,
+    engine: str = "auto",
+    workers: int | None = None,
+    device: str = "cpu",
+    data: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Callable[[Round], None] | None = None,
+) -> Result:
+    """Run an experiment to its end.
+
+    `data`: the folder of its data set. `checkpoint`: a folder in which the state is saved after every round; with
+    `resume` the run goes on from there, bit for bit as if it had never stopped. `progress` hears of every round.
+    """
+    result = None
+    for result in rounds(
+        experiment,
+        observer,
+        engine=engine,
+        workers=workers,
+        device=device,
+        data=data,
+        checkpoint=checkpoint,
+        resume=resume,
+    ):
+        if progress is not None and result.rounds:
+            progress(result.rounds[-1])
+    assert result is not None  # noqa: S101 - an experiment has at least one round
+    return result
+
+
+def rounds(
+    experiment: Experiment,
+    observer: Observer | None = None,
+    *,
+    engine: str = "auto",
+    workers: int | None = None,
+    device: str = "cpu",
+    data: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+) -> Iterator[Result]:
+    """The same, one round at a time: the result so far, after each."""
+    watching = observer or NullObserver()
+    experiment = ill.apply_experiment(experiment)
+    site = Site.of(experiment, data)
+    for fault in experiment.faults:
+        ill.check(
+            fault, experiment.nodes, site.layout, experiment.local.iterations, experiment.rounds, site.dataset.classes
+        )
+        for node in experiment.nodes:
+            if ill.any_at("data", (fault,), fault.since, node):
+                site.tensors(node, fault.since)  # a client that it would leave without samples is told now
+    if checkpoint is not None and experiment.local.keep_optimizer:
+        raise ConfigError(
+            "A run with keep_optimizer cannot be saved: the clients' optimisers are not part of its state."
+        )
+    saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
+    server, first = Server(site.layout.flat(site.module)), 0
+    with Engine(site, engine, workers, device) as doing:
+        result = Result(experiment, copy.deepcopy(site.module).cpu(), server.model, engine=doing.name)
+        if saved is not None and resume:
+            server, first, result.rounds = saved.load(server)
+        if first >= experiment.rounds:
+            site.layout.load(result.model, server.model)
+            result.state = server.model
+            yield result
+            return
+        federation = Federation(site, doing, watching, server)
+        for fault in experiment.faults if first == 0 else ():
+            watching.truth(fault.truth(experiment.nodes))
+        for number in range(first, experiment.rounds):
+            result.rounds.append(_round(federation, number, result.model))
+            result.state = server.model
+            if saved is not None:
+                saved.save(server, number + 1, result.rounds)
+            yield result
+
+
+def _round(federation: Federation, number: int, model: torch.nn.Module) -> Round:
+    server, site, observer = federation.server, federation.site, federation.observer
+    began = time.perf_counter()
+    federation.round, federation.losses = number, {}
+    site.layout.load(model, server.model)
+    observer.round_begin(number, model)
+    after = federation.experiment.topology.round(federation)
+    if not isinstance(after, Tensor) or after.shape != server.model.shape or after.dtype != server.model.dtype:
+        got = f"{after.dtype} {tuple(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
+        raise ConfigError(
+            f"The topology's round() must give the new model, {server.model.dtype} {tuple(server.model.shape)}; got {got}."
+        )
+    depth = ill.remembers(federation.experiment.faults)
+    server.past = [*server.past, server.model][-depth:] if depth else []
+    server.model = after
+    site.layout.load(model, server.model)
+    metrics = _evaluate(federation, number)
+    observer.round_end(number, model, metrics)
+    return Round(number, time.perf_counter() - began, metrics, federation.losses)
+
+
+def _evaluate(federation: Federation, number: int) -> dict[str, float]:
+    e, engine = federation.experiment, federation.engine
+    if (number + 1) % e.evaluation.every and number + 1 < e.rounds:
+        return {}
+    metrics = {}
+    if len(federation.site.dataset.test_y):
+        losses, hits = engine.examine(federation.server.model)
+        metrics = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
+    if e.evaluation.local and e.test_share:
+        metrics |= _evaluate_locally(federation)
+    return metrics
+
+
+def _evaluate_locally(federation: Federation) -> dict[str, float]:
+    """On every client's local test, each with the model that it would be given now."""
+    shards, server = federation.site.shards, federation.server
+    own = federation.experiment.topology
+    given = own.models(federation) if hasattr(own, "models") else {}
+    states = {node: given.get(node, server.model) for node in shards if len(shards[node].test)}
+    if not states:
+        return {}
+    losses, hits = federation.engine.examine_locally(states)
+    first = 0
+    for node in states:
+        last = first + len(shards[node].test)
+        federation.observer.log(
+            {
+                "local.loss": float(losses[first:last].double().mean()),
+                "local.accuracy": float(hits[first:last].double().mean()),
+            },
+            node=node,
+        )
+        first = last
+    return {"local.loss": float(losses.double().mean()), "local.accuracy": float(hits.double().mean())}

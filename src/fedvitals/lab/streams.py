@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random streams that depend on what they are for, and on nothing else.
+
+Whatever the number of processes, the order of clients or the round in which a run was resumed: the stream of
+(seed, purpose, round, node) is the same. So nothing has to be saved of them, either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+
+def number(seed: int, purpose: str, *coordinates: object) -> int:
+    """63 bits of a hash of the coordinates, such as (7, "batches", round, node)."""
+    text = "/".join(map(str, (seed, purpose, *coordinates))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def stream(seed: int, purpose: str, *coordinates: object) -> torch.Generator:
+    """A torch generator of its own for these coordinates."""
+    return torch.Generator().manual_seed(number(seed, purpose, *coordinates))
+
+
+def numpy_stream(seed: int, purpose: str, *coordinates: object) -> np.random.Generator:
+    """The same for numpy."""
+    return np.random.default_rng(number(seed, purpose, *coordinates))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments as TOML and back. What is unknown, of a wrong type or impossible is refused, with the valid choices."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from fedvitals.errors import ConfigError, MissingExtraError, unknown
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The table of a TOML text."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"This is no TOML: {error}. An experiment looks like  rounds = 10  on lines of its own."
+        ) from error
+
+
+def change(table: dict[str, Any], name: str, value: Any) -> None:
+    """Set one key, by its dotted name. A kind that stands there as a word becomes a table first."""
+    *path, last = name.split(".")
+    here = table
+    for part in path:
+        inner = here.get(part, {})
+        here[part] = inner = {"kind": inner} if isinstance(inner, str) else inner
+        if not isinstance(inner, dict):
+            raise ConfigError(f"'{name}' cannot be set: '{part}' is {inner!r}, which has no keys.")
+        here = inner
+    here[last] = value
+
+
+def value_of(text: str) -> Any:
+    """What is meant by the right side of `--set name=text`: TOML where it is TOML, else a word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def described(field: str, table: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+    """The description that a table with a `kind` stands for."""
+    if "kind" not in table:
+        raise ConfigError(f"'{field}' needs a kind: {field} = {{kind = \"...\"}}. Known: {', '.join(sorted(kinds))}.")
+    kind = str(table["kind"]).replace("-", "_")
+    if kind not in kinds:
+        raise ConfigError(unknown(f"kind of {field}", kind, kinds))
+    return typed(kinds[kind], {**table, "kind": kind}, f"{field} «{kind}»")
+
+
+def typed(cls: type, table: Mapping[str, Any], what: str) -> Any:
+    """A description from its table, every key known and every value of its type."""
+    known = [field.name for field in msgspec.structs.fields(cls)]
+    for key in table:
+        if key not in known and key != "kind":
+            raise ConfigError(unknown(f"key of {what}", key, known))
+    try:
+        return msgspec.convert(dict(table), cls)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(f"The {what} cannot be read: {error}.") from error
+
+
+def checked(value: Any, what: str) -> Any:
+    """A description made in Python, with its types checked as if it came from TOML."""
+    return typed(type(value), msgspec.to_builtins(value), what) if isinstance(value, msgspec.Struct) else value
+
+
+def write(experiment: Any) -> str:
+    """The TOML of an experiment, without what is as by default."""
+    try:
+        import tomli_w  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("tomli-w", "lab", "Writing an experiment as TOML") from error
+    default = type(experiment)()
+    table: dict[str, Any] = {}
+    for field in msgspec.structs.fields(experiment):
+        value = getattr(experiment, field.name)
+        if value != getattr(default, field.name):
+            table[field.name] = _plain(field.name, value)
+    return tomli_w.dumps(table)
+
+
+def _plain(field: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(field, entry) for entry in value]
+    if isinstance(value, msgspec.Struct | str | int | float):
+        return _without_none(msgspec.to_builtins(value))
+    raise ConfigError(
+        f"The experiment's {field} is your own object ({type(value).__name__}), which TOML cannot hold. Keep such an "
+        "experiment as Python, or use one of the kinds that ship."
+    )
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no word for nothing: what is absent is not written."""
+    if isinstance(value, dict):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit of stacked clients: the same numbers as `fit`, of all clients by two batched forward passes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedvitals.probes.fit import Fit, confusion, is_classifier, per_sample
+from fedvitals.probes.stack_model import StackModel
+from fedvitals.probes.view import undisturbed
+from fedvitals.protocols import Stack
+from fedvitals.stats import Array
+
+Batch = tuple[Tensor, Tensor]
+Whole = npt.NDArray[np.int64]
+_MOST_PAIRS = 1_000_000  # of classes, over all clients
+
+
+class StackFit(Fit):
+    """As many samples, and as often, as the share of the training time pays for: for the whole stack, without turns."""
+
+    def received(self, stack: Stack, model: StackModel) -> tuple[dict[str, Array], Batch | None]:
+        """Metrics of the received models, [clients] each, and the samples for `trained` (None: not this time)."""
+        if stack.loss is None or not self._allowance.due(None):
+            return {}, None
+        x, y = (torch.as_tensor(part).to(model.states.device) for part in stack.samples(self._count))
+        if not x.shape[1]:
+            return {}, None
+        output, losses = _predict(stack, model, x, y)
+        count = y.shape[1]
+        found = {"fit.samples": np.full(len(y), float(count)), "fit.loss_before": losses.mean(1)}
+        if count > 1:
+            found["fit.loss_p90"] = np.sort(losses, axis=1)[:, math.ceil(0.9 * count) - 1]
+        guesses = _guesses(output, y)
+        if guesses is not None:
+            labels = y.cpu().numpy()
+            found["fit.accuracy_before"] = (labels == guesses).mean(axis=1)
+            found["fit.confusion"] = confusions(labels, guesses, output.shape[2])
+        return found, (x, y)
+
+    def trained(self, stack: Stack, model: StackModel, batch: Batch) -> dict[str, Array]:
+        """Metrics of the trained models on the same samples."""
+        output, losses = _predict(stack, model, *batch)
+        found = {"fit.loss_after": losses.mean(1)}
+        guesses = _guesses(output, batch[1])
+        if guesses is not None:
+            found["fit.accuracy_after"] = (batch[1].cpu().numpy() == guesses).mean(axis=1)
+        return found
+
+
+def confusions(labels: Whole, guesses: Whole, classes: int) -> Array:
+    """`fit.confusion` of each client, from [clients, samples]: all at once, where a table of all pairs is small."""
+    clients = len(labels)
+    if clients * classes**2 > _MOST_PAIRS or labels.min() < 0 or labels.max() >= classes:
+        pairs = zip(labels.tolist(), guesses.tolist(), strict=True)
+        return np.array([confusion(*pair) for pair in pairs])
+    place = (np.arange(clients)[:, None] * classes + labels) * classes + guesses
+    counts = np.bincount(place.ravel(), minlength=clients * classes**2).reshape(clients, classes, classes)
+    sizes = counts.sum(axis=2, keepdims=True)
+    counts[:, np.arange(classes), np.arange(classes)] = 0  # what was guessed right
+    found: Array = (np.maximum(counts - 1, 0) / (sizes + 2)).max(axis=(1, 2))
+    return found
+
+
+def _predict(stack: Stack, model: StackModel, x: Tensor, y: Tensor) -> tuple[Tensor, Array]:
+    """Outputs, [clients, samples, ...], and losses, [clients, samples], in evaluation mode."""
+    assert stack.loss is not None  # noqa: S101 - asked by the caller
+    with undisturbed(model.module):
+        # A copy: a model may work on its input in place, and the samples are needed again.
+        outputs = torch.cat([model.apply(x[part].clone(), part) for part in model.parts(x)])
+        losses = per_sample(stack.loss, outputs.flatten(0, 1), y.flatten(0, 1))
+    return outputs, losses.view(y.shape[:2]).double().cpu().numpy()
+
+
+def _guesses(output: Tensor, y: Tensor) -> Whole | None:
+    return output.argmax(2).cpu().numpy() if is_classifier(output.flatten(0, 1), y.flatten(0, 1)) else None

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that `fedvitals reproduce gsc` runs: one row per condition, with each setting spelt out.
+
+A setting that is not named in a row has the paper's value, or ours where the paper is silent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from fedvitals.errors import ConfigError, unknown
+
+TOPOLOGIES = ("centralized", "clustered", "hierarchical", "rings")
+SCENARIOS = ("baseline", "exploding", "vanishing")
+STUDIES = ("initial", "extended", "beyond", "sensitivity")
+PAPER_CLIENTS, PAPER_ITERATIONS = 100, 20
+QUICK_CLIENTS, QUICK_ROUNDS = 10, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One federation to be trained, once per repeat."""
+
+    name: str
+    study: str
+    topology: str = "centralized"
+    scenario: str = "baseline"
+    clip: float | None = 1.0
+    clip_by: str = "norm"  # of each weight tensor's gradient; or "value", each entry by itself
+    alpha: float | None = None  # Dirichlet label skew; None: dealt by image, equally
+    by_track: bool = False  # photos of one sign stay with one client
+    drop_out: float = 0.0  # share of the clients that do not answer, drawn anew each round
+    learning_rate: float = 1e-3
+    model: str = "paper-cnn"
+    channels: tuple[int, int] = (32, 64)
+    kernel: int = 3
+    slope: float = 0.3  # of LeakyReLU
+    dense: str = "glorot"  # initial weights of the dense layer; or "torch", its default there
+    scale_pixels: bool = True
+    keep_optimizer: bool = False  # Adam's state from one round to the next
+    rounds: int = 25
+    clients: int = PAPER_CLIENTS
+    iterations: int = PAPER_ITERATIONS  # mini-batches a round
+    epochs: int | None = None  # instead of iterations: passes over the client's data
+    every_iteration: bool = False  # measured after each local iteration, not only after the last one of a round
+    whole_set: bool = False  # gradients over the client's whole set too, beside those of the last batch
+    dataset: str = "gtsrb"
+
+    @property
+    def clipped(self) -> bool:
+        return self.clip is not None
+
+    @property
+    def client_steps(self) -> int:
+        """Mini-batches of training in one repeat: what the time is estimated from."""
+        a_round = self.iterations if self.epochs is None else self.epochs * 20  # 313 images in batches of 16
+        return self.clients * self.rounds * a_round
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What differs from the default, by name."""
+        plain = Condition(self.name, self.study)
+        names = [field.name for field in dataclasses.fields(self) if field.name not in {"name", "study"}]
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
+
+
+def _initial() -> tuple[Condition, ...]:
+    """Without clipping, then with it; the hierarchical ones are watched at each iteration (Figures 7 to 10)."""
+    return tuple(
+        Condition(
+            f"initial-{topology}-{'unclipped' if clip is None else 'clipped'}",
+            "initial",
+            topology,
+            clip=clip,
+            every_iteration=topology == "hierarchical",
+            whole_set=clip is not None,
+        )
+        for clip in (None, 1.0)
+        for topology in TOPOLOGIES
+    )
+
+
+def _extended() -> tuple[Condition, ...]:
+    return tuple(
+        Condition(
+            f"extended-{topology}-{scenario}",
+            "extended",
+            topology,
+            scenario,
+            clip=1.0 if scenario == "baseline" else None,
+            rounds=50,
+            every_iteration=topology == "hierarchical",
+            whole_set=True,
+        )
+        for topology in ("centralized", "hierarchical")
+        for scenario in SCENARIOS
+    )
+
+
+BEYOND: tuple[tuple[str, dict[str, object]], ...] = (
+    ("alpha-1.0", {"alpha": 1.0}),
+    ("alpha-0.3", {"alpha": 0.3}),
+    ("alpha-0.1", {"alpha": 0.1}),
+    ("drop-out", {"drop_out": 0.3}),
+    ("fast-rate", {"learning_rate": 1e-2}),
+    ("slow-rate", {"learning_rate": 1e-4}),
+    ("by-track", {"by_track": True}),
+)
+"""What the paper names as open, each in all four topologies."""
+
+MODELS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("mlp", {}),
+    # Whether the scenarios can be told apart shows with few clients and rounds; these networks are costly on a CPU.
+    ("transformer", {"clients": 20, "rounds": 10}),
+    ("resnet", {"clients": 10, "rounds": 5}),
+)
+
+SENSITIVITY: tuple[tuple[str, dict[str, object]], ...] = (
+    ("channels", {"channels": (16, 32)}),
+    ("kernel", {"kernel": 5}),
+    ("slope", {"slope": 0.01}),
+    ("dense", {"dense": "torch"}),
+    ("pixels", {"scale_pixels": False}),
+    ("clip-value", {"clip_by": "value"}),
+    ("keep-adam", {"keep_optimizer": True}),
+    # An iteration read as a whole pass over the data is twenty times the work: five rounds show where it leads.
+    ("epochs", {"epochs": 20, "rounds": 5}),
+)
+"""What the paper leaves open, one choice changed at a time, centralized."""
+
+IN_ALL_SCENARIOS = ("channels", "kernel", "dense", "pixels")
+"""Choices that also change the exploding and the vanishing network: ten rounds of each show whether they still part."""
+
+
+def _beyond() -> tuple[Condition, ...]:
+    fields = [
+        {"name": f"beyond-{name}-{topology}", "topology": topology, **settings}
+        for name, settings in BEYOND
+        for topology in TOPOLOGIES
+    ]
+    fields += [
+        {
+            "name": f"beyond-{model}-{scenario}",
+            "model": model,
+            "scenario": scenario,
+            "clip": 1.0 if scenario == "baseline" else None,
+            **settings,
+        }
+        for model, settings in MODELS
+        for scenario in SCENARIOS
+    ]
+    return tuple(Condition(study="beyond", **each) for each in fields)  # type: ignore[arg-type]
+
+
+def _sensitivity() -> tuple[Condition, ...]:
+    fields = [{"name": f"sensitivity-{name}", **settings} for name, settings in SENSITIVITY]
+    fields += [
+        {"name": f"sensitivity-{name}-{scenario}", "scenario": scenario, "clip": None, "rounds": 10, **settings}
+        for name, settings in SENSITIVITY
+        if name in IN_ALL_SCENARIOS
+        for scenario in SCENARIOS[1:]
+    ]
+    return tuple(Condition(study="sensitivity", **each) for each in fields)  # type: ignore[arg-type]
+
+
+# The extended study before the clipped half of the initial one, two runs of which are the beginnings of its own.
+_UNCLIPPED, _CLIPPED = _initial()[:4], _initial()[4:]
+CONDITIONS: tuple[Condition, ...] = (*_UNCLIPPED, *_extended(), *_CLIPPED, *_sensitivity(), *_beyond())
+BY_NAME = {condition.name: condition for condition in CONDITIONS}
+
+BEGINNING_OF = {
+    "initial-centralized-clipped": "extended-centralized-baseline",
+    "initial-hierarchical-clipped": "extended-hierarchical-baseline",
+}
+"""With the same seed, the shorter run is the beginning of the longer one, bit for bit: it need not be trained again."""
+
+IN_QUICK = ("sensitivity-slope", "beyond-alpha-0.3-centralized")
+
+
+def quick(dataset: str) -> tuple[Condition, ...]:
+    """A rehearsal: the paper's conditions and two others, with ten clients and six rounds."""
+    chosen = [c for c in CONDITIONS if c.study in {"initial", "extended"} or c.name in IN_QUICK]
+    small = {"clients": QUICK_CLIENTS, "rounds": QUICK_ROUNDS, "dataset": dataset}
+    return tuple(dataclasses.replace(condition, **small) for condition in chosen)  # type: ignore[arg-type]
+
+
+def chosen(conditions: Iterable[Condition], only: Iterable[str]) -> tuple[Condition, ...]:
+    """Those that `only` names: by name, by study, or by a pattern such as `*-rings*`; all of them if it is empty."""
+    conditions, wanted = tuple(conditions), tuple(only)
+    for word in wanted:
+        if not any(_means(word, condition) for condition in conditions):
+            raise ConfigError(unknown("condition or study", word, {*STUDIES, *(c.name for c in conditions)}))
+    return tuple(c for c in conditions if not wanted or any(_means(word, c) for word in wanted))
+
+
+def _means(word: str, condition: Condition) -> bool:
+    return word == condition.study or fnmatchcase(condition.name, word)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that `claims.toml` may name: from series to one number. Nothing else is evaluated.
+
+A series per round is [rounds]; one per iteration is [rounds, iterations], or [edges, rounds, iterations] of all edges;
+across repeats, [repeats] comes first. What is not finite is left out, and a number that cannot be had is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+UNTRAINED = 2  # rounds before the loss has a level that it could jump from
+
+
+def final(series: Floats) -> float:
+    """Mean of the last three rounds."""
+    return _mean(series[-3:])
+
+
+def last(series: Floats) -> float:
+    """The last value."""
+    return float(series[-1])
+
+
+def peak(series: Floats) -> float:
+    """The largest value."""
+    return float(np.max(_finite(series), initial=-np.inf)) if _finite(series).size else np.nan
+
+
+def lowest(series: Floats) -> float:
+    """The smallest value."""
+    return -peak(-series)
+
+
+def size(series: Floats) -> float:
+    """Median of the absolute values."""
+    values = np.abs(_finite(series))
+    return float(np.median(values)) if values.size else np.nan
+
+
+def mean_fall(series: Floats) -> float:
+    """Mean fall from one round to the next, a rise counting as 0: 0 for a curve that only rises."""
+    return _mean(np.maximum(0.0, -np.diff(series)))
+
+
+def largest_fall(series: Floats) -> float:
+    """Largest fall from one round to the next."""
+    return float(np.max(np.maximum(0.0, -_finite(np.diff(series))), initial=0.0))
+
+
+def falls(series: Floats, by: float) -> float:
+    """Number of rounds that end at least so far below the one before."""
+    return float(np.sum(_finite(np.diff(series)) <= -by))
+
+
+def share_under(series: Floats, level: float) -> float:
+    """Share of the rounds under a level."""
+    return _mean((_finite(series) < level).astype(np.float64))
+
+
+def share_zero(series: Floats) -> float:
+    """Share of the rounds at exactly 0."""
+    return _mean((_finite(series) == 0).astype(np.float64))
+
+
+def variation(series: Floats) -> float:
+    """Standard deviation over the rounds, relative to the mean of the absolute values."""
+    values = _finite(series)
+    return ratio(float(np.std(values)), _mean(np.abs(values))) if values.size else np.nan
+
+
+def unevenness(series: Floats) -> float:
+    """Mean absolute second difference of log₁₀: 0 for a curve that goes straight on a log axis."""
+    return _mean(np.abs(np.diff(_log(series), n=2)))
+
+
+def distance(a: Floats, b: Floats) -> float:
+    """Mean absolute difference, round by round."""
+    return _mean(np.abs(a - b))
+
+
+def spread(*series: Floats) -> float:
+    """Largest distance between several series at the same time, its median over time."""
+    stacked = np.stack(series)
+    return size(np.max(stacked, axis=0) - np.min(stacked, axis=0))
+
+
+def gap(above: Floats, below: Floats) -> float:
+    """Orders of magnitude between the smallest of one and the largest of the other: above 0, they never overlap."""
+    low, high = lowest(above), peak(below)
+    if not low > 0:
+        return -np.inf if high > 0 else np.nan
+    return float(np.log10(low / high)) if high > 0 else np.inf
+
+
+def orders_apart(a: Floats, b: Floats) -> float:
+    """Orders of magnitude between the medians of the absolute values, whichever is larger."""
+    quotient = ratio(size(a), size(b))
+    return float(abs(np.log10(quotient))) if quotient > 0 else np.nan if np.isnan(quotient) else np.inf
+
+
+def crossings(a: Floats, b: Floats) -> float:
+    """How often two curves cross."""
+    side = np.sign(_finite(a - b))
+    side = side[side != 0]
+    return float(np.sum(side[1:] != side[:-1]))
+
+
+def jump(series: Floats) -> float:
+    """Largest rise inside a round: its highest value over its first, of any edge, once the network is trained."""
+    return peak(_rises(series))
+
+
+def jumps(series: Floats, factor: float) -> float:
+    """Number of rounds, over all edges, inside which the value rises by a factor or more."""
+    return float(np.sum(_rises(series) >= factor))
+
+
+def healed(series: Floats, factor: float) -> float:
+    """Share of such rounds after which the next one begins lower than they ended."""
+    jumped = _rises(series)[..., :-1] >= factor
+    lower = series[..., UNTRAINED + 1 :, 0] < series[..., UNTRAINED:-1, -1]
+    return _mean(lower[jumped].astype(np.float64))
+
+
+def together(series: Floats, other: Floats, factor: float) -> float:
+    """Share of the rounds in which one jumps and the other, too, peaks at 1.5 × its usual peak or more, same edge."""
+    peaks = np.max(np.abs(other[..., UNTRAINED:, 1:]), axis=-1)  # the first step of a fresh Adam is always its largest
+    usual = np.median(peaks, axis=-1, keepdims=True)
+    return _mean((peaks >= 1.5 * usual)[_rises(series) >= factor].astype(np.float64))
+
+
+def burst(series: Floats) -> float:
+    """Largest peak of a round over the usual one, of any edge, the first iteration of each round left out."""
+    peaks = np.max(np.abs(series[..., UNTRAINED:, 1:]), axis=-1)
+    return peak(peaks / np.median(peaks, axis=-1, keepdims=True))
+
+
+def seam(series: Floats) -> float:
+    """Median step over the end of a round, over the median step inside rounds: above 1, averaging can be seen."""
+    steps = np.abs(series[1:, 0] - series[:-1, -1])
+    return ratio(size(steps), size(np.diff(series, axis=-1)))
+
+
+def falls_at_seam(series: Floats) -> float:
+    """Share of the rounds that begin lower than the one before ended, in absolute value."""
+    before, after = np.abs(series[:-1, -1]), np.abs(series[1:, 0])
+    return _mean((after < before)[np.isfinite(before) & np.isfinite(after)].astype(np.float64))
+
+
+def runs_apart(series: Floats) -> float:
+    """Distance between the repeats' largest and smallest value, its mean over the rounds."""
+    return _mean(np.max(series, axis=0) - np.min(series, axis=0))
+
+
+def alone(series: Floats, by: float) -> float:
+    """Of the rounds in which some repeat falls so far, the share in which only one does."""
+    fallen = np.sum(np.diff(series, axis=-1) <= -by, axis=0)
+    return _mean((fallen[fallen > 0] == 1).astype(np.float64))
+
+
+def ratio(a: float, b: float) -> float:
+    """One number over another; something over nothing is infinite."""
+    if b == 0:
+        return np.nan if a == 0 or np.isnan(a) else np.inf
+    return a / b
+
+
+def minus(a: float, b: float) -> float:
+    """One number less another."""
+    return a - b
+
+
+def largest(*numbers: float) -> float:
+    """The largest of several numbers."""
+    return max(numbers)
+
+
+def _finite(series: Floats) -> Floats:
+    return series[np.isfinite(series)]
+
+
+def _mean(series: Floats) -> float:
+    values = _finite(series)
+    return float(np.mean(values)) if values.size else np.nan
+
+
+def _log(series: Floats) -> Floats:
+    return np.log10(np.where(series > 0, series, np.nan))
+
+
+def _rises(series: Floats) -> Floats:
+    """[..., rounds]: a round's highest value over its first."""
+    trained = series[..., UNTRAINED:, :]
+    return np.asarray(np.max(trained, axis=-1) / trained[..., 0], dtype=np.float64)
+
+
+YARDSTICKS: dict[str, Callable[..., float]] = {
+    function.__name__: function
+    for function in (
+        final, last, peak, lowest, size, mean_fall, largest_fall, falls, share_under, share_zero, variation, unevenness,
+        distance, spread, gap, orders_apart, crossings, jump, jumps, healed, together, burst, seam, falls_at_seam,
+        runs_apart, alone, ratio, minus, largest,
+    )
+}  # fmt: skip

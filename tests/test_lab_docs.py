@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/lab.md says of the lab is so: its snippets run, and every kind that there is has a word there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedvitals import lab
+from fedvitals.lab.profiles import DEVICES, LINKS
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+
+
+def test_every_kind_is_named():
+    named = set(re.findall(r"`([a-z0-9_]+)`", PAGE))
+    assert {*lab.KINDS, *LINKS, *DEVICES} - named == set()
+
+
+def test_python_and_toml_describe_the_same_experiment():
+    python, toml = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)[1] for kind in ("python", "toml"))
+    scope = {}
+    exec(python[: python.index("with fv.Monitor")], scope)
+    assert scope["experiment"] == lab.read(toml) == lab.read(scope["experiment"].to_toml())
+
+
+def test_first_snippet_runs_as_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    snippet = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    exec(snippet.replace("rounds=15", "rounds=6").replace("iterations=20", "iterations=2"), {})
+    assert 'kind = "label_noise"' in capsys.readouterr().out
+    assert (tmp_path / "runs.db").exists()
+
+
+def test_lines_of_the_gossip_snippet_stand_in_the_example():
+    snippet = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    example = (ROOT / "examples" / "gossip.py").read_text(encoding="utf-8")
+    for line in snippet.splitlines():
+        assert line.strip() == "..." or line in example
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)]+)\)", PAGE))))
+def test_links_lead_somewhere(link):
+    assert (ROOT / "docs" / link).exists()

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs: seeds, saving and going on, the command line, and what the observer hears of the network."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fedvitals import lab
+from fedvitals.cli.main import app
+from fedvitals.errors import ConfigError
+from fedvitals.monitor import Monitor
+from fedvitals.store import open_reader
+from fedvitals.testing import MemorySink
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "experiments").glob("*.toml"))
+SMALL = {"dataset": lab.synthetic(samples=200), "model": "mlp", "clients": 5, "local": lab.Local(iterations=3)}
+
+
+def experiment(**changes):
+    return lab.Experiment(**{**SMALL, "rounds": 4, "seed": 3, **changes})
+
+
+def test_same_seed_same_weights_another_seed_others():
+    states = [lab.run(experiment(seed=seed), engine="sequential").state for seed in (3, 3, 4)]
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+RESUMED = {
+    "centralized": {},
+    "momentum at the server": {"aggregator": lab.fedavgm()},
+    "adam at the server": {"aggregator": lab.fedadam()},
+    "clusters": {"topology": lab.Clustered(smallest=1)},
+    "asynchronous": {"topology": lab.Asynchronous(buffer=2), "network": lab.Network(spread=0.5)},
+    "faults that remember": {"faults": [lab.stale_update(nodes=["c1"], since=1), lab.gaussian(nodes=["c2"])]},
+    "network": {"network": lab.Network(links="4g", jitter=0.5, availability=0.7)},
+    "compression": {"compression": lab.top_k(0.2)},
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("stop", [1, 3])
+def test_resumed_is_as_if_never_stopped(name, stop, tmp_path):
+    e = experiment(**RESUMED[name])
+    whole = lab.run(e, engine="sequential")
+    for result in lab.rounds(e, engine="sequential", checkpoint=tmp_path):
+        if len(result.rounds) == stop:
+            break
+    again = lab.run(e, engine="sequential", checkpoint=tmp_path, resume=True)
+    assert torch.equal(again.state, whole.state)
+    assert [r.metrics for r in again.rounds] == [r.metrics for r in whole.rounds]
+
+
+def test_a_finished_run_resumed_is_the_same(tmp_path):
+    whole = lab.run(experiment(), engine="sequential", checkpoint=tmp_path)
+    assert torch.equal(lab.run(experiment(), engine="sequential", checkpoint=tmp_path, resume=True).state, whole.state)
+
+
+def test_the_state_of_another_experiment_is_refused(tmp_path):
+    lab.run(experiment(), engine="sequential", checkpoint=tmp_path)
+    with pytest.raises(ConfigError, match="another experiment"):
+        lab.run(experiment(seed=9), engine="sequential", checkpoint=tmp_path, resume=True)
+
+
+def test_a_fault_that_names_what_is_not_there_is_refused_before_anything_runs():
+    for fault, says in (
+        (lab.sign_flip(nodes=["c7"]), "no node 'c7'"),
+        (lab.sign_flip(nodes=["c1"], since=10), "round 10"),
+        (lab.frozen_layer(nodes=["c1"], layer="dense7.weight"), "dense1.weight"),
+    ):
+        sink = MemorySink()
+        with pytest.raises(ConfigError, match=says), Monitor(None, sinks=[sink]) as monitor:
+            lab.run(experiment(faults=[fault]), monitor, engine="sequential")
+        assert not [r for r in sink.records if getattr(getattr(r, "where", None), "round", None) is not None]
+
+
+def watched(e):
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink], strict=True) as monitor:
+        result = lab.run(e, monitor, engine="sequential")
+    return result, sink.records
+
+
+def test_the_virtual_clock_is_told_as_spans_that_fill_the_round():
+    e = experiment(network=lab.Network(links="4g", devices="phone", spread=0.5), rounds=2)
+    _, records = watched(e)
+    spans = [r for r in records if type(r).__name__ == "Span" and r.attributes.get("clock") == "virtual"]
+    for number in range(2):
+        length = next(s.seconds for s in spans if s.where.round == number and s.name == "round.virtual")
+        for node in (*e.nodes, "server"):
+            own = [s.seconds for s in spans if s.where.round == number and s.where.node == node]
+            assert sum(own) == pytest.approx(length)
+            assert all(seconds >= 0 for seconds in own)
+    told = [r.seconds for r in records if type(r).__name__ == "Transfer"]
+    assert all(seconds is not None and seconds > 0 for seconds in told)
+
+
+def test_who_comes_after_the_deadline_is_told_and_left_out():
+    slow = lab.Network(links="fibre", overrides={"c3": "lora"}, deadline_seconds=5.0)
+    _, records = watched(experiment(network=slow, rounds=1))
+    late = [r for r in records if type(r).__name__ == "Event" and r.name == "update.late"]
+    assert [r.where.node for r in late] == ["c3"]
+    sent = {r.sender for r in records if type(r).__name__ == "Transfer"}
+    assert "c3" not in sent
+
+
+def test_over_selection_asks_more_and_takes_the_first():
+    e = experiment(network=lab.Network(over_selection=2.0, spread=1.0), participation=0.4, rounds=1)
+    _, records = watched(e)
+    senders = {r.sender for r in records if type(r).__name__ == "Transfer"} - {"server"}
+    late = {r.where.node for r in records if type(r).__name__ == "Event" and r.name == "update.late"}
+    assert (len(senders), len(late)) == (2, 2)
+
+
+def test_compression_is_seen_in_bytes_and_in_weights():
+    plain, packed = experiment(rounds=1), experiment(rounds=1, compression=lab.int8())
+    (before, _), (after, records) = watched(plain), watched(packed)
+    sent = [r for r in records if type(r).__name__ == "Transfer" and r.receiver == "server"]
+    assert all(r.bytes < 0.35 * r.raw_bytes for r in sent)
+    assert not torch.equal(before.state, after.state)
+    torch.testing.assert_close(before.state, after.state, atol=5e-3, rtol=0)
+
+
+def test_truth_is_recorded_and_history_does_not_see_it(tmp_path):
+    store = tmp_path / "runs.db"
+    e = experiment(faults=[lab.sign_flip(nodes=["c1"], since=1)], rounds=2)
+    with Monitor(store, run="ill") as monitor:
+        lab.run(e, monitor, engine="sequential")
+    history = open_reader(store).history(monitor.run.id)
+    assert "sign_flip" not in repr([history.events(), history.nodes(), history.rounds()])
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_ready_made_experiments_are_read_and_round_trip(path):
+    text = path.read_text()
+    assert lab.read(lab.read(text).to_toml()) == lab.read(text)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.stem != "paper"], ids=lambda path: path.stem)
+def test_ready_made_experiments_run(path, tmp_path):
+    store = str(tmp_path / "runs.db")
+    done = CliRunner().invoke(app, ["lab", str(path), "--set", "rounds=6", "--store", store, "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)["result"]
+    assert said["rounds"] == 6
+    assert 0 <= said["metrics"]["accuracy"] <= 1
+    assert open_reader(store).history(said["run"]).rounds() == [0, 1, 2, 3, 4, 5]
+
+
+def write(tmp_path, text='dataset = "synthetic"\nmodel = "mlp"\nclients = 4\nrounds = 400\n[local]\niterations = 20\n'):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_command_line_answers_wrong_use(tmp_path):
+    path, store = write(tmp_path), ["--store", str(tmp_path / "runs.db")]
+    for arguments, says in (
+        (["--set", "clients"], "NAME=VALUE"),
+        (["--set", "clints=5"], "Did you mean 'clients'"),
+        (["--engine", "fast"], "Unknown engine"),
+        (["--resume"], "nothing to resume"),
+    ):
+        done = CliRunner().invoke(app, ["lab", path, *arguments, *store])
+        assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
+        assert says in done.output + str(done.exception)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path):
+    path, store = write(tmp_path), str(tmp_path / "runs.db")
+    program = "from fedvitals.cli.main import main; main()"
+    how = ["--store", store, "--workers", "2", "--engine", "reuse"]
+    command = [sys.executable, "-c", program, "lab", path, *how]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    seen = 0
+    for line in started.stderr:
+        seen += line.startswith("round ")
+        if seen == 5:
+            started.send_signal(signal.SIGINT)
+            break
+    rest = started.stderr.read()
+    assert started.wait(timeout=60) == 130
+    assert "add --resume" in rest
+    state = next(Path(f"{store}.d").rglob("state.safetensors"))
+    assert state.exists()
+    rounds = int(rest.split("Stopped after ")[1].split(" of")[0])
+    assert 5 <= rounds < 400
+    # The same experiment with few rounds more would be another one; so go on for a moment, and compare the states.
+    again = subprocess.Popen([*command, "--resume"], stderr=subprocess.PIPE, text=True, env=environment)
+    lines = [next(again.stderr) for _ in range(3)]
+    again.send_signal(signal.SIGINT)
+    told = again.stderr.read()
+    assert again.wait(timeout=60) == 130
+    assert f"round {rounds + 1}/400" in lines[0]
+    reached = int(told.split("Stopped after ")[1].split(" of")[0])
+    from safetensors.torch import load_file
+
+    resumed = load_file(state)["model"]
+    for result in lab.rounds(lab.read(Path(path).read_text(), {"name": "mine"}), engine="reuse", workers=2):
+        if len(result.rounds) == reached:
+            break
+    assert torch.equal(result.state, resumed)
+    listed = json.loads(CliRunner().invoke(app, ["runs", "--store", store, "--json"]).stdout)["result"]
+    assert len(listed) == 1
