@@ -13,7 +13,7 @@ from fedvitals.cli.options import json_option, print_json
 
 PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "lab", "soak")
 LONG = ("overhead", "gsc", "lab", "soak")  # these say how far they are
-SHOWN = {"lab": ("what", "against", "bar", "value", "low", "high", "verdict", "note")}  # the rest is for --json
+SHOWN = {"lab": ("what", "against", "bar", "value", "low", "high", "verdict")}  # the rest is for --json
 
 
 @click.command()
@@ -72,4 +72,8 @@ def _print(part: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells = [row.get(column) for column in columns]
         table.add_row(*("" if c is None else number(c) if isinstance(c, int | float) else str(c) for c in cells))
-    Console().print(table, "")
+    screen = Console()
+    screen.print(table, "")
+    for row in rows:
+        if row.get("note"):
+            screen.print(f"{row['what']}, {row['against']}: {row['note']}.", style="dim", markup=False, highlight=False)

@@ -140,7 +140,7 @@ def _round(federation: Federation, number: int, model: torch.nn.Module) -> Round
     if not isinstance(after, Tensor) or after.shape != server.model.shape or after.dtype != server.model.dtype:
         got = f"{after.dtype} {tuple(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
         raise ConfigError(
-            f"The topology's round() must give the new model, {server.model.dtype} {tuple(server.model.shape)}; got {got}."
+            f"A topology's round() gives the new model, {server.model.dtype} {tuple(server.model.shape)}; got {got}."
         )
     depth = ill.remembers(federation.experiment.faults)
     server.past = [*server.past, server.model][-depth:] if depth else []

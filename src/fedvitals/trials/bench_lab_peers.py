@@ -124,7 +124,7 @@ class Process:
 
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
-        self._words: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._words: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(  # noqa: S603 - our own command
             arm.command,
             stdin=subprocess.PIPE,

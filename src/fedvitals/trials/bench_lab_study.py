@@ -13,7 +13,7 @@ import msgspec
 
 from fedvitals import lab
 from fedvitals.monitor import Monitor
-from fedvitals.trials.bench_lab_work import Data, has_gtsrb, images
+from fedvitals.trials.bench_lab_work import PAPER_CLIENTS, Data, has_gtsrb, images
 from fedvitals.trials.reproduce_conditions import BEGINNING_OF, CONDITIONS, Condition
 from fedvitals.trials.reproduce_measure import NLC_ROUNDS, Tally, experiment_of, probes_of
 
@@ -54,8 +54,8 @@ def seconds(
     each round, or at every one."""
     chosen = dataclasses.replace(condition, clients=clients, iterations=iterations, every_iteration=every_iteration)
     experiment = experiment_of(chosen, 0)
-    if not has_gtsrb(data):
-        experiment = msgspec.structs.replace(experiment, dataset=images(clients))
+    if clients < PAPER_CLIENTS or not has_gtsrb(data):
+        experiment = msgspec.structs.replace(experiment, dataset=images(clients, data))
     found: list[float] = []
     began = time.perf_counter()
     with Monitor(None, run=chosen.name, probes=probes_of(chosen), sinks=[Tally(chosen)], host="lab") as monitor:
