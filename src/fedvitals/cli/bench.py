@@ -13,6 +13,7 @@ from fedvitals.cli.options import json_option, print_json
 
 PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "lab", "soak")
 LONG = ("overhead", "gsc", "lab", "soak")  # these say how far they are
+LAB = ("cnn", "mlp", "start", "memory", "study")
 SHOWN = {"lab": ("what", "against", "bar", "value", "low", "high", "verdict")}  # the rest is for --json
 
 
@@ -29,7 +30,7 @@ SHOWN = {"lab": ("what", "against", "bar", "value", "low", "high", "verdict")}  
 @click.option(
     "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="lab: the folder that holds GTSRB."
 )
-@click.option("--only", multiple=True, metavar="WHAT", help="lab: some of its bars: cnn, mlp, start, memory, study.")
+@click.option("--only", type=click.Choice(LAB), multiple=True, help="lab: some of its bars.")
 @json_option
 def command(part: str | None, quick: bool, as_json: bool, **lab: Any) -> None:
     """Measure what fedvitals costs on this machine: all parts, or one of them.

@@ -9,6 +9,7 @@ everything on a GPU. The mathematics is that of `training`, row by row; the clie
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ class Stacked:
                 "or a model of your own that does not say `stackable = True`). Use the engine 'reuse'."
             )
         self.site, self.layout, self.device = site, site.layout, torch.device(device)
-        self.module = site.module.to(self.device)
+        self.module = copy.deepcopy(site.module).to(self.device)
         self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
         self._stack: tuple[Any, Tensor, Tensor, Tensor] | None = None
 

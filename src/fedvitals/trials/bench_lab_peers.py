@@ -135,8 +135,13 @@ class Process:
             start_new_session=True,  # so that all that it starts can be ended with it
         )
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-        self.answer(START_SECONDS)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        try:
+            self.answer(START_SECONDS)
+        except PeerError:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -164,6 +169,8 @@ class Process:
         assert self._process.stdin is not None  # noqa: S101
         with contextlib.suppress(OSError):
             self._process.stdin.write("quit\n")
+            self._process.stdin.flush()
+        with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
             self._process.wait(20)
@@ -171,6 +178,7 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # the group of this process, which it alone founded
             self._process.wait()
+        self._listener.join(5)  # no longer: something that it started may still hold the pipe
         self._words.close()
 
     def _listen(self) -> None:
