@@ -171,7 +171,8 @@ def probes_of(c: Condition) -> Preset:
         plan.append(Planned(scale(images=IMAGES_EACH), always))
     plan.append(Planned(nonlinearity(), rounds=NLC_ROUNDS))
     if c.whole_set:
-        plan.append(Planned(full_gradient))
+        # As dear as the training itself: with every iteration measured besides, every fifth round is enough.
+        plan.append(Planned(full_gradient, rounds=NLC_ROUNDS if c.every_iteration else 1))
     return Preset("study", tuple(plan), fit_percent=0.5, difference_each_step=c.every_iteration)
 
 
