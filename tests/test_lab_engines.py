@@ -3,6 +3,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +57,9 @@ def test_engines_agree_on_images(model):
 
 
 @pytest.mark.parametrize("engine", ["reuse", "stacked"])
-@pytest.mark.parametrize("topology", [lab.Centralized(), lab.Hierarchical(edges=3), lab.Rings(2), lab.Clustered(smallest=1)])
+@pytest.mark.parametrize(
+    "topology", [lab.Centralized(), lab.Hierarchical(edges=3), lab.Rings(2), lab.Clustered(smallest=1)]
+)
 def test_the_number_of_workers_changes_no_bit(engine, topology, monkeypatch):
     monkeypatch.setattr("fedvitals.lab.engine.STACK", 3)  # several stacks, so that the workers have something to share
     e = experiment(topology=topology)
@@ -114,8 +117,8 @@ class _Dying:
                 self.layer = torch.nn.Linear(32, 10)
 
             def forward(self, x):
-                if self.training and os.path.exists(flag):
-                    os.remove(flag)
+                if self.training and Path(flag).exists():
+                    Path(flag).unlink()
                     os.kill(os.getpid(), signal.SIGKILL)
                 return self.layer(x)
 
@@ -145,10 +148,10 @@ def test_updates_come_in_order_whoever_finishes_first():
     start = site.layout.flat(site.module)
     tasks = [Task(0, (node,), start) for node in site.experiment.nodes]
     with Engine(site, "reuse", 3) as engine:
-        assert [update.node for update in engine.train(tasks, NullObserver())] == list(site.experiment.nodes)
-        first = next(iter(engine.train(tasks, NullObserver())))  # whoever stops listening leaves nothing behind
+        assert [u.node for batch in engine.train(tasks, NullObserver()) for u in batch] == list(site.experiment.nodes)
+        (first,) = next(iter(engine.train(tasks, NullObserver())))  # whoever stops listening leaves nothing behind
         assert first.node == "c0"
-        assert [update.node for update in engine.train(tasks, NullObserver())] == list(site.experiment.nodes)
+        assert [u.node for batch in engine.train(tasks, NullObserver()) for u in batch] == list(site.experiment.nodes)
 
 
 def test_the_engine_is_chosen_by_measuring():

@@ -14,7 +14,9 @@ FULL = lab.Experiment(
     dataset=lab.synthetic(samples=500),
     partition=lab.classes_per_client(2),
     model=lab.mlp(hidden=(8, 4)),
-    local=lab.Local(epochs=2, batch=8, optimizer=lab.adam(learning_rate=0.01), clip=lab.Clip(0.5, "whole"), proximal=0.1),
+    local=lab.Local(
+        epochs=2, batch=8, optimizer=lab.adam(learning_rate=0.01), clip=lab.Clip(0.5, "whole"), proximal=0.1
+    ),
     clients=12,
     participation=0.5,
     rounds=3,
@@ -78,7 +80,7 @@ def test_a_kind_by_its_name_alone():
         ('model = "resnet"', "resnet18"),
         ('partition = {kind = "dirchlet"}', "Did you mean 'dirichlet'"),
         ('partition = {kind = "dirichlet", alpa = 1}', "Did you mean 'alpha'"),
-        ('partition = {alpha = 1}', "needs a kind"),
+        ("partition = {alpha = 1}", "needs a kind"),
         ('partition = {kind = "dirichlet", alpha = "much"}', "float"),
         ("clients = 0", "at least 1"),
         ('clients = "many"', "int"),
@@ -87,7 +89,7 @@ def test_a_kind_by_its_name_alone():
         ("[local]\niterations = 3\nepochs = 2", "give one of them"),
         ("[local]\nbatch = 0", "at least 1"),
         ('[local.optimizer]\nkind = "adam"\nlearning_rate = -1', "above 0"),
-        ("[topology]\nkind = \"hierarchical\"\nedges = 50", "number of clients"),
+        ('[topology]\nkind = "hierarchical"\nedges = 50', "number of clients"),
         ('[[faults]]\nkind = "label_nois"\nnodes = ["c1"]', "Did you mean 'label_noise'"),
         ('[[faults]]\nkind = "label_noise"\nnodes = ["c1"]\nrate = 3', "rate"),
         ('[topology]\nkind = "asynchronous"', "network"),

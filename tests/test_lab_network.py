@@ -266,5 +266,3 @@ def test_what_never_ends_needs_a_deadline():
 
 
 # Asynchronous.
-
-

@@ -174,6 +174,15 @@ def test_the_command_line_answers_wrong_use(tmp_path):
         assert says in done.output + str(done.exception)
 
 
+def test_the_plan_shows_who_holds_what_and_trains_nothing(tmp_path):
+    path, store = write(tmp_path), tmp_path / "runs.db"
+    done = CliRunner().invoke(app, ["lab", path, "--plan", "--store", str(store)])
+    assert done.exit_code == 0, done.output
+    assert 'kind = "mlp"' in done.output
+    assert "c3" in done.output
+    assert not store.exists()
+
+
 @pytest.mark.thorough
 def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path):
     path, store = write(tmp_path), str(tmp_path / "runs.db")

@@ -34,8 +34,8 @@ PRESETS = ("light", "standard", "deep")
 CLAIM = {
     0: {
         "clients", "clients.failed", "memory.peak", "memory.resident", "monitor.cost", "monitor.lost", "steps",
-        "steps.skipped", "time.client", "time.round", "time.round_virtual", "time.step", "traffic.received", "traffic.sent",
-        "update.staleness",
+        "steps.skipped", "time.client", "time.round", "time.round_virtual", "time.step", "traffic.received",
+        "traffic.sent", "update.staleness",
     },
     1: set(),
     2: {

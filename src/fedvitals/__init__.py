@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fedvitals import lab as lab
     from fedvitals.integrations.torch_loop import watch as watch
     from fedvitals.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Monitor": "fedvitals.monitor",
+    "lab": "fedvitals",
     "watch": "fedvitals.integrations.torch_loop",
     "preset": "fedvitals.probes.presets",
     "budget": "fedvitals.schedule",
@@ -45,7 +47,12 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'fedvitals' has no attribute '{name}'. It offers: {', '.join(_HOME)}.")
-    value = getattr(importlib.import_module(home), name)
+    # A package of ours is its own value; asking it of its parent would ask us again.
+    value = (
+        importlib.import_module(f"fedvitals.{name}")
+        if home == "fedvitals"
+        else getattr(importlib.import_module(home), name)
+    )
     globals()[name] = value
     return value
 

@@ -30,11 +30,11 @@ from fedvitals.chart import Chart, close_at_exit
 from fedvitals.clients import Clients
 from fedvitals.diagnosis.live import Findings
 from fedvitals.errors import ConfigError
-from fedvitals.kernels import sums
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import resolve
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments, tables_of
+from fedvitals.probes.updates import measured
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.memory import peak_bytes
@@ -262,16 +262,15 @@ class Monitor:
     def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002, ARG002
         """What each client sends, where the host holds it: a sequence of tensors. No guard answers yet."""
 
-        def take(node: Node, tensors: Sequence[torch.Tensor]) -> None:
-            rows = np.asarray(torch.as_tensor(sums(tensors)).cpu())
-            self._kit.updates.add(node, flatten(tensors), rows)
+        def take(node: Node, vector: torch.Tensor, rows: Array) -> None:
+            self._kit.updates.add(node, vector, rows)
             if self._round is None:
                 self._chart.tell(replace(self._chart.here(), node=node), Results(matrices=[("update", rows, None)]))
             else:
                 self._round.sent[node] = rows  # told at the round's end, unless the client itself told the same
 
-        for node, tensors in updates.items():
-            self._guard("updates()", functools.partial(take, node, tensors))
+        for node, vector, rows in self._guard("updates()", lambda: measured(updates)) or ():
+            self._guard("updates()", functools.partial(take, node, vector, rows))
         return ()
 
     def transfer(

@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda (engine stacked).")
 @click.option("--probes", default="standard", show_default=True, help="What is measured: light, standard, deep.")
 @click.option("--resume", is_flag=True, help="Go on where this experiment was interrupted.")
+@click.option("--plan", is_flag=True, help="Show the experiment and who holds what; train nothing.")
+@click.option("--download", is_flag=True, help="Fetch the official data set first, into --data.")
 @click.option("--unwatched", is_flag=True, help="Train without the monitor: nothing is stored.")
 @store_option
 @json_option
-def command(experiment: str, changes: tuple[str, ...], store: str | None, as_json: bool, **how: Any) -> None:
+def command(
+    experiment: str, changes: tuple[str, ...], store: str | None, as_json: bool, plan: bool, download: bool, **how: Any
+) -> None:
     """Run the federation that EXPERIMENT.toml describes, watched; the same seed gives the same weights.
 
     Ctrl-C keeps what there is; --resume goes on from there, bit for bit.
@@ -48,9 +52,44 @@ def command(experiment: str, changes: tuple[str, ...], store: str | None, as_jso
         import msgspec
 
         wanted = msgspec.structs.replace(wanted, name=Path(experiment).stem)
+    if download:
+        _download(wanted, how["data"])
+    if plan:
+        _plan(wanted, how["data"])
+        return
     results = [_one(wanted, repeat, store or "runs.db", plain=as_json, **how) for repeat in range(wanted.repeats)]
     if as_json:
         print_json("lab", results[0] if len(results) == 1 else results)
+
+
+def _download(experiment: Experiment, folder: str | None) -> None:
+    from fedvitals.cli.screen import size
+    from fedvitals.lab import datasets
+    from fedvitals.lab.description import kind_of
+
+    last = ""
+
+    def tell(file: str, done: int, total: int | None) -> None:
+        nonlocal last
+        text = f"{file}: {size(done)}" + (f" of {size(total)}" if total else "")
+        if text != last:
+            click.echo(f"\r{text}    ", nl=False, err=True)
+            last = text
+
+    for path in datasets.download(kind_of(type(experiment.dataset).__name__), folder, tell):
+        click.echo(f"\r{path}", err=True)
+
+
+def _plan(experiment: Experiment, folder: str | None) -> None:
+    """What would be run, and a picture of who holds what."""
+    from fedvitals import lab
+    from fedvitals.lab.partition_picture import picture
+
+    click.echo(experiment.to_toml() or "# all as by default")
+    site = lab.Site.of(experiment, folder)
+    weights, samples = site.layout.weights, len(site.dataset.y)
+    click.echo(f"{site.dataset.name}: {samples} samples over {experiment.clients} clients; {weights} weights\n")
+    click.echo(picture([*site.shards.values()], site.dataset))
 
 
 def _pair(change: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,8 +58,8 @@ class Engine:
         self._pool = Pool(desk, site.layout.size, site.experiment.clients, self.workers) if self.workers > 1 else None
         self._desk = desk() if self._pool is None else None
 
-    def train(self, tasks: Sequence[Task], observer: Observer) -> Iterator[Update]:
-        """Updates in the order of the tasks' members; each one's state is valid until the next is taken."""
+    def train(self, tasks: Sequence[Task], observer: Observer) -> Iterator[list[Update]]:
+        """Updates in the order of the tasks' members, by batch; states are valid until the next batch is taken."""
         watcher = observer.for_worker()
         batches = [*self._batches(tasks)]
         if self._pool is not None:
@@ -71,7 +72,7 @@ class Engine:
             with one_thread():
                 updates = self._desk.train(batch, watcher, out[: sum(len(task.nodes) for task in batch)])
             observer.absorb(watcher.payload())
-            yield from updates
+            yield updates
 
     def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Each test sample's loss under a state, and whether it was classified rightly."""
@@ -97,7 +98,13 @@ class Engine:
 
     def _batches(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
         """Client by client one task is a batch; stacked, as many as make a stack. Never by the number of processes."""
-        largest = 1 if self.name != "stacked" else STACK if self.device == "cpu" else self.site.experiment.clients
+        members = sum(len(task.nodes) for task in tasks)
+        if self.name != "stacked":
+            largest = 1
+        elif self.device != "cpu":
+            largest = members
+        else:
+            largest = math.ceil(members / math.ceil(members / STACK)) if members else 1  # stacks of equal size
         batch: list[Task] = []
         members = 0
         for task in tasks:

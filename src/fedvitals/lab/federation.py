@@ -7,6 +7,8 @@ faults, the network and the compression of the experiment, and the observer hear
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,6 @@ from fedvitals.lab.compression import send_update
 from fedvitals.lab.engine import Engine
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.journeys import Journeys, in_time, tell
-from fedvitals.lab.network import Journey
 from fedvitals.lab.site import Site
 from fedvitals.lab.work import Node, Task, Update
 from fedvitals.protocols import Observer
@@ -60,6 +61,7 @@ class Federation:
         self.round = 0
         self.bytes = site.layout.size * 4  # of a model as it is
         self.journeys = Journeys(site)
+        self._sizes = [math.prod(shape) for shape in site.layout.shapes[: site.layout.trained]]
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
         self._past = Past(server, site.layout.weights)
 
@@ -88,13 +90,13 @@ class Federation:
             self.server.clock = table.ends
         self.observer.expect(*(node for task in tasks for node in task.nodes))
         task_of = {node: task for task in tasks for node in task.nodes}
-        updates = self.engine.train(tasks, self.observer)
+        batches = self.engine.train(tasks, self.observer)
         if ill.colludes(self.experiment.faults, self.round):
-            updates = iter(self._conspire(updates))
-        for update in updates:
-            arrived = self._receive(update, task_of[update.node])
-            if arrived is not None:
-                yield arrived
+            batches = iter([self._conspire(batches)])
+        for batch in batches:
+            arrived = [update for update in batch if self._receive(update, task_of[update.node])]
+            excluded = self._show(arrived, task_of)
+            yield from (update for update in arrived if update.node not in excluded)
 
     def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
         """The new model, by the experiment's aggregator, from the server's model (or a cluster's own) and the updates.
@@ -132,10 +134,10 @@ class Federation:
 
     # -- on the way ---------------------------------------------------------------------------------------------------
 
-    def _conspire(self, updates: Iterator[Update]) -> list[Update]:
+    def _conspire(self, batches: Iterator[list[Update]]) -> list[Update]:
         """Some attackers look at everybody's update first, so all of them must be held at once."""
         held = []
-        for update in updates:
+        for update in itertools.chain.from_iterable(batches):
             update.state = update.state.clone()
             if update.error is None and not update.sent:
                 ill.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
@@ -145,27 +147,35 @@ class Federation:
         ill.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
         return held
 
-    def _receive(self, update: Update, task: Task) -> Update | None:
-        e, observer, start = self.experiment, self.observer, task.start
+    def _receive(self, update: Update, task: Task) -> bool:
+        """Send it on its way; whether something of use arrives."""
+        e, observer = self.experiment, self.observer
         if update.error is not None:
             if update.error_type == "WorkerDied":
                 observer.event("error", "client.failed", update.error, node=update.node)
-            return None
+            return False
         if not update.sent:
             ill.apply_update(e.faults, self.round, update, self._past, e.seed)
-        size = self._compress(update, start)
-        way = self.journeys.made.get(update.node, Journey(update.node))
-        observer.transfer(task.parent, update.node, self.bytes, self.bytes, way.download or None, "model")
-        observer.transfer(update.node, task.parent, size, self.bytes, way.upload or None, "update")
+        size = self._compress(update, task.start)
+        way = self.journeys.made.get(update.node)
+        down, up = (None, None) if way is None else (way.download, way.upload)
+        observer.transfer(task.parent, update.node, self.bytes, self.bytes, down, "model")
+        observer.transfer(update.node, task.parent, size, self.bytes, up, "update")
         if update.losses.numel():
             self.losses[update.node] = update.losses
-        if update.state.shape == start.shape:
-            weights = self.site.layout.weights
-            delta = update.state[:weights].to(torch.float32) - start[:weights]
-            answers = observer.updates(self.round, {update.node: [*self.site.layout.views(delta).values()]})
-            if any(action.kind == "exclude" and action.target == update.node for action in answers):
-                return None
-        return update
+        return True
+
+    def _show(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
+        """What the clients changed, to the observer, before it is aggregated; gives whom it wants left out."""
+        weights, sizes = self.site.layout.weights, self._sizes
+        shown = [u for u in arrived if u.state.shape == self.server.model.shape]
+        if not shown:
+            return set()
+        sent = torch.stack([u.state[:weights].to(torch.float32) for u in shown])
+        sent -= torch.stack([task_of[u.node].start[:weights] for u in shown])
+        deltas = {u.node: row.split(sizes) for u, row in zip(shown, sent, strict=True)}
+        answers = self.observer.updates(self.round, deltas)
+        return {action.target for action in answers if action.kind == "exclude" and action.target is not None}
 
     def _compress(self, update: Update, start: Tensor) -> int:
         """Bytes on the wire; what does not survive the compression is gone from the update."""

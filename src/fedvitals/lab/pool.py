@@ -68,12 +68,12 @@ class Pool:
 
     def train(
         self, batches: Sequence[list[Task]], watcher: WorkerObserver, absorb: Callable[[bytes], None]
-    ) -> Iterator[Update]:
+    ) -> Iterator[list[Update]]:
         for updates, payload, tray in self._work(batches, watcher):
             absorb(payload)
             for update, row in zip(updates, self._states[tray], strict=False):
                 update.state = row
-                yield update
+            yield updates
 
     def examine(self, jobs: Sequence[Examination]) -> list[tuple[Tensor, Tensor]]:
         return [found for found, _, _ in self._work(jobs, None)]

@@ -115,9 +115,11 @@ class Stacked:
             self._stack = (key, x, y, offsets)
         return self._stack[1:]
 
-    @exact()
-    @torch.no_grad()
     def examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
+        with exact(), torch.no_grad():
+            return self._examine(examination)
+
+    def _examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
         parameters = self.layout.views(examination.state.to(self.device))
         losses, hits = [], []
         x, y = examined(self.site, examination)

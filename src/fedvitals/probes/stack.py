@@ -56,7 +56,7 @@ class StackSession:
         self._recorder = next(((i, p, StackRecorder(*size)) for i, p in self._at_steps(gradients)), None)
         self._histogram = next(((i, p, StackHistogram(*size)) for i, p in self._at_steps(gradient_histogram)), None)
         plan = enumerate(kit.preset.probes)
-        self._scaled = [(i, p) for i, p in plan if isinstance(p.probe, scale) and p.when is not at_exit]
+        self._scaled = [(i, p, p.probe) for i, p in plan if isinstance(p.probe, scale) and p.when is not at_exit]
         closing = any(p.probe is last_gradient for p in kit.preset.probes)
         self._closing = StackRecorder(*size, keep=False) if closing else None
         self._guarded("fit", self._fit_before)
@@ -84,9 +84,9 @@ class StackSession:
             if self._histogram is not None:
                 index, planned, histogram = self._histogram
                 self._measure(step, index, planned, functools.partial(histogram.record, gradients))
-            for index, planned in self._scaled:
+            for index, planned, probe in self._scaled:
                 self._view.step = step
-                self._measure(step, index, planned, functools.partial(self._scale, planned.probe, step))
+                self._measure(step, index, planned, functools.partial(self._scale, probe, step))
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, "measuring a step")
         self.cost += time.perf_counter() - now

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedvitals.kernels import sums
 from fedvitals.probes.sketch import Sketcher
+from fedvitals.probes.view import flatten
 from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, SUM, SUM_SQUARES, Array
 
 # Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
@@ -52,6 +53,20 @@ class Update:
     def sizes(self) -> list[int]:
         """How many values each layer has; one layer when they are not known."""
         return [self.length] if self.rows is None else self.rows[:, COUNT].astype(int).tolist()
+
+
+def measured(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor, Array]]:
+    """Each update as one vector, with its nine sums per layer; those of equal shapes in one reading."""
+    alike: dict[tuple[torch.Size, ...], list[str]] = defaultdict(list)
+    for node, tensors in updates.items():
+        alike[tuple(tensor.shape for tensor in tensors)].append(node)
+    found: list[tuple[str, Tensor, Array]] = []
+    for shapes, nodes in alike.items():
+        vectors = torch.stack([flatten(updates[node]) for node in nodes])
+        layers = vectors.split([math.prod(shape) for shape in shapes], dim=1)
+        rows = np.asarray(torch.as_tensor(sums(layers, clients=True)).cpu())
+        found += zip(nodes, vectors, rows, strict=True)
+    return found
 
 
 class Updates:

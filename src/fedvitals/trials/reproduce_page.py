@@ -6,8 +6,9 @@ Nothing but the whole GTSRB with 100 clients and the paper's rounds is called a 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
     against = tuple(objections(studied))
     files = tuple(folder / name for name in ("README.md", "index.html", "verdicts.json"))
     outcome = Outcome(tuple(found), against, done, files)
-    blocks = _blocks(results, outcome, pictures, read(claims)[1])
+    costs = folder / "costs.json"
+    measured = json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else None
+    blocks = _blocks(results, outcome, pictures, read(claims)[1], measured)
     folder.mkdir(parents=True, exist_ok=True)
     files[0].write_text(markdown(blocks), encoding="utf-8")
     files[1].write_text(page(blocks, f"fedvitals: {outcome.standing}"), encoding="utf-8")
@@ -109,7 +112,11 @@ def _check_facts(each: Measured) -> dict[str, Any]:
 
 
 def _blocks(
-    results: Results, outcome: Outcome, pictures: dict[str, Drawn | None], choices: Sequence[Choice]
+    results: Results,
+    outcome: Outcome,
+    pictures: dict[str, Drawn | None],
+    choices: Sequence[Choice],
+    costs: Mapping[str, Any] | None,
 ) -> list[Block]:
     blocks: list[Block] = [
         Heading(1, f"Gradient scale monitoring: {outcome.standing[0].lower()}{outcome.standing[1:]}"),
@@ -129,7 +136,7 @@ def _blocks(
         Heading(2, "Where the paper is silent"),
         beyond.sensitivity_table(results, choices),
         Heading(2, "What the metrics cost"),
-        beyond.cost_table(results),
+        beyond.cost_table(costs),
         Heading(2, "All runs"),
         beyond.run_table(results),
         Heading(2, "How to run it again"),
