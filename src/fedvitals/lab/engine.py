@@ -25,7 +25,7 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.desk import ClientByClient, Desk, Examination
 from fedvitals.lab.pool import Pool
 from fedvitals.lab.site import Site
-from fedvitals.lab.stacked import Stacked
+from fedvitals.lab.stacked import Stacked, suits
 from fedvitals.lab.work import Task, Update
 from fedvitals.protocols import NullObserver, Observer
 
@@ -33,7 +33,8 @@ ENGINES = ("sequential", "reuse", "stacked")
 STACK = 64  # clients in one stack on a CPU: more than this leaves the caches without saving calls
 TEST_ROWS = 2048  # of one examination: fixed, so that sums do not depend on the number of processes
 LOCAL_TESTS = 8  # clients in one examination
-MEASURED_SECONDS = 0.4  # of trying each engine
+MEASURED_SECONDS = 0.2  # of trying each engine
+SMALL, LARGE = 5e6, 20e6  # operations of a client's step: below, stacked is quicker for certain; above, reuse
 
 
 class Engine:
@@ -156,10 +157,17 @@ def _workers(name: str, wanted: int | None, device: str) -> int:
 
 
 def _quickest(site: Site) -> str:
-    """The engine that trains more client-steps per second here: both are tried for a moment on a few clients."""
-    from fedvitals.lab import stacked  # noqa: PLC0415
+    """The engine that trains more client-steps per second here.
 
-    if not stacked.suits(site):
+    A step of few operations is all overhead, which stacking shares; one of many leaves the caches when it is stacked.
+    In between, both are tried for a moment on a few clients.
+    """
+    if not suits(site):
+        return "reuse"
+    operations = site.flops * site.experiment.local.batch
+    if operations < SMALL:
+        return "stacked"
+    if operations > LARGE:
         return "reuse"
     nodes = site.experiment.nodes[:16]
     state = site.layout.flat(site.module)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab import faults as ill
 from fedvitals.lab.checkpoint import Checkpoint
-from fedvitals.lab.engine import Engine
+from fedvitals.lab.engine import Engine, one_thread
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.federation import Federation, Server
 from fedvitals.lab.site import Site
@@ -123,7 +123,8 @@ def rounds(
         for fault in experiment.faults if first == 0 else ():
             watching.truth(fault.truth(experiment.nodes))
         for number in range(first, experiment.rounds):
-            result.rounds.append(_round(federation, number, result.model))
+            with one_thread():  # idle threads of torch in this process would take the workers' cores
+                result.rounds.append(_round(federation, number, result.model))
             result.state = server.model
             if saved is not None:
                 saved.save(server, number + 1, result.rounds)

@@ -3,7 +3,8 @@
 
 The states of all clients are one matrix [clients, size]; `torch.func.vmap` turns the model into one that takes a whole
 row of models. Worth it where a client's step is too small to keep the machine busy: small models on a CPU, and
-everything on a GPU. The mathematics is that of `training`, row by row; the clients' sums are in another order.
+everything on a GPU. Chains of dense layers are differentiated by hand (`dense`). The mathematics is that of `training`,
+row by row; the clients' sums are in another order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab import faults as ill
+from fedvitals.lab.dense import Dense
 from fedvitals.lab.desk import Examination, examined
 from fedvitals.lab.local import SGD, Adam, Clip
 from fedvitals.lab.site import Site
@@ -62,6 +64,7 @@ class Stacked:
             return F.cross_entropy(functional_call(self.module, parameters, (x,)), y)
 
         self._gradients: Callable[..., Any] = vmap(grad_and_value(loss))
+        self._dense = Dense.of(self.module)
 
     def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
         with exact():
@@ -89,17 +92,21 @@ class Stacked:
 
     def _step(self, crew: _Crew, step: int, watcher: WorkerObserver | None) -> Tensor:
         x, y = crew.batch(step)
-        gradients, losses = self._gradients(self.layout.views(crew.states), x, y)
-        flat = torch.cat([g.flatten(1) for g in gradients.values()], 1, out=crew.gradients)
+        flat = crew.gradients
+        if self._dense is not None:
+            losses = self._dense.gradients(crew.weights, crew.layers, x, y)
+        else:
+            gradients, losses = self._gradients(crew.weights, x, y)
+            torch.cat([g.flatten(1) for g in gradients.values()], 1, out=flat)
         active = crew.before_step(step, flat)
         if crew.proximal is not None:
             flat.addcmul_(crew.states - crew.starts, crew.proximal)
         if self.site.experiment.local.clip is not None:
-            clip(flat, self.layout.views(flat), self.site.experiment.local.clip)
+            clip(flat, crew.layers, self.site.experiment.local.clip)
         if watcher is not None:
             watcher.stack_step(step, flat, losses)
         crew.optimize(flat, step, active)
-        return losses  # type: ignore[no-any-return]
+        return losses
 
     def data(self, nodes: Sequence[Node], number: int) -> tuple[Tensor, Tensor, Tensor]:
         """All clients' samples in one tensor, and where each one's begin; kept for as long as they stay the same."""
@@ -142,6 +149,7 @@ class _Crew:
         self.starts = torch.stack([task.start for task in tasks for _ in task.nodes]).to(device)
         self.states = self.starts.clone()
         self.gradients = torch.empty_like(self.states)
+        self.weights, self.layers = desk.layout.views(self.states), desk.layout.views(self.gradients)
         for row, node in enumerate(self.nodes):
             ill.apply_state(e.faults, self.number, node, desk.layout.views(self.states[row]), e.seed)
         self.settings = [ill.apply_local(e.faults, self.number, node, e.local) for node in self.nodes]
