@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as functional
 from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import functional
 
 from fedvitals.lab.dense import Dense
 

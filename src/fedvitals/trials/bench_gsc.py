@@ -33,7 +33,7 @@ def bench_gsc(
     torch.set_num_threads(1)
     try:
         found = gtsrb.folder(data)
-        x, y = gtsrb.load(found, CLIENT) if found else WORKLOADS[1].data(CLIENT)
+        x, y = gtsrb.load(data, CLIENT) if found else WORKLOADS[1].data(CLIENT)
         tell(f"data: {'real GTSRB' if found else 'random images, since GTSRB was not found'}")
         model = trained(x, y, rounds=2 if quick else 8)
         return _rows(model, x, y, "GTSRB" if found else "random images", 3 if quick else 9, tell)
