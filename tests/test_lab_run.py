@@ -155,7 +155,9 @@ def test_ready_made_experiments_run(path, tmp_path):
     assert open_reader(store).history(said["run"]).rounds() == [0, 1, 2, 3, 4, 5]
 
 
-def write(tmp_path, text='dataset = "synthetic"\nmodel = "mlp"\nclients = 4\nrounds = 400\n[local]\niterations = 20\n'):
+def write(
+    tmp_path, text='dataset = "synthetic"\nmodel = "mlp"\nclients = 4\nrounds = 20000\n[local]\niterations = 20\n'
+):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     return str(path)
@@ -190,27 +192,25 @@ def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path):
     how = ["--store", store, "--workers", "2", "--engine", "reuse"]
     command = [sys.executable, "-c", program, "lab", path, *how]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    seen = 0
-    for line in started.stderr:
-        seen += line.startswith("round ")
-        if seen == 5:
-            started.send_signal(signal.SIGINT)
-            break
-    rest = started.stderr.read()
-    assert started.wait(timeout=60) == 130
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+        for line in started.stderr:
+            if line.startswith("round 5/"):
+                started.send_signal(signal.SIGINT)
+                break
+        rest = started.stderr.read()
+    assert started.returncode == 130
     assert "add --resume" in rest
     state = next(Path(f"{store}.d").rglob("state.safetensors"))
     assert state.exists()
     rounds = int(rest.split("Stopped after ")[1].split(" of")[0])
-    assert 5 <= rounds < 400
+    assert 5 <= rounds < 20000
     # The same experiment with few rounds more would be another one; so go on for a moment, and compare the states.
-    again = subprocess.Popen([*command, "--resume"], stderr=subprocess.PIPE, text=True, env=environment)
-    lines = [next(again.stderr) for _ in range(3)]
-    again.send_signal(signal.SIGINT)
-    told = again.stderr.read()
-    assert again.wait(timeout=60) == 130
-    assert f"round {rounds + 1}/400" in lines[0]
+    with subprocess.Popen([*command, "--resume"], stderr=subprocess.PIPE, text=True, env=environment) as again:
+        lines = [next(again.stderr) for _ in range(3)]
+        again.send_signal(signal.SIGINT)
+        told = again.stderr.read()
+    assert again.returncode == 130
+    assert f"round {rounds + 1}/20000" in lines[0]
     reached = int(told.split("Stopped after ")[1].split(" of")[0])
     from safetensors.torch import load_file
 

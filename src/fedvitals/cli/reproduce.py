@@ -56,7 +56,7 @@ def command(
     failed: list[str] = []
     if not page_only:
         failed = _run(folder, conditions, repeats or (1 if quick else 3), place, device)
-        if not quick and not (folder / "costs.json").exists():
+        if not quick and not failed and not (folder / "costs.json").exists():
             from fedvitals.trials import reproduce_costs
 
             click.echo("Measuring what each metric costs ...", err=True)
