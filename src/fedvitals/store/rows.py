@@ -97,20 +97,43 @@ def _floats(values: Sequence[float]) -> bytes:
         return np.asarray(values, "<f4").tobytes()
 
 
-def to_row(kind: type, number: Callable[[str | None], int | None]) -> Callable[[Any], Row]:
-    """The function that makes a row of such a record; `number` gives a name's symbol."""
-    by_type: dict[str, Callable[[Any], Any]] = {
-        "symbol": number,
-        "integer": _whole,
-        "real": _real,
-        "text": _text,
-        "json": to_json,
-        "blob": _floats,
+Column = Sequence[Any]
+
+
+def _wholes(column: Column) -> Column:
+    return column if {*map(type, column)} <= {int, type(None)} else [_whole(value) for value in column]
+
+
+def _reals(column: Column) -> Column:
+    if {*map(type, column)} == {float}:
+        return [value if value == value else None for value in column]  # noqa: PLR0124 - as in _real
+    return [_real(value) for value in column]
+
+
+def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[[Sequence[Any]], list[Row]]:
+    """The function that makes rows of such records, column by column; `number` gives a name's symbol."""
+
+    def symbols(column: Column) -> Column:
+        known = {text: number(text) for text in dict.fromkeys(column)}
+        return [known[text] for text in column]
+
+    by_type: dict[str, Callable[[Column], Column]] = {
+        "symbol": symbols,
+        "integer": _wholes,
+        "real": _reals,
+        "text": lambda column: [*map(_text, column)],
+        "json": lambda column: [*map(to_json, column)],
+        "blob": lambda column: [*map(_floats, column)],
     }
     columns = TABLE[TABLE_OF[kind]].columns[1:]  # the database numbers the arrivals
     fields = attrgetter(*(f"where.{c.name}" if c.name in _PLACE else c.name for c in columns))
-    plan = [_suspects if c.name == "suspects" else by_type[c.type] for c in columns]
-    return lambda record: tuple([convert(value) for convert, value in zip(plan, fields(record), strict=True)])
+    plan = [(lambda column: [*map(_suspects, column)]) if c.name == "suspects" else by_type[c.type] for c in columns]
+
+    def rows(records: Sequence[Any]) -> list[Row]:
+        found = zip(*map(fields, records), strict=True)
+        return [*zip(*(convert(column) for convert, column in zip(plan, found, strict=True)), strict=True)]
+
+    return rows
 
 
 def insert(kind: type) -> str:

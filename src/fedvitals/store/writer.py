@@ -31,7 +31,7 @@ class Writer:
         self._changed_elsewhere = changed_elsewhere
         self._symbols = Symbols(database)
         self._delivered = Delivered(database, self._symbols)
-        self._rows = {kind: (rows.insert(kind), rows.to_row(kind, self._symbols.number)) for kind in rows.TABLE_OF}
+        self._rows = {kind: (rows.insert(kind), rows.to_rows(kind, self._symbols.number)) for kind in rows.TABLE_OF}
         self._forget()
 
     def _forget(self) -> None:
@@ -79,8 +79,8 @@ class Writer:
         for run in runs:
             self._write_run(run)
         for kind, same in by_kind.items():
-            statement, to_row = self._rows[kind]
-            self._database.many(statement, [to_row(record) for record in same])
+            statement, to_rows = self._rows[kind]
+            self._database.many(statement, to_rows(same))
         due |= self._write_statistics(statistics)
         # Whoever reads the rounds and nodes of a run must not learn from them what is to be found out.
         self._note_places([record for record in new if not isinstance(record, Run | Truth)])
