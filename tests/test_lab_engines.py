@@ -166,7 +166,7 @@ def test_wrong_engines_are_answered():
     site = Site.of(experiment())
     with pytest.raises(ConfigError, match="Did you mean 'stacked'"):
         Engine(site, "staked")
-    with pytest.raises(ConfigError, match="CPU only"):
+    with pytest.raises(ConfigError, match="cuda"):
         Engine(site, "reuse", device="cuda")
     with pytest.raises(ConfigError, match="cannot be stacked"):
         lab.run(experiment(dataset="digits", model="lstm"), engine="stacked", workers=1)

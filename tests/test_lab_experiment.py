@@ -21,7 +21,7 @@ FULL = lab.Experiment(
     participation=0.5,
     rounds=3,
     topology=lab.Hierarchical(edges=3),
-    aggregator=lab.multi_krum(faulty=1),
+    aggregator=lab.multi_krum(faulty=0),
     compression=lab.top_k(0.1),
     faults=[
         lab.label_noise(nodes=["c4"], rate=0.8, since=1),
@@ -94,6 +94,10 @@ def test_a_kind_by_its_name_alone():
         ('[[faults]]\nkind = "label_noise"\nnodes = ["c1"]\nrate = 3', "rate"),
         ('[topology]\nkind = "asynchronous"', "network"),
         ("rounds = = 3", "no TOML"),
+        ('[local.optimizer]\nkind = "adm"', "Did you mean 'adam'"),
+        ("[local]\niteration = 5", "Did you mean 'iterations'"),
+        ("[local.clip]\nlimt = 5", "Did you mean 'limit'"),
+        ('[aggregator]\nkind = "krum"\nfaulty = 9', "at least 21 updates"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_valid_choices(text, says):
@@ -118,6 +122,34 @@ def test_python_is_checked_as_toml_is():
         lab.Experiment(faults=[lab.label_noise(nodes=["c1"], rate=True)])
     with pytest.raises(ConfigError, match="list"):
         lab.Experiment(faults=lab.sign_flip(nodes=["c1"]))
+
+
+def test_what_was_probably_meant_is_said():
+    import torch
+
+    for field, value, says in (
+        ("model", lambda: torch.nn.Linear(4, 3), "lab.Own"),
+        ("model", torch.nn.Linear(4, 3), "lab.Own"),
+        ("dataset", (torch.zeros(3, 2), torch.zeros(3)), "lab.Arrays"),
+        ("aggregator", lab.trimmed_mean, "not called"),
+        ("topology", lab.Rings, "not called"),
+        ("partition", len, "parts"),
+        ("local", lab.Local(optimizer=torch.optim.Adam), "lab.adam"),
+        ("faults", ["label_nois"], "Did you mean 'label_noise'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            lab.Experiment(**{field: value})
+    for call in (
+        lambda: lab.run("x.toml"),
+        lambda: lab.run(lab.Experiment(), "runs.db"),
+        lambda: lab.run(lab.Experiment(), resume=True),
+        lambda: lab.run(lab.Experiment(), device="tpu"),
+        lambda: lab.run(lab.Experiment(), workers="2"),
+    ):
+        with pytest.raises(ConfigError):
+            call()
+    assert lab.read("", {"local.optimizer.learning_rate": 0.1}).local.optimizer == lab.sgd(learning_rate=0.1)
+    assert lab.read("", {"local.optimizer": "adam"}).local.optimizer == lab.adam()
 
 
 def test_own_objects_run_but_have_no_toml():

@@ -364,3 +364,39 @@ def test_settings_that_cannot_be_are_refused_with_what_can():
     ):
         with pytest.raises(ConfigError, match="cannot be"):
             make()
+
+
+@pytest.mark.parametrize("fault", [lab.shape_mismatch, lab.dtype_mismatch])
+@pytest.mark.parametrize("topology", [lab.Centralized(), lab.Hierarchical(edges=2), lab.Rings(2)], ids=repr)
+def test_an_update_that_does_not_fit_is_refused_in_every_topology(topology, fault):
+    from fedvitals.monitor import Monitor
+    from fedvitals.testing import MemorySink
+
+    small = {"dataset": lab.synthetic(samples=200), "model": "mlp", "clients": 6, "rounds": 2, "topology": topology}
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink], strict=True) as monitor:
+        ill = lab.run(lab.Experiment(**small, faults=[fault(nodes=["c1"])]), monitor, engine="sequential")
+    healthy = lab.run(lab.Experiment(**small), engine="sequential")
+    refused = [r for r in sink.records if type(r).__name__ == "Event" and r.name == "update.refused"]
+    assert {r.where.node for r in refused} == {"c1"}
+    assert not torch.equal(ill.state, healthy.state)
+    assert torch.isfinite(ill.state).all()
+
+
+class Careless:
+    """Keeps states that are valid only until the next is taken."""
+
+    def check(self, experiment):
+        pass
+
+    def round(self, federation):
+        tasks = [lab.Task(federation.round, (n,), federation.server.model) for n in federation.cohort()]
+        updates = list(federation.train(tasks))
+        return sum(u.state for u in updates) / len(updates) if updates else federation.server.model
+
+
+def test_check_topology_finds_states_that_were_not_cloned():
+    with pytest.raises(AssertionError, match="clone what you keep"):
+        check_topology(Careless())
+    with pytest.raises(AssertionError, match="an object with"):
+        check_topology(Careless)

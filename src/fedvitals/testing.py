@@ -223,6 +223,9 @@ def check_topology(topology: Any) -> None:
     may be refused, with a ConfigError that says why.
     """
     name, watched, half = type(topology).__name__, _Traffic(), _Traffic()
+    for method in ("check", "round"):
+        there = callable(getattr(topology, method, None)) and not isinstance(topology, type)
+        _require(there, f"{name}: a topology is an object with check(experiment) and round(federation).")
     whole = _lab_experiment(topology)
     site = lab.Site.of(whole)
     start = site.layout.flat(site.module)
@@ -233,6 +236,10 @@ def check_topology(topology: Any) -> None:
     _require(not torch.equal(trained, start), f"{name}: nothing was learnt in 3 rounds.")
     _require(torch.equal(trained, _lab_run(whole)), f"{name}: other weights the second time, from the same seed.")
     _check_traffic(name, watched)
+    apart = float((trained - _lab_run(whole, engine="stacked", workers=1)).abs().max())
+    _require(
+        apart < 1e-3, f"{name}: engines disagree by {apart:.2g}. A state is valid until the next: clone what you keep."
+    )
     with tempfile.TemporaryDirectory() as folder:  # what it knows must be in the server's memory and notes to be saved
         next(lab.rounds(whole, engine="sequential", checkpoint=folder))
         resumed = _lab_run(whole, checkpoint=folder, resume=True)
@@ -376,7 +383,7 @@ def _check_traffic(name: str, watched: _Traffic) -> None:
 
 def _lab_run(experiment: lab.Experiment, observer: NullObserver | None = None, **how: Any) -> Tensor:
     try:
-        return lab.run(experiment, observer, engine="sequential", **how).state
+        return lab.run(experiment, observer, **{"engine": "sequential", **how}).state
     except Exception as error:
         raise AssertionError(f"{experiment.topology!r} did not come to its end: {error!r}") from error
 

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +20,7 @@ from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment, Round
+    from fedvitals.records import Record
 
 
 @click.command()
@@ -46,7 +50,10 @@ def command(
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "The lab") from error
     given = dict(_pair(change) for change in changes)
-    text = Path(experiment).read_text(encoding="utf-8")
+    try:
+        text = Path(experiment).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{experiment} is no TOML: it is not UTF-8 text ({error}).") from error
     wanted = lab.read(text, {name: toml.value_of(value) for name, value in given.items()})
     if wanted.name == "experiment":
         import msgspec
@@ -109,10 +116,9 @@ def _one(
     from fedvitals.monitor import Monitor
 
     experiment = msgspec.structs.replace(wanted, seed=wanted.seed + repeat, repeats=1)
-    folder = _folder(store) / experiment.digest()
-    run = _interrupted(folder, resume=resume)
+    folder, run = _place(_folder(store) / experiment.digest(), resume=resume)
     began = time.perf_counter()
-    monitor = None
+    monitor, alarms = None, _Alarms()
     if not unwatched:
         monitor = Monitor(
             store,
@@ -123,6 +129,7 @@ def _one(
             seed=experiment.seed,
             topology=type(experiment.topology).__name__.lower(),
             config=_public(experiment),
+            sinks=[alarms],
         )
     _remember(folder, None if monitor is None else monitor.run.id, experiment)
     result = None
@@ -134,6 +141,8 @@ def _one(
     except KeyboardInterrupt:
         done = 0 if result is None else len(result.rounds)
         click.echo(f"\nStopped after {done} of {experiment.rounds} rounds; add --resume to go on from there.", err=True)
+        if monitor is not None:
+            monitor.discard()  # the round that was open will be run again, whole
         raise
     finally:
         if monitor is not None:
@@ -150,9 +159,10 @@ def _one(
         "engine": result.engine,
         "seconds": took,
         "store": None if unwatched else store,
+        "alarms": alarms.count,
     }
     if not plain:
-        _closing(said, store)
+        _closing(said, store, alarms)
     return said
 
 
@@ -168,20 +178,23 @@ def _folder(store: str) -> Path:
     return Path("fedvitals.d" if "://" in store else f"{store}.d") / "lab"
 
 
-def _interrupted(folder: Path, *, resume: bool) -> str | None:
+def _place(folder: Path, *, resume: bool) -> tuple[Path, str | None]:
+    """Where this run keeps its state, and which stored run it goes on with.
+
+    A folder for each run: the same experiment may be run twice at a time, and what was interrupted stays.
+    """
+    if not resume:
+        return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", None
     from fedvitals.lab.checkpoint import FILE
 
-    note = folder / "run.json"
-    if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-    if not (note.exists() and (folder / FILE).exists()):
+    saved = sorted(folder.glob(f"*/{FILE}"), key=lambda file: file.stat().st_mtime)
+    if not saved:
         raise ConfigError(
             f"There is nothing to resume: no unfinished run of this experiment in {folder.parent}. "
             "Give the same file, --set and --store as for the run that was interrupted."
         )
-    found = json.loads(note.read_text(encoding="utf-8")).get("run")
-    return found if isinstance(found, str) else None
+    found = json.loads((saved[-1].parent / "run.json").read_text(encoding="utf-8")).get("run")
+    return saved[-1].parent, found if isinstance(found, str) else None
 
 
 def _remember(folder: Path, run: str | None, experiment: Experiment) -> None:
@@ -190,14 +203,33 @@ def _remember(folder: Path, run: str | None, experiment: Experiment) -> None:
     (folder / "run.json").write_text(json.dumps({"run": run}), encoding="utf-8")
 
 
-def _closing(said: dict[str, Any], store: str) -> None:
+def _closing(said: dict[str, Any], store: str, alarms: _Alarms) -> None:
     metrics = said["metrics"]
     accuracy = f"accuracy {metrics['accuracy']:.1%}, " if "accuracy" in metrics else ""
     click.echo(
         f"{said['experiment']}: {said['rounds']} rounds, {accuracy}{said['seconds']:.0f} s, engine {said['engine']}"
     )
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        click.echo("The global model's loss is not a finite number: the accuracy above means nothing.")
+    if alarms.count:
+        click.echo(f"{alarms.count} warnings and errors; the first: {alarms.first}")
     if said["run"] is not None:
         click.echo(f"Look at it:  fedvitals show {said['run']} --store {store}")
+
+
+class _Alarms:
+    """A sink that counts what a person should be told of."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def write(self, records: Sequence[Record], /) -> None:
+        from fedvitals.records import Event
+
+        for record in records:
+            if isinstance(record, Event) and record.level in ("warning", "error", "critical"):
+                self.count += 1
+                self.first = self.first or record.message
 
 
 class _Progress:

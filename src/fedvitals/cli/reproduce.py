@@ -162,11 +162,13 @@ def _print(outcome: Outcome, failed: list[str]) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("claim", "verdict", "in words", "reading", "repeats"):
         table.add_column(column, justify="right" if column == "repeats" else "left")
-    for verdict in outcome.verdicts:
+    ran = [verdict for verdict in outcome.verdicts if verdict.verdict != "not run"]
+    for verdict in ran:
         claim = verdict.claim
         word = f"{MARKS[verdict.verdict]} {verdict.word}"
         table.add_row(claim.id, word, shown(claim.says), claim.reading, str(verdict.repeats))
-    console.print(table)
+    if ran:
+        console.print(table)
     console.print(", ".join(f"{count} {word}" for word, count in outcome.counts.items()))
     for line in failed:
         console.print(f"[red]failed[/] {shown(line)}")

@@ -46,6 +46,11 @@ class Aggregator(Description, frozen=True):
         """Whether the rule keeps every state until the end, instead of one sum."""
         return False
 
+    @property
+    def fewest(self) -> int:
+        """How many updates it needs at least."""
+        return 1
+
     def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
         raise NotImplementedError
 

@@ -32,13 +32,28 @@ class Checkpoint:
         self._file, self._digest = folder / FILE, experiment.digest()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, server: Server, rounds: int, history: list[Round]) -> None:
+    def engine_for(self, wanted: str) -> str:
+        """The engine to go on with: the bits are the same only within one."""
+        before = self._notes().get("engine", "auto") if self._file.exists() else "auto"
+        if "auto" not in (before, wanted) and before != wanted:
+            raise ConfigError(
+                f"This run was begun with the engine '{before}' and would not go on bit for bit with '{wanted}'. "
+                "Resume it without naming an engine."
+            )
+        return before if wanted == "auto" else wanted
+
+    def _notes(self) -> dict[str, str]:
+        with self._tensors.safe_open(self._file, framework="pt") as opened:
+            return opened.metadata() or {}
+
+    def save(self, server: Server, rounds: int, history: list[Round], engine: str = "auto") -> None:
         tensors = {"model": server.model}
         tensors |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
         tensors |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
         notes = {
             "experiment": self._digest,
             "rounds": str(rounds),
+            "engine": engine,
             "clock": float(server.clock).hex(),
             "notes": json.dumps(server.notes),
             "history": json.dumps([[r.number, r.seconds, r.metrics] for r in history]),

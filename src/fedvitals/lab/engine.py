@@ -43,7 +43,7 @@ class Engine:
     def __init__(self, site: Site, name: str = "auto", workers: int | None = None, device: str = "cpu") -> None:
         if name not in (*ENGINES, "auto"):
             raise ConfigError(unknown("engine", name, (*ENGINES, "auto")))
-        self.site, self.device = site, device
+        self.site, self.device = site, _device(device)
         if name == "auto":
             name = "stacked" if device != "cpu" else _quickest(site)
         if device != "cpu" and name != "stacked":
@@ -146,13 +146,22 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _device(name: str) -> str:
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(unknown("device", name, ("cpu", "cuda")))
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("The device 'cuda' was asked for, and PyTorch finds none here. Use 'cpu'.")
+    return name
+
+
 def _workers(name: str, wanted: int | None, device: str) -> int:
     if device != "cpu" or name == "sequential":
         return 1
     if wanted is None:
         wanted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if wanted < 0:
-        raise ConfigError(f"The number of workers cannot be {wanted}: 1 trains in this process, more in others.")
+    if not isinstance(wanted, int) or wanted < 0:
+        raise ConfigError(f"The number of workers cannot be {wanted!r}: 1 trains in this process, more in others.")
     return wanted if hasattr(os, "fork") else 1
 
 

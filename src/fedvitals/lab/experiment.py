@@ -12,18 +12,20 @@ from typing import Any
 
 import msgspec
 
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab import datasets, models, toml
 from fedvitals.lab.aggregators import AVERAGING, FedAvg
+from fedvitals.lab.arrays import Arrays
 from fedvitals.lab.asynchronous import Asynchronous
 from fedvitals.lab.centralized import Centralized
 from fedvitals.lab.clustered import Clustered
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.data_small import Digits
 from fedvitals.lab.description import Part, kind_of, require
+from fedvitals.lab.fault import Fault
 from fedvitals.lab.faults import FAULTS
 from fedvitals.lab.hierarchical import Hierarchical
-from fedvitals.lab.local import Local
+from fedvitals.lab.local import OPTIMIZERS, Clip, Local
 from fedvitals.lab.network import Network
 from fedvitals.lab.partition import IID, PARTITIONS
 from fedvitals.lab.rings import Rings
@@ -81,6 +83,19 @@ class Experiment(Part, frozen=True, kw_only=True):
         require(0 < self.participation <= 1, "participation", self.participation, "above 0, up to 1")
         require(0 <= self.test_share < 1, "test share", self.test_share, "from 0, below 1")
         self.topology.check(self)
+        self._check_aggregator()
+
+    def _check_aggregator(self) -> None:
+        """Whether as many updates come together as it needs: clients, edges, or a buffer of them."""
+        asked = max(1, round(self.clients * self.participation))
+        count = getattr(self.topology, "edges", None) or getattr(self.topology, "buffer", None) or asked
+        fewest = getattr(self.aggregator, "fewest", 1)
+        if count < fewest:
+            kind = kind_of(type(self.aggregator).__name__)
+            raise ConfigError(
+                f"The aggregator {kind} needs at least {fewest} updates in a round, and {count} come together here. "
+                "Ask more clients, or expect fewer faulty ones."
+            )
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -117,6 +132,15 @@ SCALARS: dict[str, type] = {"name": str, "test_share": float, "participation": f
 SCALARS |= dict.fromkeys(("clients", "rounds", "seed", "repeats"), int)
 
 
+METHODS = {
+    "partition": ("parts", "an object with parts(dataset, clients, least, generator)"),
+    "model": ("build", "lab.Own(factory) for a function that makes your nn.Module"),
+    "topology": ("round", "an object with check(experiment) and round(federation); see examples/gossip.py"),
+    "aggregator": ("begin", "an object with begin(server, memory, weights)"),
+    "compression": ("encode", "an object with encode and decode"),
+}
+
+
 def _chosen(field: str, value: Any, kinds: dict[str, type]) -> Any:
     """A kind by its name, as a table, or the description itself; a user's own object is taken as it is."""
     if value is None and field == "compression":
@@ -125,17 +149,52 @@ def _chosen(field: str, value: Any, kinds: dict[str, type]) -> Any:
         value = {"kind": value}
     if isinstance(value, dict):
         return toml.described(field, value, kinds)
+    _check_object(field, value, kinds)
     return toml.checked(value, field)
+
+
+def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
+    """A class that was not called, a function, a pair of arrays: said here what was probably meant."""
+    known = ", ".join(sorted(kinds))
+    if isinstance(value, type):
+        raise ConfigError(
+            f"The experiment's {field} is the class {value.__name__}, not called: write {value.__name__}()."
+        )
+    if field == "dataset" and not isinstance(value, (Arrays, *kinds.values())):
+        raise ConfigError(f"The experiment's dataset is {type(value).__name__}. Known: {known}; or lab.Arrays(x, y).")
+    if field == "faults" and not isinstance(value, Fault):
+        raise ConfigError(f"A fault of the experiment is {type(value).__name__}. Known: {known}.")
+    method, meant = METHODS.get(field, ("", ""))
+    if method and not hasattr(value, method):
+        raise ConfigError(f"The experiment's {field} is {type(value).__name__}. Known: {known}; or {meant}.")
 
 
 def _part(field: str, value: Any, part: type) -> Any:
     if value is None and field == "network":
         return None
     if isinstance(value, dict):
-        return toml.typed(part, value, field)
+        return toml.typed(part, _nested(value) if part is Local else value, field)
     if not isinstance(value, part):
         raise ConfigError(f"The experiment's {field} is a lab.{part.__name__}(...) or a table; got {value!r}.")
-    return toml.checked(value, field)
+    try:
+        return toml.checked(value, field)
+    except TypeError as error:  # something inside that no description holds, such as torch.optim.Adam
+        raise ConfigError(
+            f"The experiment's {field} cannot be read: {error}. Optimizers: lab.adam(), lab.sgd()."
+        ) from None
+
+
+def _nested(table: dict[str, Any]) -> dict[str, Any]:
+    """The table of local training with its own parts checked; an optimizer without a kind is the default one."""
+    table = dict(table)
+    optimizer = table.get("optimizer")
+    if isinstance(optimizer, str | dict):
+        usual = kind_of(type(Local().optimizer).__name__)
+        given = {"kind": optimizer} if isinstance(optimizer, str) else {"kind": usual, **optimizer}
+        table["optimizer"] = msgspec.to_builtins(toml.described("optimizer", given, kinds_of(OPTIMIZERS)))
+    if isinstance(table.get("clip"), dict):
+        table["clip"] = msgspec.to_builtins(toml.typed(Clip, table["clip"], "clip"))
+    return table
 
 
 def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:
@@ -143,5 +202,8 @@ def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:
     table = toml.parse(text)
     for name, value in (changes or {}).items():
         toml.change(table, name, value)
-    experiment: Experiment = toml.typed(Experiment, table, "experiment")
-    return experiment
+    known = [field.name for field in msgspec.structs.fields(Experiment)]
+    for key in table:
+        if key not in known:
+            raise ConfigError(unknown("key of experiment", key, known))
+    return Experiment(**table)

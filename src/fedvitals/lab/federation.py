@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedvitals.lab import faults as ill
 from fedvitals.lab import streams
-from fedvitals.lab.aggregators import AggregationError
+from fedvitals.lab.aggregators import AggregationError, checked
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.engine import Engine
 from fedvitals.lab.experiment import Experiment
@@ -158,9 +158,16 @@ class Federation:
             ill.apply_update(e.faults, self.round, update, self._past, e.seed)
         size = self._compress(update, task.start)
         way = self.journeys.made.get(update.node)
-        down, up = (None, None) if way is None else (way.download, way.upload)
+        # Where a group exchanges at each iteration, the journey holds all those messages; this is one of them.
+        times = 1 if task.exchange is None else max(1, update.steps)
+        down, up = (None, None) if way is None else (way.download / times, way.upload / times)
         observer.transfer(task.parent, update.node, self.bytes, self.bytes, down, "model")
         observer.transfer(update.node, task.parent, size, self.bytes, up, "update")
+        try:
+            checked(update.state, float(update.samples), update.node, task.start)
+        except AggregationError as error:  # here, so that no topology has to know
+            observer.event("error", "update.refused", str(error), node=update.node)
+            return False
         if update.losses.numel():
             self.losses[update.node] = update.losses
         return True
@@ -168,12 +175,11 @@ class Federation:
     def _show(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
         """What the clients changed, to the observer, before it is aggregated; gives whom it wants left out."""
         weights, sizes = self.site.layout.weights, self._sizes
-        shown = [u for u in arrived if u.state.shape == self.server.model.shape]
-        if not shown:
+        if not arrived:
             return set()
-        sent = torch.stack([u.state[:weights].to(torch.float32) for u in shown])
-        sent -= torch.stack([task_of[u.node].start[:weights] for u in shown])
-        deltas = {u.node: row.split(sizes) for u, row in zip(shown, sent, strict=True)}
+        sent = torch.stack([u.state[:weights] for u in arrived])
+        sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
+        deltas = {u.node: row.split(sizes) for u, row in zip(arrived, sent, strict=True)}
         answers = self.observer.updates(self.round, deltas)
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}
 

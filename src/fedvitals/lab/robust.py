@@ -96,6 +96,10 @@ class Krum(Robust, frozen=True):
     def __post_init__(self) -> None:
         require(self.faulty >= 0, "faulty of krum", self.faulty, "a number of clients, 0 or more")
 
+    @property
+    def fewest(self) -> int:
+        return 2 * self.faulty + 3
+
     def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
         del memory
         return Holding(server, lambda states, _: states[krum_order(states, self.faulty, server, weights)[0]])
@@ -110,6 +114,10 @@ class MultiKrum(Robust, frozen=True):
     def __post_init__(self) -> None:
         require(self.faulty >= 0, "faulty of multi_krum", self.faulty, "a number of clients, 0 or more")
         require(self.keep is None or self.keep >= 1, "keep of multi_krum", self.keep, "a number of clients, 1 or more")
+
+    @property
+    def fewest(self) -> int:
+        return 2 * self.faulty + 3
 
     def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
         del memory

@@ -94,21 +94,14 @@ def rounds(
     resume: bool = False,
 ) -> Iterator[Result]:
     """The same, one round at a time: the result so far, after each."""
-    watching = observer or NullObserver()
+    watching = NullObserver() if observer is None else observer
+    _check_call(experiment, watching, checkpoint, resume=resume)
     experiment = ill.apply_experiment(experiment)
     site = Site.of(experiment, data)
-    for fault in experiment.faults:
-        ill.check(
-            fault, experiment.nodes, site.layout, experiment.local.iterations, experiment.rounds, site.dataset.classes
-        )
-        for node in experiment.nodes:
-            if ill.any_at("data", (fault,), fault.since, node):
-                site.tensors(node, fault.since)  # a client that it would leave without samples is told now
-    if checkpoint is not None and experiment.local.keep_optimizer:
-        raise ConfigError(
-            "A run with keep_optimizer cannot be saved: the clients' optimisers are not part of its state."
-        )
+    _check_faults(site)
     saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
+    if saved is not None and resume:
+        engine = saved.engine_for(engine)
     server, first = Server(site.layout.flat(site.module)), 0
     with Engine(site, engine, workers, device) as doing:
         result = Result(experiment, copy.deepcopy(site.module).cpu(), server.model, engine=doing.name)
@@ -127,8 +120,32 @@ def rounds(
                 result.rounds.append(_round(federation, number, result.model))
             result.state = server.model
             if saved is not None:
-                saved.save(server, number + 1, result.rounds)
+                saved.save(server, number + 1, result.rounds, doing.name)
             yield result
+
+
+def _check_call(experiment: object, observer: object, checkpoint: object, *, resume: bool) -> None:
+    if not isinstance(experiment, Experiment):
+        got = type(experiment).__name__
+        raise ConfigError(f"lab.run() takes a lab.Experiment; got {got}. Of a file: lab.read(text).")
+    if not hasattr(observer, "round_begin"):
+        raise ConfigError(f"The observer is a fv.Monitor('runs.db') or the like; got {observer!r}.")
+    if resume and checkpoint is None:
+        raise ConfigError("There is nothing to resume from: name the folder that was given as checkpoint=.")
+    if checkpoint is not None and experiment.local.keep_optimizer:
+        raise ConfigError(
+            "A run with keep_optimizer cannot be saved: the clients' optimisers are no part of its state."
+        )
+
+
+def _check_faults(site: Site) -> None:
+    """Whatever a fault names must be there, before anything runs."""
+    e = site.experiment
+    for fault in e.faults:
+        ill.check(fault, e.nodes, site.layout, e.local.iterations, e.rounds, site.dataset.classes)
+        for node in e.nodes:
+            if ill.any_at("data", (fault,), fault.since, node):
+                site.tensors(node, fault.since)  # a client that it would leave without samples is told now
 
 
 def _round(federation: Federation, number: int, model: torch.nn.Module) -> Round:

@@ -86,7 +86,8 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     ((rounds, last),) = ask("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (run,))
     ((clients,),) = ask(
         "SELECT COUNT(*) FROM run_node AS n JOIN symbol AS s ON s.id = n.node "
-        "WHERE n.run = ? AND s.text <> 'server' AND s.text NOT LIKE 'edge-%'",
+        "WHERE n.run = ? AND s.text <> 'server' AND s.text NOT LIKE 'edge-%' AND s.text NOT LIKE 'ring-%' "
+        "AND s.text NOT LIKE 'cluster-%'",
         (run,),
     )
     levels = ask("SELECT s.text, COUNT(*) FROM event AS e JOIN symbol AS s ON s.id = e.level WHERE e.run = ? "
