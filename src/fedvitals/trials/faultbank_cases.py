@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault bank's cases: every one an experiment of the lab, and beside each faulty one its clean twin.
+
+A bank is a TOML file: settings to draw from, domains (a data set with a model), and faults with their strengths. It
+is expanded by its seed, the same everywhere; its digest is that of all experiments in it. Cases may also be written
+out one by one (`[[cases]]`), which is how others bring their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.experiment import Experiment
+
+BANKS = Path(__file__).parent / "banks"
+GROUPED = ("hierarchical", "rings", "clustered")
+
+
+class Domain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A data set with a model, and the local trainings under which it learns."""
+
+    name: str
+    dataset: Any
+    model: Any
+    local: list[dict[str, Any]]
+    most_clients: int = 100
+
+
+class Struck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fault, how many cases of it, and the strengths that take turns."""
+
+    kind: str
+    cases: int
+    vary: list[dict[str, Any]] = msgspec.field(default_factory=lambda: [{}])
+    culprits: str = "some"  # «some»: one, or two to seven of thirty and more; «attackers»: a fifth; «all»: the run
+    strength: str | None = None  # which setting tells how strong it is
+    onset: bool = True  # whether it may begin later than the run
+    flips_largest: bool = False  # of a label flip: from the class of which the client has most
+    network: dict[str, Any] | None = None
+    domains: list[str] | None = None  # only these
+    topologies: list[str] | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is drawn for each case; an entry that stands there twice is drawn twice as often."""
+
+    clients: list[int]
+    partitions: list[Any]
+    participations: list[float]
+    topologies: list[Any]
+    rounds: list[int]
+    rounds_partial: list[int]  # where only some take part, more rounds are needed for the same evidence
+
+
+class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A case written out: an experiment as in a file of its own."""
+
+    name: str
+    experiment: dict[str, Any]
+    domain: str = "own"
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    seed: int = 0
+    settings: Settings | None = None
+    domains: list[Domain] = msgspec.field(default_factory=list)
+    faults: list[Struck] = msgspec.field(default_factory=list)
+    cases: list[Written] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the bank."""
+
+    name: str
+    bank: str
+    domain: str
+    experiment: Experiment
+    strength: str | None = None
+    flips_largest: bool = False
+
+    @property
+    def faulty(self) -> bool:
+        return bool(self.experiment.faults)
+
+    @property
+    def twin(self) -> Case:
+        """The same without its faults: the clean control, and what the damage is measured against."""
+        clean = msgspec.structs.replace(self.experiment, faults=())
+        return replace(self, name=f"{self.name}/clean", experiment=clean, strength=None, flips_largest=False)
+
+
+@dataclass(frozen=True)
+class Bank:
+    name: str
+    faulty: tuple[Case, ...]
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        """Each faulty case, then its twin."""
+        return tuple(case for faulty in self.faulty for case in (faulty, faulty.twin))
+
+    @cached_property
+    def digest(self) -> str:
+        text = "\n".join(f"{case.name} {case.flips_largest}\n{case.experiment.to_toml()}" for case in self.faulty)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_bank(source: str | Path) -> Bank:
+    """A bank by its name («tune», «held-out», «quick») or from a file."""
+    named = BANKS / f"{str(source).replace('-', '_')}.toml"
+    path = named if named.exists() else Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        known = sorted(file.stem.replace("_", "-") for file in BANKS.glob("*.toml"))
+        raise ConfigError(f"{unknown('bank', str(source), known)} Nor is it a file that can be read: {error}.") from None
+    try:
+        file = msgspec.convert(tomllib.loads(text), File)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path} is no fault bank: {error}. See docs/faultbank.md for what one looks like.") from error
+    cases = tuple(_written(file)) + tuple(_drawn(file))
+    if not cases:
+        raise ConfigError(f"{path} has no cases: give [[faults]] with [settings] and [[domains]], or [[cases]].")
+    return Bank(file.name, cases)
+
+
+def _written(file: File) -> Iterator[Case]:
+    for case in file.cases:
+        yield Case(f"{file.name}/{case.name}", file.name, case.domain, Experiment(**case.experiment))
+
+
+def _drawn(file: File) -> Iterator[Case]:
+    if file.faults and (file.settings is None or not file.domains):
+        raise ConfigError(f"The bank {file.name} has [[faults]], which need [settings] and [[domains]] to be drawn from.")
+    for place, fault in enumerate(file.faults):
+        domains = [d for d in file.domains if fault.domains is None or d.name in fault.domains]
+        if not domains:
+            raise ConfigError(f"No domain of the bank {file.name} is among those of {fault.kind}: {fault.domains}.")
+        for number in range(fault.cases):
+            assert file.settings is not None  # noqa: S101 - asked above
+            chance = random.Random(f"{file.seed}/{fault.kind}/{place}/{number}")  # noqa: S311 - no secrets here
+            # Domains and strengths take turns, at different paces, so that all pairs come up.
+            domain = domains[(number + place) % len(domains)]
+            strength = fault.vary[(number // len(domains) + number) % len(fault.vary)]
+            experiment = _experiment(file, fault, domain, strength, chance)
+            name = f"{file.name}/{fault.kind}-{place}/{number:02d}"
+            yield Case(name, file.name, domain.name, experiment, fault.strength, fault.flips_largest)
+
+
+def _experiment(
+    file: File, fault: Struck, domain: Domain, strength: Mapping[str, Any], chance: random.Random
+) -> Experiment:
+    settings = file.settings
+    assert settings is not None  # noqa: S101 - asked by the caller
+    clients = chance.choice([n for n in settings.clients if n <= domain.most_clients])
+    allowed = [t for t in settings.topologies if fault.topologies is None or _kind(t) in fault.topologies]
+    topology = chance.choice(allowed)
+    participation = 1.0
+    if clients >= 20 and _kind(topology) not in GROUPED:
+        participation = chance.choice(settings.participations)
+    rounds = chance.choice(settings.rounds if participation == 1 else settings.rounds_partial)
+    since = 0 if not fault.onset or chance.random() < 0.35 else chance.randint(3, max(3, min(10, rounds // 2)))
+    struck = {"kind": fault.kind, "since": since, **strength}
+    if fault.culprits != "all":
+        struck["nodes"] = _culprits(fault.culprits, clients, chance)
+    return Experiment(
+        name=f"{file.name}-{fault.kind}",
+        dataset=domain.dataset,
+        model=domain.model,
+        local=chance.choice(domain.local),
+        clients=clients,
+        partition=chance.choice(settings.partitions),
+        participation=participation,
+        rounds=rounds,
+        topology=topology,
+        network=fault.network,
+        faults=[struck],
+        seed=chance.randrange(2**31),
+    )
+
+
+def _kind(described: Any) -> str:
+    return described if isinstance(described, str) else str(described["kind"])
+
+
+def _culprits(how: str, clients: int, chance: random.Random) -> list[str]:
+    count = 1
+    if how == "attackers":
+        count = max(2, clients // 5)
+    elif how == "some" and clients >= 30 and chance.random() < 0.4:
+        count = chance.randint(2, 7)
+    return [f"c{index}" for index in sorted(chance.sample(range(clients), count))]
+
+
+def healthy_rounds(cases: Sequence[Case]) -> int:
+    return sum(case.experiment.rounds for case in cases if not case.faulty)
