@@ -29,7 +29,6 @@ def measure(condition, repeat, *, data=None, progress=None):
             "rounds": condition.rounds, "iterations": condition.iterations, "commit": COMMIT,
             "seconds": condition.client_steps * 0.003, "engine": "invented", "device": "cpu",
             "settings": condition.settings, "series": series(condition, rng),
-            "costs": {"scale.gsc": {"seconds": 12.0, "bytes": 800}, "gradient.mean": {"seconds": 1.5, "bytes": 2400}},
         },
         condition,
         repeat,

@@ -153,6 +153,7 @@ def test_ready_made_experiments_run(path, tmp_path):
     assert said["rounds"] == 6
     assert 0 <= said["metrics"]["accuracy"] <= 1
     assert open_reader(store).history(said["run"]).rounds() == [0, 1, 2, 3, 4, 5]
+    assert not [*tmp_path.rglob("state.safetensors")]
 
 
 def write(
@@ -174,6 +175,7 @@ def test_the_command_line_answers_wrong_use(tmp_path):
         done = CliRunner().invoke(app, ["lab", path, *arguments, *store])
         assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
         assert says in done.output + str(done.exception)
+    assert not [*tmp_path.glob("runs.db*")]  # a run that never began leaves nothing behind
 
 
 def test_the_plan_shows_who_holds_what_and_trains_nothing(tmp_path):

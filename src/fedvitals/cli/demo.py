@@ -34,12 +34,13 @@ def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "lab", "The demo") from error
     from fedvitals.diagnosis.standout import clients_that_stand_out
+    from fedvitals.lab import datasets
     from fedvitals.monitor import Monitor
     from fedvitals.store.memory import MemoryStore
-    from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE, Settings, digits, federate
+    from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE, Settings, federate
 
     settings = Settings(clients=10 if quick else clients, rounds=8 if quick else rounds, seed=seed)
-    digits()  # a missing extra is told before anything is made
+    datasets.load("digits")  # a missing extra is told before anything is made
     torch.set_num_threads(1)
     memory = MemoryStore()
     began = time.perf_counter()

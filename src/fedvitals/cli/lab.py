@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -147,7 +148,7 @@ def _one(
     finally:
         if monitor is not None:
             monitor.close()
-    shutil.rmtree(folder, ignore_errors=True)
+        _tidy(folder, over=result is not None and len(result.rounds) == experiment.rounds)
     assert result is not None  # noqa: S101 - an experiment has at least one round
     took = time.perf_counter() - began
     said = {
@@ -201,6 +202,18 @@ def _remember(folder: Path, run: str | None, experiment: Experiment) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps({"run": run}), encoding="utf-8")
+
+
+def _tidy(folder: Path, *, over: bool) -> None:
+    """A run that is over, or never finished a round, leaves nothing behind."""
+    from fedvitals.lab.checkpoint import FILE
+
+    if not over and (folder / FILE).exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    for parent in (folder.parent, folder.parent.parent):
+        with contextlib.suppress(OSError):  # another run is in there
+            parent.rmdir()
 
 
 def _closing(said: dict[str, Any], store: str, alarms: _Alarms) -> None:

@@ -193,24 +193,9 @@ def send_update(
     return joined(received, state[weights:], sent)
 
 
-def send_model(compression: Compression, state: Tensor, weights: int) -> Message:
-    """A server's model as its clients receive it: in half precision where updates are too, else plain."""
-    received, sent = downwards(compression).compress(state[:weights])
-    return joined(received, state[weights:], sent)
-
-
 def update_bytes(compression: Compression, size: int, weights: int) -> int:
     """What an update of this size takes on the wire, before there is one: no encoding here depends on the values."""
     return len(compression.encode(np.zeros(weights, np.float32))) + 4 * (size - weights)
-
-
-def model_bytes(compression: Compression, size: int, weights: int) -> int:
-    """The same of a model on its way down."""
-    return update_bytes(downwards(compression), size, weights)
-
-
-def downwards(compression: Compression) -> Compression:
-    return compression if isinstance(compression, FP16) else Plain()
 
 
 def joined(trained: Tensor, buffers: Tensor, sent: int) -> Message:

@@ -44,6 +44,6 @@ class Update:
     losses: Tensor = field(default_factory=lambda: torch.empty(0))  # [iterations]: of each local batch
     steps: int = 0
     seconds: float = 0.0  # of real computing
-    sent: bool = False  # faults of sending have been applied already, where its group exchanged states
+    sent: bool = False  # what is wrong with its sending has been applied
     error: str | None = None  # why there is nothing to use: the client failed; `state` is then its start
     error_type: str | None = None

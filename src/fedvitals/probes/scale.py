@@ -72,7 +72,7 @@ def gradient_scale(model: nn.Module, x: Tensor, *, seed: int = 0, exact: bool = 
         squares = exact_squares(graph) if exact else estimated_squares(graph, last_weight(model, graph), seed)
         jacobian = (squares.clamp_min(0) / graph.inputs[0].numel()).sqrt()
         top, bottom = _norms(graph.outputs), _norms(graph.inputs)
-    return _ratio(jacobian * top, bottom), _ratio(jacobian * bottom, top)
+    return ratio(jacobian * top, bottom), ratio(jacobian * bottom, top)
 
 
 def exact_squares(graph: Differentiable) -> Tensor:
@@ -153,6 +153,6 @@ def _norms(values: Tensor) -> Tensor:
     return norms
 
 
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
+def ratio(above: Tensor, below: Tensor) -> Tensor:
     """`above / below`; 0 over anything is 0, so that a dead network is told from a broken one."""
     return torch.where(above == 0, torch.zeros_like(above), above / below)

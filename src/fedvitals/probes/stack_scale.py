@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.probes.differentiate import classified
-from fedvitals.probes.scale import scale, summary
+from fedvitals.probes.scale import ratio, scale, summary
 from fedvitals.probes.stack_model import StackModel
 from fedvitals.probes.view import modes_kept
 from fedvitals.stats import Array
@@ -54,7 +54,7 @@ def _portion(model: StackModel, x: Tensor, part: slice, seeds: Sequence[int], *,
         )
     jacobian = (squares.clamp_min(0) / inputs[0, 0].numel()).sqrt()
     top, bottom = (torch.linalg.vector_norm(t.detach().flatten(2).double(), dim=2) for t in (outputs, inputs))
-    return torch.stack([_ratio(jacobian * top, bottom), _ratio(jacobian * bottom, top)])
+    return torch.stack([ratio(jacobian * top, bottom), ratio(jacobian * bottom, top)])
 
 
 def _pull(inputs: Tensor, outputs: Tensor, direction: Tensor) -> Tensor:
@@ -122,8 +122,3 @@ def _summaries(name: str, values: Tensor) -> dict[str, Array]:
         found[:, client] = [own.get(n, math.nan) for n in names]
     nothing = ~finite.any(1).numpy()
     return {n: np.ma.masked_array(row, nothing) for n, row in zip(names, found, strict=True)}
-
-
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """`above / below`; 0 over anything is 0, as without a stack."""
-    return torch.where(above == 0, torch.zeros_like(above), above / below)

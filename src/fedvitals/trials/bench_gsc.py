@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedvitals.lab.local import Clip
+from fedvitals.lab.training import clip as clipped
 from fedvitals.probes.differentiate import differentiable
 from fedvitals.probes.scale import IMAGES, estimated_squares, gradient_scale
 from fedvitals.probes.view import modes_kept
 from fedvitals.trials import gtsrb
-from fedvitals.trials.workloads import WORKLOADS, clip_each, paper_cnn, step
+from fedvitals.trials.workloads import WORKLOADS, paper_cnn, step
 
 ITERATIONS, BATCH = 20, 16
 CLIENT = 313  # images of one client of the paper
@@ -41,7 +43,9 @@ def bench_gsc(
         torch.set_num_threads(threads)
 
 
-def trained(x: Tensor, y: Tensor, rounds: int, scenario: str = "baseline") -> nn.Module:
+def trained(
+    x: Tensor, y: Tensor, rounds: int, scenario: Literal["baseline", "exploding", "vanishing"] = "baseline"
+) -> nn.Module:
     """One client trained for some rounds of the paper: 20 iterations each, Adam, its scenario's clipping."""
     torch.manual_seed(0)
     model = paper_cnn(scenario)
@@ -60,7 +64,7 @@ def local_iterations(model: nn.Module, x: Tensor, y: Tensor, number: int, *, cli
         else:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            clip_each(model, clip)
+            clipped([p.grad for p in model.parameters() if p.grad is not None], Clip(clip))
             optimizer.step()
 
 

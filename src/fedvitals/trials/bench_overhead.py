@@ -28,8 +28,7 @@ from fedvitals.monitor import Monitor
 from fedvitals.probes.hooks import StepHooks
 from fedvitals.probes.presets import Preset, preset
 from fedvitals.probes.scale import scale
-from fedvitals.trials.demo import network
-from fedvitals.trials.workloads import WORKLOADS, Workload, step
+from fedvitals.trials.workloads import WORKLOADS, Workload, small_cnn, step
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -52,7 +51,7 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None) -> l
         torch.set_num_threads(threads)
 
 
-_DEMO = Workload("demo", network, (1, 8, 8), 10, 16, block=25, adam=False)
+_DEMO = Workload("demo", small_cnn, (1, 8, 8), 10, 16, block=25, adam=False)
 
 
 # -- nine statistics of every layer at every step ---------------------------------------------------------------------

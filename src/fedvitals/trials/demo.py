@@ -15,7 +15,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.errors import ConfigError
+from fedvitals.lab import datasets, models
+from fedvitals.lab.partition import Dirichlet, deal
 from fedvitals.monitor import Monitor
 
 ILL_CLIENT, ILL_SINCE = "c7", 5
@@ -38,51 +40,6 @@ class Settings:
             raise ConfigError(f"The demo needs at least 1 round, got {self.rounds}.")
 
 
-def digits() -> tuple[Tensor, Tensor]:
-    """1,797 hand-written digits, 8 × 8 pixels, that ship inside scikit-learn."""
-    try:
-        from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("scikit-learn", "lab", "The demo's data set (digits)") from error
-    found = load_digits()
-    x = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
-    return x, torch.tensor(found.target, dtype=torch.int64)
-
-
-def deal(labels: Tensor, clients: int, skew: float, stream: torch.Generator) -> list[Tensor]:
-    """Who holds what: each class is dealt to the clients in shares drawn from a Dirichlet distribution.
-
-    Nobody is left with fewer than 16 samples: the largest give to the smallest.
-    """
-    shares: list[list[Tensor]] = [[] for _ in range(clients)]
-    for label in labels.unique():
-        members = torch.nonzero(labels == label).flatten()
-        members = members[torch.randperm(len(members), generator=stream)]
-        weights = torch._standard_gamma(torch.full((clients,), skew), generator=stream)  # noqa: SLF001
-        cuts = (weights.cumsum(0) / weights.sum() * len(members)).long()
-        for share, part in zip(shares, torch.tensor_split(members, cuts[:-1]), strict=True):
-            share.append(part)
-    dealt = [torch.cat(share) for share in shares]
-    while min(map(len, dealt)) < 16:
-        largest, smallest = (max, min)
-        giver, taker = (
-            largest(range(clients), key=lambda i: len(dealt[i])),
-            smallest(range(clients), key=lambda i: len(dealt[i])),
-        )
-        dealt[taker] = torch.cat([dealt[taker], dealt[giver][-8:]])
-        dealt[giver] = dealt[giver][:-8]
-    return dealt
-
-
-def network() -> nn.Module:
-    """Two convolutions and a dense layer: 21,386 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(256, 10),
-    )  # fmt: skip
-
-
 def corrupt(labels: Tensor, seed: int) -> Tensor:
     """Every label replaced by a random other one."""
     stream = torch.Generator().manual_seed(seed)
@@ -101,12 +58,10 @@ def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], settings: Se
 def federate(settings: Settings, monitor: Monitor) -> Iterator[tuple[int, float]]:
     """Train, round by round; gives each round's number and the global model's accuracy on held-out digits."""
     stream = torch.Generator().manual_seed(settings.seed)
-    torch.manual_seed(settings.seed)
-    x, y = digits()
-    order = torch.randperm(len(y), generator=stream)
-    test, rest = order[:360], order[360:]
-    parts = [rest[part] for part in deal(y[rest], settings.clients, settings.skew, stream)]
-    global_model = network()
+    digits = datasets.load("digits")
+    shards = deal(Dirichlet(settings.skew), digits, settings.clients, stream, test_share=0, least=16)
+    x, y, parts = digits.x, digits.y, [shard.train for shard in shards]
+    global_model = models.CNN().build(digits.shape, digits.classes, stream)
 
     for number in range(settings.rounds):
         locals_: list[nn.Module] = []
@@ -125,7 +80,7 @@ def federate(settings: Settings, monitor: Monitor) -> Iterator[tuple[int, float]
                 monitor.transfer("server", name, size, kind="model")
                 monitor.transfer(name, "server", size)
             average(global_model, locals_, [len(part) for part in parts])
-            accuracy = float((global_model(x[test]).argmax(1) == y[test]).float().mean())
+            accuracy = float((global_model(digits.test_x).argmax(1) == digits.test_y).float().mean())
             monitor.log(accuracy=accuracy)
         yield number, accuracy
 

@@ -160,7 +160,7 @@ def _opening(results: Results, outcome: Outcome) -> list[Block]:
         per_condition = [len(results.of(name)) for name in STUDIED if name in results]
         facts = {
             "conditions of the paper": f"{outcome.done} of {len(STUDIED)}",
-            "repeats of each": f"{min(per_condition)} to {max(per_condition)}",
+            "repeats of each": " to ".join(map(str, sorted({min(per_condition), max(per_condition)}))),
             "data": ", ".join(sorted({f"{run['dataset']}, digest `{str(run['digest'])[:16]}`" for run in studied})),
             "clients": ", ".join(map(str, sorted({run["clients"] for run in studied}))),
             "commit": ", ".join(f"`{commit}`" for commit in sorted({str(run["commit"]) for run in studied})),

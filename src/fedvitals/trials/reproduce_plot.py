@@ -86,7 +86,7 @@ def svg_of(panels: Sequence[Panel], title: str, columns: int = 2) -> str:
         figure = Figure(figsize=(width, 2.35 * rows), facecolor="none")
         grid = figure.subplots(rows, columns, squeeze=False)
         figure.subplots_adjust(
-            left=0.62 / width, right=1 - 0.95 / width, wspace=0.66,
+            left=0.8 / width, right=1 - 0.95 / width, wspace=0.74,
             bottom=0.48 / (2.35 * rows), top=1 - 0.28 / (2.35 * rows), hspace=0.48,
         )  # fmt: skip
         for place, axes in enumerate(grid.flat):

@@ -77,7 +77,7 @@ def beginning(result: Result, condition: Condition) -> Result:
         return list(values)[: rounds * (iterations if name in PER_ITERATION else 1)]
 
     return {
-        **{fact: value for fact, value in result.items() if fact != "costs"},
+        **result,
         "condition": condition.name,
         "study": condition.study,
         "rounds": rounds,
