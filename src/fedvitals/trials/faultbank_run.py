@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One case of the fault bank, trained and watched: what detectors may see, and apart from it what was wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fedvitals import lab
+from fedvitals.lab.site import Site
+from fedvitals.monitor import Monitor
+from fedvitals.probes.presets import Preset, preset
+from fedvitals.protocols import Node
+from fedvitals.records import Action, Event
+from fedvitals.store import MemoryStore
+from fedvitals.trials.faultbank_cases import Case
+from fedvitals.trials.recording import Recording
+
+SCALE_ROUNDS = 4  # gradient scale in every so many rounds
+
+
+class About(msgspec.Struct):
+    """What is known of a case besides its recording: never shown to a detector."""
+
+    case: str
+    bank: str
+    domain: str
+    experiment: str  # as TOML
+    faults: list[dict[str, Any]] = []
+    accuracy: list[float] = []
+    present: dict[str, list[int]] = {}
+    groups: dict[str, str] = {}
+    seconds: float = 0.0
+    engine: str = ""
+    updates: dict[str, dict[str, dict[str, float]]] = {}  # baselines on the updates: method, round, node
+
+
+@dataclass
+class Watched:
+    recording: Recording
+    about: About
+
+
+def bank_preset() -> Preset:
+    """`standard`, with as much measured on a slow machine as on a quick one."""
+    usual = preset("standard")
+    probes = tuple(p if p.percent is None else replace(p, percent=None, rounds=SCALE_ROUNDS) for p in usual.probes)
+    return replace(usual, probes=probes, fit_percent=None)
+
+
+@dataclass
+class Tee:
+    """The monitor, and beside it the baselines that need the updates themselves."""
+
+    monitor: Monitor
+    baselines: Any = None
+    looked: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    _model: Any = None
+
+    def round_begin(self, round: int, global_state: Any = None) -> None:  # noqa: A002 - the domain's word
+        self._model = global_state
+        self.monitor.round_begin(round, global_state)
+
+    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
+        if self.baselines is not None:  # an engine hands over a round in parts
+            self.baselines.gather(round, updates, self._model)
+        return self.monitor.updates(round, updates)
+
+    def round_end(self, round: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:  # noqa: A002
+        if self.baselines is not None:
+            for method, found in self.baselines.close().items():
+                self.looked.setdefault(method, {})[str(round)] = found
+        self.monitor.round_end(round, global_state, metrics)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.monitor, name)
+
+
+def experiment_of(case: Case, data: Path | None) -> lab.Experiment:
+    """With what depends on the data filled in: a label flip begins at the class of which the client has most."""
+    if not case.flips_largest:
+        return case.experiment
+    site = Site.of(msgspec.structs.replace(case.experiment, faults=()), data)
+    fault = case.experiment.faults[0]
+    flips = []
+    for node in fault.nodes:
+        counts = site.labels[node]
+        source = int(counts.argmax())
+        others = counts.clone()
+        others[source] = -1
+        flips.append(msgspec.structs.replace(fault, nodes=(node,), source=source, target=int(others.argmax())))
+    return msgspec.structs.replace(case.experiment, faults=tuple(flips))
+
+
+def engine_of(experiment: lab.Experiment) -> str:
+    """By the model alone, so that the same case gives the same numbers everywhere."""
+    return "stacked" if isinstance(experiment.model, lab.MLP | lab.Logistic | lab.Transformer) else "reuse"
+
+
+def watch(case: Case, data: Path | None = None, baselines: Any = None) -> Watched:
+    """Train the case under the monitor."""
+    torch.set_num_threads(1)
+    experiment = experiment_of(case, data)
+    store = MemoryStore()
+    monitor = Monitor(None, probes=bank_preset(), host="lab", detectors=(), sinks=[store])
+    tee = Tee(monitor, baselines)
+    began = time.perf_counter()
+    result = lab.run(experiment, tee, engine=engine_of(experiment), workers=1, data=data)
+    seconds = time.perf_counter() - began
+    monitor.close()
+    run = monitor.run.id
+    history = store.history(run)
+    recording = Recording.of(history, sorted(store.memory(run).metrics))
+    recording.told = [_plain(event) for event in recording.told]
+    truth = [
+        {"kind": t.kind, "nodes": list(t.nodes), "since": t.since, "until": t.until, **t.data}
+        for t in store.truth_of(run)
+    ]
+    about = About(
+        case.name,
+        case.bank,
+        case.domain,
+        case.experiment.to_toml(),
+        truth,
+        [r.metrics["accuracy"] for r in result.rounds if "accuracy" in r.metrics],
+        {node: history.series("steps", node)[0] for node in history.nodes()},
+        _groups(recording.told),
+        seconds,
+        result.engine,
+        tee.looked,
+    )
+    return Watched(recording, about)
+
+
+def _plain(event: Event) -> Event:
+    """Without the words of a traceback, which are long and told nobody anything yet."""
+    data = {key: value for key, value in event.data.items() if key != "traceback"}
+    return replace(event, where=replace(event.where, run=""), data=data)
+
+
+def _groups(events: Sequence[Event]) -> dict[str, str]:
+    groups: dict[str, str] = {}
+    for event in events:
+        if event.name == "groups":
+            groups |= {node: group for group, nodes in event.data.items() for node in nodes}
+    return groups
