@@ -125,11 +125,15 @@ def read_bank(source: str | Path) -> Bank:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         known = sorted(file.stem.replace("_", "-") for file in BANKS.glob("*.toml"))
-        raise ConfigError(f"{unknown('bank', str(source), known)} Nor is it a file that can be read: {error}.") from None
+        raise ConfigError(
+            f"{unknown('bank', str(source), known)} Nor is it a file that can be read: {error}."
+        ) from None
     try:
         file = msgspec.convert(tomllib.loads(text), File)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path} is no fault bank: {error}. See docs/faultbank.md for what one looks like.") from error
+        raise ConfigError(
+            f"{path} is no fault bank: {error}. See docs/faultbank.md for what one looks like."
+        ) from error
     cases = tuple(_written(file)) + tuple(_drawn(file))
     if not cases:
         raise ConfigError(f"{path} has no cases: give [[faults]] with [settings] and [[domains]], or [[cases]].")
@@ -143,7 +147,9 @@ def _written(file: File) -> Iterator[Case]:
 
 def _drawn(file: File) -> Iterator[Case]:
     if file.faults and (file.settings is None or not file.domains):
-        raise ConfigError(f"The bank {file.name} has [[faults]], which need [settings] and [[domains]] to be drawn from.")
+        raise ConfigError(
+            f"The bank {file.name} has [[faults]], which need [settings] and [[domains]] to be drawn from."
+        )
     for place, fault in enumerate(file.faults):
         domains = [d for d in file.domains if fault.domains is None or d.name in fault.domains]
         if not domains:
@@ -175,20 +181,21 @@ def _experiment(
     struck = {"kind": fault.kind, "since": since, **strength}
     if fault.culprits != "all":
         struck["nodes"] = _culprits(fault.culprits, clients, chance)
-    return Experiment(
-        name=f"{file.name}-{fault.kind}",
-        dataset=domain.dataset,
-        model=domain.model,
-        local=chance.choice(domain.local),
-        clients=clients,
-        partition=chance.choice(settings.partitions),
-        participation=participation,
-        rounds=rounds,
-        topology=topology,
-        network=fault.network,
-        faults=[struck],
-        seed=chance.randrange(2**31),
-    )
+    table: dict[str, Any] = {
+        "name": f"{file.name}-{fault.kind}",
+        "dataset": domain.dataset,
+        "model": domain.model,
+        "local": chance.choice(domain.local),
+        "clients": clients,
+        "partition": chance.choice(settings.partitions),
+        "participation": participation,
+        "rounds": rounds,
+        "topology": topology,
+        "network": fault.network,
+        "faults": [struck],
+        "seed": chance.randrange(2**31),
+    }
+    return Experiment(**table)
 
 
 def _kind(described: Any) -> str:

@@ -13,12 +13,14 @@ import msgspec
 import torch
 
 from fedvitals import lab
+from fedvitals.lab import streams
 from fedvitals.lab.site import Site
 from fedvitals.monitor import Monitor
 from fedvitals.probes.presets import Preset, preset
 from fedvitals.protocols import Node
 from fedvitals.records import Action, Event
 from fedvitals.store import MemoryStore
+from fedvitals.trials.baselines_updates import UpdateBaselines
 from fedvitals.trials.faultbank_cases import Case
 from fedvitals.trials.recording import Recording
 
@@ -59,7 +61,7 @@ class Tee:
     """The monitor, and beside it the baselines that need the updates themselves."""
 
     monitor: Monitor
-    baselines: Any = None
+    baselines: UpdateBaselines | None = None
     looked: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     _model: Any = None
 
@@ -103,10 +105,20 @@ def engine_of(experiment: lab.Experiment) -> str:
     return "stacked" if isinstance(experiment.model, lab.MLP | lab.Logistic | lab.Transformer) else "reuse"
 
 
-def watch(case: Case, data: Path | None = None, baselines: Any = None) -> Watched:
+def _baselines(experiment: lab.Experiment, data: Path | None) -> UpdateBaselines | None:
+    """In the middle and at the end of the run; they have no answer for tokens, which cannot be drawn as noise."""
+    site = Site.of(msgspec.structs.replace(experiment, faults=()), data)
+    if site.dataset.vocabulary is not None:
+        return None
+    last = experiment.rounds - 1
+    return UpdateBaselines(site.module, site.dataset.shape, experiment.seed, (last // 2, last))
+
+
+def watch(case: Case, data: Path | None = None) -> Watched:
     """Train the case under the monitor."""
     torch.set_num_threads(1)
     experiment = experiment_of(case, data)
+    baselines = _baselines(experiment, data)
     store = MemoryStore()
     monitor = Monitor(None, probes=bank_preset(), host="lab", detectors=(), sinks=[store])
     tee = Tee(monitor, baselines)
@@ -129,7 +141,7 @@ def watch(case: Case, data: Path | None = None, baselines: Any = None) -> Watche
         case.experiment.to_toml(),
         truth,
         [r.metrics["accuracy"] for r in result.rounds if "accuracy" in r.metrics],
-        {node: history.series("steps", node)[0] for node in history.nodes()},
+        _called(experiment),
         _groups(recording.told),
         seconds,
         result.engine,
@@ -142,6 +154,17 @@ def _plain(event: Event) -> Event:
     """Without the words of a traceback, which are long and told nobody anything yet."""
     data = {key: value for key, value in event.data.items() if key != "traceback"}
     return replace(event, where=replace(event.where, run=""), data=data)
+
+
+def _called(experiment: lab.Experiment) -> dict[str, list[int]]:
+    """In which rounds each client was asked to take part, whatever became of it."""
+    wanted = max(1, round(experiment.clients * experiment.participation))
+    called: dict[str, list[int]] = {}
+    for number in range(experiment.rounds):
+        order = torch.randperm(experiment.clients, generator=streams.stream(experiment.seed, "cohort", number))
+        for index in sorted(order[:wanted].tolist()):
+            called.setdefault(f"c{index}", []).append(number)
+    return called
 
 
 def _groups(events: Sequence[Event]) -> dict[str, str]:

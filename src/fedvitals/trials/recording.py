@@ -78,7 +78,7 @@ class Recording:
                 found[metric] = table
             rounds, values = history.series(metric, None)
             if rounds:
-                line = np.full(len(numbers), ABSENT)
+                line: Small = np.full(len(numbers), ABSENT)
                 line[[numbers.index(number) for number in rounds]] = rounded(values)
                 whole[metric] = line
         families, tables = {}, {}
@@ -88,9 +88,9 @@ class Recording:
                 continue
             block = np.full((len(numbers), len(names), len(layers), len(statistics)), ABSENT)
             for i, number in enumerate(numbers):
-                nodes, values = history.across(family, statistics, number)
+                nodes, block_values = history.across(family, statistics, number)
                 if len(nodes):
-                    block[i, [place[node] for node in nodes]] = rounded(values)
+                    block[i, [place[node] for node in nodes]] = rounded(block_values)
             families[family], tables[family] = block, layers
         return cls(numbers, names, found, whole, families, tables, list(history.events()))
 
@@ -105,7 +105,7 @@ class Recording:
         arrays |= {f"whole/{name}": line for name, line in self.whole.items()}
         arrays |= {f"family/{name}": _planes(block) for name, block in self.families.items()}
         text = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        draft = path.with_suffix(".part")
+        draft = path.with_name(f"{path.name}.part")
         with draft.open("wb") as file:
             np.savez_compressed(file, about=text, **{name: _planes(table) for name, table in arrays.items()})  # type: ignore[arg-type]
         draft.replace(path)
