@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedvitals.errors import RecordError
+from fedvitals.errors import ConfigError, RecordError
 from fedvitals.records import (
     Action,
     Event,
@@ -213,6 +213,7 @@ class StoreContract(ABC):
         assert history.latest("loss", 1) == {}
         assert history.series("loss", "c1") == ([], [])
         assert history.matrix("gradient", "l2", "conv.bias")[2].shape == (0, 0)
+        assert same(history.across("gradient", ("l2", "max"), 1), ([], np.empty((0, 0, 2))))
         assert list(history.events()) == []
 
     def test_nodes_are_sorted_as_people_count(self, store):
@@ -245,6 +246,30 @@ class StoreContract(ABC):
         wanted = [record.get("l2")[1] for record in written]
         assert (rounds, nodes) == ([1, 4], ["c2", "c10"])
         np.testing.assert_allclose(matrix, [[wanted[1], wanted[0]], [wanted[2], math.nan]], rtol=1e-6)
+
+    def test_one_round_across_its_nodes(self, store):
+        newest = stats(4, "c2", 3, 3, at=9.0)
+        others = [stats(4, "c10", 1, 1), stats(3, "c1", 5, 5), stats(4, None, 6, 6), stats(4, "c7", 7, 7, step=2)]
+        store.write([RUN, newest, *others, stats(4, "c2", 2, 2, at=8.0)])
+        nodes, found = self.history(store).across("gradient", ("l2", "max"), 4)
+        assert nodes == ["c2", "c10"]
+        assert found.shape == (2, len(TABLE.names), 2)
+        for row, record in zip(found, (newest, others[0]), strict=True):
+            np.testing.assert_allclose(row.T, [record.get("l2"), record.get("max")], rtol=1e-6)
+        assert self.history(store).across("gradient", (), 4)[1].shape == (2, len(TABLE.names), 0)
+        assert self.history(store).across("weight", ("l2",), 4)[0] == []
+        with pytest.raises(ConfigError, match="l3"):
+            self.history(store).across("gradient", ("l2", "l3"), 4)
+
+    def test_layers_in_another_order_or_missing_are_told_as_such(self, store):
+        fewer = LayerTable("parameter", TABLE.layers[:2])
+        part = LayerStats(Where("r-1", 1, "c2"), 1.0, "gradient", sums(2, 2), fewer.digest, "m", 2)
+        turned = stats(1, "c1", 1, 1, table=OTHER)
+        store.write([replace(RUN, tables=(TABLE, OTHER, fewer)), turned, part, stats(1, "c3", 3, 3)])
+        nodes, found = self.history(store).across("gradient", ("l2",), 1)
+        assert nodes == ["c1", "c2", "c3"]
+        np.testing.assert_allclose(found[0, :, 0], turned.get("l2")[::-1], rtol=1e-6)
+        np.testing.assert_allclose(found[1, :, 0], [*part.get("l2"), math.nan], rtol=1e-6)
 
     def test_a_layer_is_found_in_whichever_table_a_record_has(self, store):
         store.write([RUN, stats(1, "c1", 1, 1), stats(2, "c1", 1, 2, table=OTHER)])
@@ -286,7 +311,8 @@ class StoreContract(ABC):
     def answers(self, store):
         history = self.history(store)
         layers = [history.matrix("gradient", "mean", layer) for layer in TABLE.names]
-        return [history.rounds(), history.nodes(), history.layers("gradient"), layers]
+        across = [history.across("gradient", ("mean", "l2"), number) for number in history.rounds()]
+        return [history.rounds(), history.nodes(), history.layers("gradient"), layers, across]
 
     @abstractmethod
     def make_second(self, store):

@@ -47,12 +47,12 @@ def test_what_detectors_say_while_the_run_closes_is_kept(tmp_path):
 
 
 def test_findings_stand_on_the_card(tmp_path, capsys):
-    """`show` tells what was found, and by how many."""
+    """`show` tells what was found, each trouble once, and by how many."""
     small_run(tmp_path / "d.db", detectors=[each_client], strict=True)
     with pytest.raises(SystemExit):
         main(["show", "d", "--store", str(tmp_path / "d.db")])
     out = capsys.readouterr().out
-    assert "9 findings by 1 detectors" in out
+    assert "Health: 3 cases, 3 still there; 1 detectors looked." in out
     assert "c0 was seen" in out
     assert "no detector is installed" not in out
 

@@ -81,8 +81,31 @@ def test_confusion_against_a_matrix():
         for a, b in zip(y.tolist(), guess.tolist(), strict=True):
             matrix[a, b] += 1
         off = np.maximum(matrix - np.diag(np.diag(matrix)) - 1, 0)
-        assert confusion(y.tolist(), guess.tolist()) == pytest.approx((off / (matrix.sum(1) + 2)[:, None]).max())
-    assert confusion([0, 1, 2], [0, 1, 2]) == 0
+        shares = off / (matrix.sum(1) + 2)[:, None]
+        found, pair = confusion(y.tolist(), guess.tolist())
+        assert found == pytest.approx(shares.max())
+        assert pair == np.unravel_index(shares.argmax(), shares.shape)
+    assert confusion([0, 1, 2], [0, 1, 2]) == (0, None)
+    assert confusion([0, 1, 2], [0, 2, 1]) == (0, None)
+
+
+def test_confused_pair_and_confident_errors():
+    """A model that takes every 2 for a 0, and is sure of it; with its labels mended, nobody is confused."""
+    x, y = torch.eye(3).repeat(8, 1), torch.tensor([0, 1, 2] * 8)
+    model = nn.Linear(3, 3, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(5 * torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0]]))
+        model.weight[:, 0] *= 0.1  # right, and in doubt
+    found, _ = Fit(None).before(View(model, data=(x, y), loss=functional.cross_entropy))
+    assert (found["fit.confused_label"], found["fit.confused_guess"]) == (2, 0)
+    assert found["fit.confusion"] == pytest.approx(7 / 10)
+    assert found["fit.confident_wrong"] == pytest.approx(1 / 3)
+    found, _ = Fit(None).before(View(model, data=(x, y.where(y < 2, 0)), loss=functional.cross_entropy))
+    assert not {"fit.confused_label", "fit.confused_guess"} & found.keys()
+    assert found["fit.confident_wrong"] == 0
+    found, _ = Fit(None).before(View(model, data=(0.1 * x, (y + 1) % 3), loss=functional.cross_entropy))
+    assert found["fit.accuracy_before"] < 0.5
+    assert found["fit.confident_wrong"] == 0  # wrong, and in doubt
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -111,6 +111,23 @@ def test_who_comes_after_the_deadline_is_told_and_left_out():
     assert "c3" not in sent
 
 
+def test_what_a_client_claims_and_how_long_it_was_under_way():
+    """The samples by which the aggregation weighs an update, and the whole journey on the virtual clock."""
+    e = experiment(
+        network=lab.Network(spread=0.5), faults=(lab.wrong_sample_count(nodes=("c1",), factor=10.0),), rounds=1
+    )
+    _, records = watched(e)
+
+    def told(name):
+        return {r.where.node: r.value for r in records if type(r).__name__ == "Metric" and r.name == name}
+
+    own, claimed, seconds = told("samples"), told("update.samples"), told("time.client_virtual")
+    assert claimed == {node: own[node] * (10 if node == "c1" else 1) for node in e.nodes}
+    spans = [r for r in records if type(r).__name__ == "Span" and r.name in ("download", "compute", "upload")]
+    for node in e.nodes:
+        assert seconds[node] == pytest.approx(sum(r.seconds for r in spans if r.where.node == node))
+
+
 def test_over_selection_asks_more_and_takes_the_first():
     e = experiment(network=lab.Network(over_selection=2.0, spread=1.0), participation=0.4, rounds=1)
     _, records = watched(e)

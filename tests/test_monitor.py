@@ -261,7 +261,7 @@ def test_every_run_record_says_when_it_started():
     runs = sink.of(Run)
     assert all(run.started > 0 and run.versions for run in runs)
     assert runs[-1].finished >= runs[-1].started
-    assert {table.rows for table in runs[-1].tables} == {"parameter"}
+    assert {table.rows for table in runs[-1].tables} == {"model", "parameter"}
 
 
 def test_log_lines_of_two_monitors_stay_apart():
@@ -277,7 +277,7 @@ def test_log_lines_of_two_monitors_stay_apart():
 
 def test_findings():
     """Without detectors the answer says so; with one, it is asked after each round, live."""
-    monitor, _ = watched()
+    monitor, _ = watched(detectors=())
     with monitor, monitor.round(0):
         pass
     assert "no detector is installed" in str(monitor.findings())

@@ -13,6 +13,7 @@ from torch import nn
 import fedvitals as fv
 from fedvitals.catalog import LEVELS
 from fedvitals.cli.main import main
+from fedvitals.diagnosis.examine import DETECTORS
 from fedvitals.errors import ConfigError
 from fedvitals.probes.cohort import contributors, speaking_for
 from fedvitals.records import LayerStats
@@ -85,7 +86,8 @@ def test_k_is_chosen():
     monitor, _ = watched(cohort=4, privacy=1)
     assert monitor.run.config["fedvitals"] == {
         "probes": "standard",
-        "detectors": 0,
+        "detectors": len(DETECTORS),
+        "cure": {"all": "suggest"},
         "privacy": 1,
         "cohort": 4,
         "tracebacks": True,

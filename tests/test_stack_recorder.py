@@ -73,7 +73,11 @@ def test_histogram_is_that_of_each_client():
 def test_confusions_are_those_of_each_client(classes):
     stream = np.random.default_rng(0)
     labels, guesses = stream.integers(0, 4, (2, 30, 12))
+    guesses[3] = labels[3]  # nothing confused
     wanted = [confusion(*pair) for pair in zip(labels.tolist(), guesses.tolist(), strict=True)]
-    np.testing.assert_allclose(confusions(labels, guesses, classes), wanted)
+    shares, pairs = confusions(labels, guesses, classes)
+    np.testing.assert_allclose(shares, [share for share, _ in wanted])
+    np.testing.assert_array_equal(pairs, [(np.nan, np.nan) if pair is None else pair for _, pair in wanted])
+    assert wanted[3] == (0.0, None)
     labels[0, 0] = -100  # a label that losses ignore
-    assert len(confusions(labels, guesses, classes)) == 30
+    assert len(confusions(labels, guesses, classes)[0]) == 30

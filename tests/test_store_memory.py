@@ -48,6 +48,7 @@ def test_only_the_newest_rounds_are_kept_where_memory_has_a_limit():
     rounds, values = history.series("loss", "c1")
     assert (rounds, values) == (kept, [float(number) for number in kept])
     assert history.matrix("gradient", "l2", "conv.bias")[0] == kept
+    assert [n for n in range(200) if history.across("gradient", ("l2",), n)[0]] == kept
     assert [event.where.round for event in history.events()] == kept
     assert history.latest("loss", 199) == wanted.latest("loss", 199)
     store.write([metric(1, "c1", 1.0, sequence=11)])  # delivered again, long after

@@ -3,6 +3,7 @@
 
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -47,6 +48,7 @@ def answers(history):
     for family in ("gradient", "gradient.steps", "update.alignment", "weight"):
         found.append(history.layers(family))
         found += [history.matrix(family, FAMILIES[family].columns[1], layer) for layer in (*TABLE.names, "none")]
+        found += [history.across(family, FAMILIES[family].columns[1:3], round_) for round_ in range(-2, 26)]
     for name in (None, "a"):
         found += [list(history.events(name, since)) for since in (None, 5)]
     return found
@@ -90,3 +92,28 @@ def test_a_matrix_is_what_a_plain_reading_finds(records):
     for i, round_ in enumerate(rounds):
         for j, node in enumerate(nodes):
             assert same(float(matrix[i, j]), float(newest.get((round_, node), (0, math.nan))[1]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(layer_stats(), max_size=20))
+def test_one_round_is_what_a_plain_reading_finds(records):
+    memory = MemoryStore()
+    memory.write([RUN, *records])
+    history = memory.history("r-1")
+    for round_ in range(-2, 26):
+        newest = {}
+        for record in records:
+            where = record.where
+            mine = (where.run, record.family, where.round, where.step) == ("r-1", "gradient", round_, None)
+            if mine and where.node is not None and record.at >= newest.get(where.node, (record.at,))[0]:
+                newest[where.node] = (record.at, record)
+        nodes, found = history.across("gradient", ("max", "mean"), round_)
+        assert nodes == sorted(newest, key=["c1", "c2", "c10", "server"].index)
+        assert found.shape == (len(nodes), len(history.layers("gradient")), 2)
+        for i, node in enumerate(nodes):
+            record = newest[node][1]
+            stored = replace(record, matrix=unpack("gradient", pack("gradient", record.matrix)))
+            names = (TABLE if record.table == TABLE.digest else OTHER).names
+            for j, layer in enumerate(history.layers("gradient")):
+                wanted = [stored.get(s)[names.index(layer)] if layer in names else math.nan for s in ("max", "mean")]
+                assert same(found[i, j], np.array(wanted))

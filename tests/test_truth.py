@@ -50,6 +50,7 @@ def every_answer(history):
         "latest": [(name, r) for name in ("loss", "label_noise", "truth") for r in (0, 3, 76, 77)],
         "series": [(name, node) for name in ("loss", "truth") for node in (None, "c1", "c4", "c98", "c99")],
         "matrix": [(f, statistics_of(f)[0], layer) for f in FAMILIES for layer in TABLE.names],
+        "across": [(f, statistics_of(f)[:2], r) for f in FAMILIES for r in (0, 3, 77)],
         "events": [(name, since) for name in (None, "truth", "label_noise") for since in (None, 0, 77)],
     }
     # A method that is new must be asked here, too.
@@ -148,7 +149,7 @@ def test_live_detectors_have_neither_truth_nor_configuration_in_reach(tmp_path):
 
     def curious(history, number):
         every_answer(history)
-        seen.append((vars(history)["_store"], history.nodes(), number))
+        seen.append((vars(vars(history)["_history"])["_store"], history.nodes(), number))
         return ()
 
     with fv.Monitor(tmp_path / "runs.db", detectors=[curious], config={"faults": [FAULT]}, strict=True) as monitor:

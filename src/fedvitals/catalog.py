@@ -88,6 +88,22 @@ MEASURES: tuple[Measure, ...] = (
         needs=_LABELLED,
     ),
     Measure(
+        "fit.confused_label",
+        "class",
+        "The label in that pair; absent if nothing is confused.",
+        level=3,
+        needs=_LABELLED,
+        rare=True,
+    ),
+    Measure("fit.confused_guess", "class", "What the model takes it for.", level=3, needs=_LABELLED, rare=True),
+    Measure(
+        "fit.confident_wrong",
+        "share",
+        "Own samples that the received model gets wrong, and is sure of it.",
+        "share with p > 0.7 for another class than the label",
+        needs=_LABELLED,
+    ),
+    Measure(
         "fit.samples",
         "samples",
         "Own samples behind the `fit.*` values of this round (cost decides how many).",
@@ -185,6 +201,13 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure(
+        "update.samples",
+        "samples",
+        "How many samples the client says it trained on, as the aggregation weighs it.",
+        needs="the lab, or `monitor.log`",
+        rare=True,
+    ),
+    Measure(
         "scale.gsc",
         "1",
         "Gradient scale coefficient as the paper's figures have it: grows with the square of the gain.",
@@ -239,6 +262,31 @@ MEASURES: tuple[Measure, ...] = (
         needs="the lab, with a network",
         rare=True,
     ),
+    Measure(
+        "time.compute_virtual",
+        "seconds",
+        "The client's training alone, on the lab's virtual clock.",
+        level=0,
+        needs="the lab, with a network",
+        rare=True,
+    ),
+    Measure(
+        "time.clock_error",
+        "seconds",
+        "By how much the client's clock is wrong at least: what no delay on the way explains; absent if nothing.",
+        "sign(θ)·(|θ| − δ/2), NTP's offset θ and round trip δ",
+        level=0,
+        needs="the lab, with a network",
+        rare=True,
+    ),
+    Measure(
+        "time.client_virtual",
+        "seconds",
+        "The client's whole way on the lab's virtual clock: download, training, upload.",
+        level=0,
+        needs="the lab, with a network",
+        rare=True,
+    ),
     Measure("time.client", "seconds", "Length of the client's scope.", level=0),
     Measure("time.step", "seconds", "Mean time from one optimiser step to the next.", level=0),
     Measure("memory.resident", "bytes", "Resident memory of the process at the end of the scope.", level=0),
@@ -249,7 +297,18 @@ MEASURES: tuple[Measure, ...] = (
     Measure("monitor.lost", "records", "Records lost so far (queue full, sink broken).", level=0),
 )
 
-HOSTS = ("accuracy", "loss", "local.accuracy", "local.loss", "time.round_virtual", "update.staleness")
+HOSTS = (
+    "accuracy",
+    "loss",
+    "local.accuracy",
+    "local.loss",
+    "time.client_virtual",
+    "time.clock_error",
+    "time.compute_virtual",
+    "time.round_virtual",
+    "update.samples",
+    "update.staleness",
+)
 """What only the host knows, and tells by `log`."""
 
 CATALOG = {measure.name: measure for measure in MEASURES}
@@ -261,6 +320,21 @@ LEVELS = (
     "also per-layer statistics, histograms, sketches, label histogram; tracebacks by a switch of their own",
     "tensors on the tape, kept on the site where they were made",
 )
+
+PEERS = {
+    "cosine": "`cos(d_i, Σ_{j≠i} d_j/‖d_j‖)`: everybody else counts the same, whatever its size",
+    "first, head": "the same on the first and on the last weight of two or more dimensions",
+    "step": "`cos(d_i, w_t − w_{t−1})`: along the last step of the global model",
+    "back": "largest of `cos(d_i, w_{t−k} − w_t)`, k = 1 … 5: back to an earlier model, as a stale update goes",
+    "nearest": "largest cosine to another client's update; exact above 0.8, below that by sketches",
+    "signs": "share of signs (of at most 65,536 coordinates) that are those of the sum of the others' signs",
+    "classes": "mean over the head's rows of their cosines to the others' rows, weighted by the rows' norms",
+    "classes_min": "the smallest of these, of rows with more than half of the mean norm",
+    "class_entropy": "entropy of the rows' squared norms, 1 where all classes move alike",
+    "bias": "as `head`, of the head's bias",
+    "spread": "`‖d‖₁ / (‖d‖₂ √D)`: 1 where all coordinates move alike, small where few do",
+}
+"""The columns of the family `update.peers`."""
 
 PRIVACY = """
 Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deployment. It stands in the run's config, and `fedvitals show` prints it.
@@ -339,6 +413,10 @@ def markdown() -> str:
     lines += [
         "",
         f"From the nine sums derive, over the finite values: {', '.join(DERIVED)}.",
+        "",
+        "`update.peers`: how a client's update d_i stands among its round's; NaN where there is nothing to compare:",
+        "",
+        *(f"- {column}: {meaning}." for column, meaning in PEERS.items()),
         "",
         "## Privacy",
         "",

@@ -26,9 +26,10 @@ import torch
 
 import fedvitals
 from fedvitals import kernels
-from fedvitals.diagnosis.live import LiveDetectors
+from fedvitals.diagnosis.live import Findings, LiveDetectors
+from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Detector, Node, Sink
+from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Event, Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
@@ -44,8 +45,6 @@ from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
 CAUSES_REPORTED = 100  # a cause whose words differ each time must not fill the user's log
-
-LOOK_BACK = 1000  # rounds that live detectors see; a training may be longer than memory is large
 
 
 class Chart:
@@ -66,7 +65,10 @@ class Chart:
         self._again = again
         self.record = Recorder(self.emit)
         self.found: list[Finding] = []
+        self.heard: Callable[[Finding], None] = lambda _: None  # who else is told of findings
+        self._memory = MemoryStore(rounds=LOOK_BACK)  # what detectors look back on
         self._store, self._sinks, self._detectors = store, sinks, detectors
+        self._live: LiveDetectors | None = None
         self._policy = policy
         self._training: dict[str | None, int] = {}  # span of each open client → thread that it was opened on
         self.trace = new_trace()
@@ -190,9 +192,9 @@ class Chart:
                 return self._outlet
             sinks: list[Sink] = [] if self._store is None else [open_store(self._store)]
             if self._detectors:
-                memory = MemoryStore(rounds=LOOK_BACK)
-                detectors = LiveDetectors(self.run.id, memory, self._detectors, self._take_finding, self.report)
-                sinks.append(detectors)
+                own = (self.run.id, self._memory, self._detectors)
+                self._live = LiveDetectors(*own, self._take_finding, self.report)
+                sinks.append(self._live)
             spill = None if self._store is None else spill_folder(self._store)
             if spill is not None and spill.is_dir():
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
@@ -228,6 +230,16 @@ class Chart:
         finding = replace(finding, where=replace(finding.where, run=self.run.id), at=finding.at or time.time())
         self.found.append(finding)
         self.emit(finding)
+        self.guard("answering a finding", lambda: self.heard(replace(finding)))
+
+    def history(self) -> History:
+        """What detectors have seen so far."""
+        return self._memory.history(self.run.id)
+
+    def findings(self) -> Findings:
+        """What the detectors have said so far."""
+        attendance = None if self._live is None else self._live.attendance
+        return Findings(self.found, installed=len(self._detectors), attendance=attendance)
 
     @property
     def lost(self) -> int:

@@ -189,13 +189,16 @@ class Clients:
             found, updates, rows = opened.session.finish()
             started = time.perf_counter()
             for i, node in enumerate(stack.nodes):
-                self._sent(node, updates[i], None if rows is None else rows[i])
+                if node not in stack.silent:
+                    self._sent(node, updates[i], None if rows is None else rows[i])
             cost = opened.session.cost + time.perf_counter() - started
             for results in found:
                 results.take({"monitor.cost": cost / len(found)})
         resident = resident_bytes()
         seconds = time.perf_counter() - opened.began
         for node, group, results in zip(stack.nodes, stack.groups, found, strict=True):
+            if node in stack.silent:
+                continue
             scope = replace(opened.scope, node=node, group=group, span=new_span_id())
             results.tables = opened.tables
             results.take({"time.client": seconds / len(found)})

@@ -28,8 +28,11 @@ import torch
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart, close_at_exit
 from fedvitals.clients import Clients
+from fedvitals.diagnosis.care import Care
+from fedvitals.diagnosis.examine import STANDARD, choose
 from fedvitals.diagnosis.live import Findings
-from fedvitals.errors import ConfigError
+from fedvitals.diagnosis.policy import Policy, policy_of
+from fedvitals.diagnosis.unusable import Unusable
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import resolve
 from fedvitals.probes.results import Results
@@ -61,11 +64,13 @@ class Monitor:
     """Watches one run. Opens nothing until its first event; `close()`, or leaving a `with`, ends the run.
 
     `store`: a file or `postgresql://...`; None leaves records to `sinks` alone. `run`: a name for people, which several
-    runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `privacy`: from 0 (timings
-    only) to 4, by default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on;
-    `tracebacks`: on from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for
-    exact cosines between updates. `strict` raises what is otherwise counted: for tests. `id`: of a run that the store
-    may have already, which is then continued.
+    runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `detectors`: «standard», a
+    list of your own (which may have "standard" in it), or () for none. `privacy`: from 0 (timings only) to 4, by
+    default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
+    from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
+    between updates. `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
+    kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md. `strict` raises what is otherwise counted: for tests.
+    `id`: of a run that the store may have already, which is then continued.
     """
 
     def __init__(
@@ -74,7 +79,8 @@ class Monitor:
         run: str = "run",
         *,
         probes: Any = "standard",
-        detectors: Sequence[Detector] = (),
+        detectors: str | Sequence[Detector | str] = STANDARD,
+        cure: str | Mapping[str, str] | Policy = "suggest",
         sinks: Sequence[Sink] = (),
         privacy: int | None = None,
         cohort: int = LEAST_CLIENTS,
@@ -89,9 +95,8 @@ class Monitor:
     ) -> None:
         self._policy = policy_for(host, privacy, cohort, tracebacks)
         self._kit = Instruments(resolve(probes), update_memory)
-        if callable(detectors):
-            raise ConfigError("detectors= takes a list of functions: detectors=[my_detector].")
-        self._detectors = tuple(detectors)
+        self._detectors = choose(detectors)
+        self._cure = policy_of(cure)
         described = Run(
             id=id or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
@@ -108,12 +113,15 @@ class Monitor:
         self._round: _Open | None = None
         self._clients = Clients(self._chart, self._kit, self._kit.updates.add, self._joined)
         self._arrivals = Arrivals(self._chart, self._kit, self._policy)
+        self._care = Care(described.id, self._cure, self._chart.emit, self._chart.history)
+        self._chart.heard = self._care.hear
+        self._unusable = Unusable()
         self._chart.owner = self
         close_at_exit(self)
 
     def _settings(self) -> dict[str, Any]:
         """What the run's configuration says of us."""
-        ours = {"probes": self._kit.preset.name, "detectors": len(self._detectors)}
+        ours = {"probes": self._kit.preset.name, "detectors": len(self._detectors), "cure": self._cure.described()}
         return {**ours, **described_policy(self._policy)}
 
     # -- what people write --------------------------------------------------------------------------------------------
@@ -170,7 +178,7 @@ class Monitor:
     def findings(self) -> Findings:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
         self.flush()
-        return Findings(self._chart.found, installed=len(self._detectors))
+        return self._chart.findings()
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything so far is written. False: not in time, or something was lost."""
@@ -221,6 +229,8 @@ class Monitor:
                 self.round_end(unclosed or 0)
             self._round = _Open(*self._chart.enter_round(round))
             self._round.cohort = Cohort(approximate_before=self._kit.updates.approximate)
+            if hasattr(global_state, "named_parameters"):
+                self._kit.updates.begin_round(round, [*global_state.parameters()])
             # A run that goes on does not begin anew with the model that it happens to have now.
             if self._kit.initial is None and not self._chart.continued and hasattr(global_state, "named_parameters"):
                 self._first_model(global_state)
@@ -259,8 +269,9 @@ class Monitor:
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
         self._clients.end_of(node, outcome)
 
-    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002, ARG002
-        """What each client sends, where the host holds it: a sequence of tensors. No guard answers yet."""
+    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
+        """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out."""
+        answers: list[Action] = []
 
         def take(node: Node, vector: torch.Tensor, rows: Array) -> None:
             self._kit.updates.add(node, vector, rows)
@@ -268,10 +279,24 @@ class Monitor:
                 self._chart.tell(replace(self._chart.here(), node=node), Results(matrices=[("update", rows, None)]))
             else:
                 self._round.sent[node] = rows  # told at the round's end, unless the client itself told the same
+            for issue, why in self._unusable(rows) if self._cure.automatic else ():
+                action = self._care.unusable(round, node, issue, why)
+                answers.extend([] if action is None else [action])
 
         for node, vector, rows in self._guard("updates()", lambda: measured(updates)) or ():
             self._guard("updates()", functools.partial(take, node, vector, rows))
-        return ()
+        return answers
+
+    def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
+        """The corrections in force in the coming round. Waits for the detectors, if anything may be done unasked."""
+        if not self._cure.automatic:
+            return ()
+        self.flush()
+        return self._guard("prescribing", lambda: self._care.prescribed(round)) or ()
+
+    def refused(self, action: Action, why: str) -> None:
+        """The host cannot apply a correction: noted, and another one gets its turn."""
+        self._guard("refused()", lambda: self._care.refused(action, why))
 
     def transfer(
         self,
@@ -368,6 +393,7 @@ class Monitor:
         for (node, group), results in cohort.receive(opened.sent):
             self._chart.tell(replace(scope, node=node, group=group), results)
         self._arrivals.close_round(scope, cohort)
+        self._kit.updates.know(self._chart.tables.values())
         for (node, group), results in cohort.close(self._kit, model, self._policy.cohort):
             self._chart.tell(replace(scope, node=node, group=group), results)
         peak = peak_bytes()

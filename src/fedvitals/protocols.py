@@ -78,6 +78,13 @@ class History(Protocol):
         """One layer's statistic as [rounds × nodes]; NaN where a node took no part."""
         ...
 
+    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+        """One round's statistics of every node, as [nodes × `layers(family)` × statistics]; NaN where there is none.
+
+        Of each node its newest record of the whole round; those of single steps are left out.
+        """
+        ...
+
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         """Events, oldest first; of one name and from one round on where these are given."""
         ...
@@ -105,6 +112,7 @@ class Stack:
     samples: Callable[[int], tuple[Any, Any]]
     loss: Callable[..., Any] | None = None
     labels: Sequence[Any] | None = None  # each client's own, all of them
+    silent: Sequence[Node] = ()  # who trains along, and of whom nothing that is measured gets home
 
 
 @runtime_checkable
@@ -133,8 +141,20 @@ class Observer(Protocol):
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...
 
+    def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
+        """Before a round begins: every correction in force in it; what is not named any more is undone.
+
+        Of kind «checkpoint», where there may be need of one: the host keeps the state as it is now, by the number of
+        the round before, and of the older ones those in `keep`. An action with `restore` begins from such a state.
+        """
+        ...
+
+    def refused(self, action: Action, why: str) -> None:
+        """The host cannot apply it: why, as a sentence."""
+        ...
+
     def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
-        """Before aggregation: what each client sends. Guards and corrections answer here; the host applies."""
+        """Before aggregation: what each client sends. Guards answer whom to «exclude»; the host applies."""
         ...
 
     def transfer(
@@ -232,6 +252,10 @@ class NullObserver:
     def client_begin(self, *_: Any, **__: Any) -> None: ...
     def stats(self, *_: Any, **__: Any) -> None: ...
     def client_end(self, *_: Any, **__: Any) -> None: ...
+    def prescribed(self, *_: Any) -> Sequence[Action]:
+        return ()
+
+    def refused(self, *_: Any) -> None: ...
     def updates(self, *_: Any, **__: Any) -> Sequence[Action]:
         return ()
 

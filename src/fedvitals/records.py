@@ -43,7 +43,7 @@ class Layer:
 class LayerTable:
     """The layers that the rows of a LayerStats matrix stand for, named by its digest."""
 
-    rows: str  # "parameter", "buffer" or "module"
+    rows: str  # "parameter", "buffer", "module" or "model" (one row, for all weights together)
     layers: tuple[Layer, ...]
     digest: str = ""
 

@@ -31,6 +31,20 @@ STEP_COLUMNS = (
 )
 HEALTH_COLUMNS = ("units", "dead", "saturated", "sign_diverse")
 ALIGNMENT_COLUMNS = ("cosine_mean", "cosine_previous", "share")
+PEER_COLUMNS = (
+    "cosine",
+    "first",
+    "head",
+    "step",
+    "back",
+    "nearest",
+    "signs",
+    "classes",
+    "classes_min",
+    "class_entropy",
+    "bias",
+    "spread",
+)
 
 # The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
 LOWEST_EXPONENT, EXPONENTS = -48, 64
@@ -73,7 +87,7 @@ class Family:
     """What the columns of a layer matrix mean, which table its rows belong to, and how two of them become one."""
 
     columns: tuple[str, ...]
-    rows: str  # "parameter", "buffer" or "module": which layer table
+    rows: str  # "parameter", "buffer", "module" or "model" (a single row): which layer table
     merge: Callable[[Array], Array] | None  # None: a ratio that cannot be added
     level: int = 3  # privacy level from which it may leave a client
 
@@ -87,6 +101,7 @@ FAMILIES: dict[str, Family] = {
     "buffer": Family(STATISTICS, "buffer", merge_sums),
     "update": Family(STATISTICS, "parameter", merge_sums),
     "update.alignment": Family(ALIGNMENT_COLUMNS, "parameter", None),
+    "update.peers": Family(PEER_COLUMNS, "model", None),
     "activation": Family(STATISTICS, "module", merge_sums),
     "activation.health": Family(HEALTH_COLUMNS, "module", merge_counts),
 }

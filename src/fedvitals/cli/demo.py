@@ -15,6 +15,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.errors import MissingExtraError
 
 SIGNS = ("accuracy", "fit.loss_before", "gradient.norm", "update.norm", "update.cosine_mean", "weight.drift")
+ROWS = 8  # findings that it closes with
 
 
 @click.command()
@@ -33,6 +34,7 @@ def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None
         import torch
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "lab", "The demo") from error
+    from fedvitals.cli import case_cards
     from fedvitals.diagnosis.standout import clients_that_stand_out
     from fedvitals.lab import datasets
     from fedvitals.monitor import Monitor
@@ -57,18 +59,21 @@ def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None
             except KeyboardInterrupt:
                 click.echo(f"\nStopped; what was measured is kept: fedvitals show {monitor.run.id}", err=True)
                 raise
-        standing = clients_that_stand_out(history)
+        standing, found = clients_that_stand_out(history), monitor.findings()
     took = time.perf_counter() - began
     if as_json:
         result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}
-        print_json("demo", result)
+        print_json("demo", {**result, "cases": [case_cards.as_json(case) for case in found.cases]})
     else:
-        _closing(monitor.run.id, store, accuracy, took, standing, settings)
+        _closing(monitor.run.id, store, accuracy, took, standing, found, settings)
 
 
-def _closing(run: str, store: str | None, accuracy: float, took: float, standing: Any, settings: Any) -> None:
+def _closing(
+    run: str, store: str | None, accuracy: float, took: float, standing: Any, found: Any, settings: Any
+) -> None:
     from rich.console import Console
 
+    from fedvitals.cli import case_cards
     from fedvitals.cli.screen import number
     from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE
 
@@ -82,10 +87,16 @@ def _closing(run: str, store: str | None, accuracy: float, took: float, standing
     if standing:
         worst = standing[0]
         console.print(f"{worst.name} stands out most ({worst.why}), {number(worst.score)}× the spread of its peers.")
+    console.print("\n[bold]Findings[/bold]")
+    if found:
+        case_cards.print_list(console, found.cases, ROWS)
+    else:
+        console.print(str(found))
     if settings.rounds > ILL_SINCE:
         console.print(f"[dim](The truth: {ILL_CLIENT} has had wrong labels since round {ILL_SINCE}.)[/dim]")
     console.print("\nLook next at")
     for verb, why in (
+        (f"findings {run} --all", "why, and what to do"),
         (f"show {run}", "the run's health card"),
         (f"show {run} --node {ILL_CLIENT}", "one client's history"),
         ("runs", "all runs of the store"),

@@ -16,6 +16,8 @@ VERBS = {
     "demo": "fedvitals.cli.demo",
     "runs": "fedvitals.cli.runs",
     "show": "fedvitals.cli.show",
+    "findings": "fedvitals.cli.findings",
+    "check": "fedvitals.cli.check",
     "query": "fedvitals.cli.query",
     "lab": "fedvitals.cli.lab",
     "doctor": "fedvitals.cli.doctor",

@@ -46,9 +46,15 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
             return
         card = health_card(reader, chosen)
     if as_json:
-        print_json("show", card)
+        print_json("show", {**{name: getattr(card, name) for name in card.__slots__}, "cases": _cases(card)})
     else:
         _print(card, everything)
+
+
+def _cases(card: Card) -> list[dict[str, Any]]:
+    from fedvitals.cli import case_cards
+
+    return [case_cards.as_json(case) for case in card.cases]
 
 
 def _print(card: Card, everything: bool) -> None:
@@ -86,18 +92,21 @@ def _head(console: Any, card: Card) -> None:
 
 
 def _health(console: Any, card: Card) -> None:
-    """What the detectors said, worst first; or plainly that none looked."""
-    from fedvitals.cli.screen import shown
+    """What the detectors said, each trouble once, worst first; or plainly that none looked."""
+    from fedvitals.cli.case_cards import print_list
 
-    if not card.detectors and not card.findings:
-        console.print("Health: not judged, no detector is installed. Here is what stands out, for your eyes.\n")
+    if not card.detectors and not card.cases:
+        told = f"not judged, no detector was installed; `fedvitals check {card.run.id}` does so now."
+        console.print(f"Health: {told} Here is what stands out, for your eyes.\n", soft_wrap=True)
         return
-    console.print(f"[bold]Health[/bold]: {len(card.findings)} findings by {card.detectors} detectors.")
-    for finding in card.findings[:ROWS]:
-        place = " ".join(p for p in (f"round {finding.where.round}", finding.where.node) if p)
-        words = f"{finding.severity}  {place}: {finding.message} ({finding.issue}, {finding.confidence:.0%})"
-        console.print(f"  {shown(words)}", soft_wrap=True)
-    console.print()
+    if not card.cases:
+        console.print(f"[bold]Health[/bold]: nothing found by {card.detectors} detectors.\n")
+        return
+    there = sum(case.still_there for case in card.cases)
+    count = f"{len(card.cases)} case{'s' * (len(card.cases) != 1)}, {there} still there"
+    console.print(f"[bold]Health[/bold]: {count}; {card.detectors} detectors looked.")
+    print_list(console, card.cases, ROWS)
+    console.print(f"[dim]Why, and what to do: fedvitals findings {card.run.id} --all[/dim]\n", soft_wrap=True)
 
 
 def _signs(card: Card) -> Any:

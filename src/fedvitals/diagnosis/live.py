@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from fedvitals.protocols import Detector, History, Sink
-from fedvitals.records import Finding, Metric, Record, Run, Truth
+from fedvitals.diagnosis.cases import Attendance, Case, attend, cases, rank
+from fedvitals.diagnosis.examine import Examination, of_run
+from fedvitals.protocols import Detector, History, Node, Sink
+from fedvitals.records import Action, Finding, Metric, Record, Run, Truth
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
-_WORST_FIRST = {"critical": 0, "warning": 1, "note": 2}
 
 
 class Memory(Sink, Protocol):
@@ -22,6 +24,7 @@ class LiveDetectors:
     """A sink, so it runs on a queue's worker: detectors take no time from the training thread."""
 
     name = "detectors"
+    ignores = (Finding, Action, Truth)  # no detector may see these; see `telemetry.outlet`
 
     def __init__(
         self,
@@ -31,22 +34,20 @@ class LiveDetectors:
         found: Callable[[Finding], None],
         failed: Callable[[Exception, str], None],
     ) -> None:
-        self._run, self._memory, self._detectors, self._found, self._failed = run, memory, detectors, found, failed
+        self._run, self._memory, self._found = run, memory, found
+        self._examination = Examination(memory.history(run), detectors, failed)
+        self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
 
     def write(self, records: Sequence[Record], /) -> None:
-        self._memory.write([_measured(record) for record in records if not isinstance(record, Finding | Truth)])
+        self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
         for record in records:
             if isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.round is not None:
                 self._examine(record.where.round)
 
     def _examine(self, number: int) -> None:
-        history = self._memory.history(self._run)
-        for detector in self._detectors:
-            try:
-                for finding in detector(history, number):
-                    self._found(finding)
-            except Exception as error:  # noqa: BLE001 - a user's detector may do anything; the others go on
-                self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
+        attend(self.attendance, self._memory.history(self._run), number)
+        for finding in self._examination.of(number):
+            self._found(of_run(finding, self._run, time.time()))
 
 
 def _measured(record: Record) -> Record:
@@ -55,17 +56,23 @@ def _measured(record: Record) -> Record:
 
 
 class Findings(list[Finding]):
-    """Findings, worst first; printed as sentences."""
+    """Findings, worst first, one for each round in which a trouble was seen; printed as cases, a line for each."""
 
-    def __init__(self, findings: Iterable[Finding], *, installed: int) -> None:
-        super().__init__(sorted(findings, key=lambda f: (_WORST_FIRST.get(f.severity, 3), -f.confidence)))
+    def __init__(self, findings: Iterable[Finding], *, installed: int, attendance: Attendance | None = None) -> None:
+        super().__init__(sorted(findings, key=lambda f: (rank(f.severity), -f.confidence)))
         self.installed = installed  # how many detectors looked
+        self._attendance = attendance
+
+    @property
+    def cases(self) -> list[Case]:
+        """The same by trouble: each once, with its history, worst first."""
+        return cases(self, self._attendance)
 
     def __str__(self) -> str:
         if not self.installed:
-            return "No findings: no detector is installed. Pass some with Monitor(detectors=[...])."
+            return 'No findings: no detector is installed. Leave out Monitor(detectors=...), or say ["standard", ...].'
         if not self:
             return f"No findings by {self.installed} detectors."
-        return "\n".join(f"{f.severity}: {f.message} ({f.issue}, {f.confidence:.0%})" for f in self)
+        return "\n".join(map(str, self.cases))
 
     __repr__ = __str__

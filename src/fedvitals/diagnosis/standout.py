@@ -3,7 +3,8 @@
 
 The score is how far a value lies from its peers' median, in robust standard deviations (1.4826 · MAD), for the size of
 the update and for its direction, whichever is more; the median over the newest rounds. It says «look here first»: with
-ten clients somebody exceeds 3.5 in every eighth round (see shared notes on multiplicity), so it accuses nobody.
+ten clients somebody exceeds 3.5 in every eighth round (see shared notes on multiplicity), so it accuses nobody. Norms
+are over finite values only, so a client with others comes before all scores.
 """
 
 from __future__ import annotations
@@ -42,11 +43,26 @@ def clients_that_stand_out(history: History, rounds: Sequence[int] | None = None
     """Every client of the newest rounds, the one that stands out most first."""
     chosen = (rounds if rounds is not None else history.rounds())[-NEWEST:]
     scores: dict[Node, list[tuple[float, str]]] = {}
+    broken: dict[Node, float] = {}
     for number in chosen:
         for node, score in _one_round(history, number).items():
             scores.setdefault(node, []).append(score)
-    ranked = [_median(node, found) for node, found in scores.items()]
-    return sorted(ranked, key=lambda s: -s.score)
+        for node, count in not_finite(history, number).items():
+            broken[node] = broken.get(node, 0.0) + count
+    ranked = [_median(node, found) for node, found in scores.items() if node not in broken]
+    worst = sorted(broken, key=lambda node: -broken[node])
+    lead = [StandOut(node, float("inf"), f"{broken[node]:.0f} values NaN or Inf") for node in worst]
+    return [*lead, *sorted(ranked, key=lambda s: -s.score)]
+
+
+def not_finite(history: History, number: int) -> dict[Node, float]:
+    """How many values of a client's gradients and weights were NaN or Inf in a round; nobody without any."""
+    found: dict[Node, float] = {}
+    for name in ("gradient.nonfinite", "weight.nonfinite"):
+        for node, count in history.latest(name, number).items():
+            if count != 0:  # nor does NaN stand for none
+                found[node] = found.get(node, 0.0) + count
+    return found
 
 
 def _one_round(history: History, number: int) -> Mapping[Node, tuple[float, str]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab import network, streams
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.network import Journey
+from fedvitals.lab.network import Journey, times_told
 from fedvitals.lab.work import Node, Task, Update
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ class Flights:
             for name, seconds in (("download", way.download), ("compute", way.compute), ("upload", way.upload)):
                 observer.span(flight.node, name, at, seconds, clock="virtual")
                 at += seconds
+            observer.log(times_told(way), node=flight.node)
         length = self.clock + averaging - server.clock
         observer.span("server", "wait", server.clock, self.clock - server.clock, clock="virtual")
         observer.span("server", "aggregate", self.clock, averaging, clock="virtual")

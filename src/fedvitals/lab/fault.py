@@ -48,7 +48,7 @@ class Fault(Description, frozen=True, kw_only=True):
     until: int | None = None
 
     family: ClassVar[Family]
-    issue: ClassVar[str]  # which issue of the taxonomy (science.md, section 4) a detector should name
+    issue: ClassVar[str]  # the code in `diagnosis.issues`, in lower case, that a detector should name
     strikes: ClassVar[Literal["clients", "server", "run"]] = "clients"
     silences: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
     last: ClassVar[bool] = False  # whether it must come after all other faults of the same update

@@ -60,7 +60,7 @@ class NotFinite(Fault, frozen=True):
     layer: Layer = 0
     at_step: int = 0
     family: ClassVar[Family] = "aggregation"
-    issue: ClassVar[str] = "not_finite"
+    issue: ClassVar[str] = "nan_gradient"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +174,7 @@ class ExplodingInitialisation(Setting, frozen=True):
 
     factor: float = 10.0
     family: ClassVar[Family] = "gradient"
-    issue: ClassVar[str] = "exploding"
+    issue: ClassVar[str] = "exploding_gradient"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,7 +190,7 @@ class VanishingInitialisation(Setting, frozen=True):
 
     factor: float = 0.01
     family: ClassVar[Family] = "gradient"
-    issue: ClassVar[str] = "vanishing"
+    issue: ClassVar[str] = "vanishing_gradient"
 
     def __post_init__(self) -> None:
         super().__post_init__()

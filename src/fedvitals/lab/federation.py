@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedvitals.lab import faults as ill
 from fedvitals.lab import streams
+from fedvitals.lab.actions import Orders
 from fedvitals.lab.aggregators import AggregationError, checked
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.engine import Engine
@@ -63,6 +64,7 @@ class Federation:
         self.journeys = Journeys(site)
         self._sizes = [math.prod(shape) for shape in site.layout.shapes[: site.layout.trained]]
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
+        self.orders = Orders()  # corrections in force in this round
         self._past = Past(server, site.layout.weights)
 
     # -- what topologies use ------------------------------------------------------------------------------------------
@@ -72,7 +74,8 @@ class Federation:
         e = self.experiment
         wanted = max(1, round(e.clients * e.participation))
         count = wanted if e.network is None else e.network.selected(wanted, e.clients)
-        stream = streams.stream(e.seed, "cohort", self.round)
+        again = ("again",) if self.orders.another_cohort else ()
+        stream = streams.stream(e.seed, "cohort", self.round, *again)
         chosen = torch.randperm(e.clients, generator=stream)[:count]
         return [f"c{index}" for index in sorted(chosen.tolist())]
 
@@ -82,7 +85,8 @@ class Federation:
         In the order of the tasks; each one's state is valid until the next is taken. `timed`: as a synchronous round
         on the virtual clock, where the experiment has one; a topology with a clock of its own says False.
         """
-        tasks = [task for task in tasks if task.nodes]
+        orders = self.orders
+        tasks = [task for task in map(orders.task, tasks) if task.nodes]
         if timed and self.journeys.network is not None:
             table = self.journeys.timetable(self.round, tasks, self.server.clock)
             tasks = in_time(tasks, table, self.observer)
@@ -96,7 +100,9 @@ class Federation:
         for batch in batches:
             arrived = [update for update in batch if self._receive(update, task_of[update.node])]
             excluded = self._show(arrived, task_of)
-            yield from (update for update in arrived if update.node not in excluded)
+            for update in arrived:
+                if update.node not in excluded and not orders.shut_out(update.node, update.group):
+                    yield orders.update(update, task_of[update.node].start, self.site.layout.weights)
 
     def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
         """The new model, by the experiment's aggregator, from the server's model (or a cluster's own) and the updates.
@@ -106,7 +112,8 @@ class Federation:
         """
         before = self.server.model if model is None else model
         own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
-        total = self.experiment.aggregator.begin(before, own, self.site.layout.weights)
+        rule = self.orders.aggregator or self.experiment.aggregator
+        total = rule.begin(before, own, self.site.layout.weights)
         for update in updates:
             try:
                 total.add(update.state, float(update.samples), update.node)
@@ -118,7 +125,9 @@ class Federation:
             self.observer.event("error", "aggregation.failed", f"{error} The model stays as it was.")
             return before.clone()
         self.server.memory |= {memory + key: tensor for key, tensor in own.items()}
-        return ill.apply_server(self.experiment.faults, self.round, before, after, self.site.layout.weights)
+        weights = self.site.layout.weights
+        after = ill.apply_server(self.experiment.faults, self.round, before, after, weights)
+        return self.orders.model(before, after, weights)
 
     def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
         """Whole models went from one node to another; announced as one transfer of all their bytes."""
@@ -180,6 +189,8 @@ class Federation:
         sent = torch.stack([u.state[:weights] for u in arrived])
         sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
         deltas = {u.node: row.split(sizes) for u, row in zip(arrived, sent, strict=True)}
+        for update in arrived:
+            self.observer.log({"update.samples": float(update.samples)}, node=update.node)
         answers = self.observer.updates(self.round, deltas)
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}
 

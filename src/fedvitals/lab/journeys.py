@@ -15,7 +15,7 @@ from fedvitals.lab import faults as ill
 from fedvitals.lab import network
 from fedvitals.lab.compression import update_bytes
 from fedvitals.lab.fault import Fault
-from fedvitals.lab.network import Journey, Network, Timetable
+from fedvitals.lab.network import Journey, Network, Timetable, times_told
 from fedvitals.lab.site import Site
 from fedvitals.lab.work import Node, Task
 
@@ -43,7 +43,7 @@ class Journeys:
         """The way of one client of a task."""
         assert self.network is not None  # noqa: S101 - asked by the caller
         e, site = self._site.experiment, self._site
-        settings = ill.apply_local(e.faults, number, node, e.local)
+        settings = ill.apply_local(e.faults, number, node, task.local or e.local)
         steps = task.iterations or settings.steps(site.samples(node))
         messages = 1 if task.exchange is None else steps  # who exchanges, sends after each iteration
         down, up = messages * site.layout.size * 4, messages * self.upload_bytes()
@@ -84,5 +84,7 @@ def tell(table: Timetable, made: Mapping[Node, Journey], observer: Observer) -> 
     for part in table.stretches:
         skew = made[part.node].clock_offset if part.node in made else 0.0
         observer.span(part.node, part.name, part.began + skew, part.seconds, clock="virtual")
+    for node in table.accepted:
+        observer.log(times_told(made[node]), node=node)
     observer.span(None, "round.virtual", table.began, table.seconds, clock="virtual")
     observer.log({"time.round_virtual": table.seconds})

@@ -286,3 +286,18 @@ def drawn(choice: Choice, draw: float) -> str:
     names = sorted(name for name, share in choice.items() if share > 0)
     passed = np.cumsum([choice[name] for name in names])
     return names[min(int(np.searchsorted(passed, draw, side="right")), len(names) - 1)]
+
+
+def times_told(journey: Journey) -> dict[str, float]:
+    """What a server reads from the times that stand in a client's message, and those of its own clock around them.
+
+    The offset of the client's clock is NTP's; half of the time under way is the most by which that can be wrong.
+    """
+    asked, came = journey.began, journey.ends
+    began = journey.began + journey.download + journey.clock_offset
+    ended = began + journey.compute
+    offset = ((began - asked) + (ended - came)) / 2
+    error = max(0.0, abs(offset) - (journey.download + journey.upload) / 2)
+    told = {"time.client_virtual": came - asked, "time.compute_virtual": ended - began}
+    # Ticks of 2⁻²⁰ s: what is below a thousandth is rounding.
+    return told if error < 1e-3 else {**told, "time.clock_error": math.copysign(error, offset)}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab import faults as ill
+from fedvitals.lab.actions import Ward
 from fedvitals.lab.checkpoint import Checkpoint
 from fedvitals.lab.engine import Engine, one_thread
 from fedvitals.lab.experiment import Experiment
@@ -113,11 +114,12 @@ def rounds(
             yield result
             return
         federation = Federation(site, doing, watching, server)
+        ward = Ward(experiment, watching, saved=saved is not None)
         for fault in experiment.faults if first == 0 else ():
             watching.truth(fault.truth(experiment.nodes))
         for number in range(first, experiment.rounds):
             with one_thread():  # idle threads of torch in this process would take the workers' cores
-                result.rounds.append(_round(federation, number, result.model))
+                result.rounds.append(_round(federation, ward, number, result.model))
             result.state = server.model
             if saved is not None:
                 saved.save(server, number + 1, result.rounds, doing.name)
@@ -148,10 +150,11 @@ def _check_faults(site: Site) -> None:
                 site.tensors(node, fault.since)  # a client that it would leave without samples is told now
 
 
-def _round(federation: Federation, number: int, model: torch.nn.Module) -> Round:
+def _round(federation: Federation, ward: Ward, number: int, model: torch.nn.Module) -> Round:
     server, site, observer = federation.server, federation.site, federation.observer
     began = time.perf_counter()
     federation.round, federation.losses = number, {}
+    federation.orders = ward.follow(observer.prescribed(number), number, server)
     site.layout.load(model, server.model)
     observer.round_begin(number, model)
     after = federation.experiment.topology.round(federation)

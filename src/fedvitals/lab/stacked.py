@@ -27,6 +27,7 @@ from fedvitals.lab.dense import Dense
 from fedvitals.lab.desk import Examination, examined
 from fedvitals.lab.local import SGD, Adam, Clip
 from fedvitals.lab.site import Site
+from fedvitals.lab.training import stop_if_not_finite
 from fedvitals.lab.work import Node, Task, Update
 from fedvitals.protocols import Stack, WorkerObserver
 
@@ -98,11 +99,13 @@ class Stacked:
         else:
             gradients, losses = self._gradients(crew.weights, x, y)
             torch.cat([g.flatten(1) for g in gradients.values()], 1, out=flat)
+        if crew.stop_at_nonfinite:
+            crew.stop_where_not_finite(losses, step)
         active = crew.before_step(step, flat)
         if crew.proximal is not None:
             flat.addcmul_(crew.states - crew.starts, crew.proximal)
-        if self.site.experiment.local.clip is not None:
-            clip(flat, crew.layers, self.site.experiment.local.clip)
+        if crew.local.clip is not None:
+            clip(flat, crew.layers, crew.local.clip)
         if watcher is not None:
             watcher.stack_step(step, flat, losses)
         crew.optimize(flat, step, active)
@@ -152,7 +155,9 @@ class _Crew:
         self.weights, self.layers = desk.layout.views(self.states), desk.layout.views(self.gradients)
         for row, node in enumerate(self.nodes):
             ill.apply_state(e.faults, self.number, node, desk.layout.views(self.states[row]), e.seed)
-        self.settings = [ill.apply_local(e.faults, self.number, node, e.local) for node in self.nodes]
+        self.local = tasks[0].local or e.local
+        self.stop_at_nonfinite = tasks[0].stop_at_nonfinite
+        self.settings = [ill.apply_local(e.faults, self.number, node, self.local) for node in self.nodes]
         self.x, self.y, self.offsets = desk.data(self.nodes, self.number)
         self.samples = self.offsets.diff()
         iterations = [task.iterations for task in tasks for _ in task.nodes]
@@ -202,7 +207,17 @@ class _Crew:
 
         cuts = self.offsets.tolist()
         labels = [self.y[first:last] for first, last in itertools.pairwise(cuts)]
-        return Stack(self.nodes, self.groups, self.desk.module, self.states, samples, F.cross_entropy, labels)
+        faults = self.desk.site.experiment.faults
+        silent = [node for node in self.nodes if ill.silenced(faults, self.number, node)]
+        return Stack(self.nodes, self.groups, self.desk.module, self.states, samples, F.cross_entropy, labels, silent)
+
+    def stop_where_not_finite(self, losses: Tensor, step: int) -> None:
+        for row in (~losses.isfinite()).nonzero().flatten().tolist():
+            if step < int(self.steps[row]) and self.nodes[row] not in self.failed:
+                try:
+                    stop_if_not_finite(losses[row], step)
+                except FloatingPointError as error:
+                    self.failed[self.nodes[row]] = error
 
     def before_step(self, step: int, gradients: Tensor) -> Tensor | None:
         """Faults that act at a step; gives who takes part in it, or None for all."""

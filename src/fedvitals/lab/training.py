@@ -100,14 +100,19 @@ def clip(gradients: list[Tensor], settings: Clip) -> None:
     torch._foreach_mul_(gradients, [*factors.unbind()])
 
 
+def stop_if_not_finite(loss: Tensor, step: int) -> None:
+    if not bool(loss.isfinite()):
+        raise FloatingPointError(f"The loss of local step {step} is not finite: training was stopped there.")
+
+
 class _Member:
     """One client of a group while it trains."""
 
     def __init__(self, site: Site, task: Task, node: Node, replica: Replica) -> None:
         e = site.experiment
         self.node, self.replica, self.number = node, replica, task.round
-        self.site = site
-        self.settings = ill.apply_local(e.faults, task.round, node, e.local)
+        self.site, self.stop_at_nonfinite = site, task.stop_at_nonfinite
+        self.settings = ill.apply_local(e.faults, task.round, node, task.local or e.local)
         self.x, self.y = site.tensors(node, task.round)
         if replica.fast and self.x.dim() == 4:
             self.x = self.x.contiguous(memory_format=torch.channels_last)
@@ -129,6 +134,8 @@ class _Member:
             ill.apply_step(self.site.experiment.faults, self.number, self.node, step)
             rows = self.order[step]
             self.losses[step] = self.replica.step(self.x[rows], self.y[rows], step, self.spoil)
+            if self.stop_at_nonfinite:
+                stop_if_not_finite(self.losses[step], step)
         except Exception as error:  # noqa: BLE001 - a client that fails is the experiment's result, not its end
             self.error = error
         self.seconds += time.perf_counter() - began

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedvitals.lab.local import Local
 
 Node = str
 
@@ -30,6 +34,8 @@ class Task:
     exchange: Exchange | None = None
     iterations: int | None = None  # instead of the experiment's
     parent: Node = "server"  # who hands out the model and takes the updates
+    local: Local | None = None  # settings instead of the experiment's: a correction
+    stop_at_nonfinite: bool = False  # whether a loss that is not finite ends a client's training: a correction
 
 
 @dataclass(slots=True)

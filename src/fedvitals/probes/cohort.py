@@ -134,6 +134,8 @@ class Cohort:
         results.take(update.metrics)
         if update.alignment is not None:
             results.matrices.append(("update.alignment", update.alignment, None))
+        if update.peers is not None:
+            results.matrices.append(("update.peers", update.peers, None))
         if update.sketch is not None and not kit.preset.brief:
             results.sketch = update.sketch
         return (update.node, self._groups.get(update.node)), results

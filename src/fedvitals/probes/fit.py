@@ -22,6 +22,7 @@ from fedvitals.probes.view import View, undisturbed
 
 # Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
 MOST, FEWEST = 64, 8
+CONFIDENT = 0.7
 
 
 class Fit:
@@ -51,7 +52,10 @@ class Fit:
         if is_classifier(output, y):
             labels, guesses = y.tolist(), output.argmax(1).tolist()
             found["fit.accuracy_before"] = accuracy(labels, guesses)
-            found["fit.confusion"] = confusion(labels, guesses)
+            found["fit.confusion"], pair = confusion(labels, guesses)
+            if pair is not None:
+                found["fit.confused_label"], found["fit.confused_guess"] = pair
+            found["fit.confident_wrong"] = float(confidently_wrong(output, y).double().mean())
         return found, (x, y)
 
     def after(self, view: View, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
@@ -109,15 +113,28 @@ def accuracy(labels: list[int], guesses: list[int]) -> float:
     return sum(a == b for a, b in zip(labels, guesses, strict=True)) / len(labels)
 
 
-def confusion(labels: list[int], guesses: list[int]) -> float:
-    """How far errors gather in one pair of classes: max over a≠b of max(C_ab − 1, 0) / (n_a + 2)."""
+def confusion(labels: list[int], guesses: list[int]) -> tuple[float, tuple[int, int] | None]:
+    """How far errors gather in one pair of classes, and (label, guess) of that pair; None where nothing gathers.
+
+    max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of pairs that are equal in this, the first.
+    """
     counts: dict[tuple[int, int], int] = {}
     sizes: dict[int, int] = {}
     for label, other in zip(labels, guesses, strict=True):
         sizes[label] = sizes.get(label, 0) + 1
         if label != other:
             counts[label, other] = counts.get((label, other), 0) + 1
-    return max((max(n - 1, 0) / (sizes[a] + 2) for (a, _), n in counts.items()), default=0.0)
+    shares = {pair: (n - 1) / (sizes[pair[0]] + 2) for pair, n in counts.items() if n > 1}
+    if not shares:
+        return 0.0, None
+    share, label, other = min((-share, *pair) for pair, share in shares.items())
+    return -share, (label, other)
+
+
+def confidently_wrong(output: Tensor, y: Tensor) -> Tensor:
+    """For each sample, whether the model gives another class than its label more than CONFIDENT."""
+    chances, guesses = output.float().softmax(-1).max(-1)
+    return (chances > CONFIDENT) & (guesses != y)
 
 
 def label_entropy(histogram: Mapping[int, int]) -> float:

@@ -6,7 +6,7 @@
 | samples, timing, memory, fit | client-round | client-round | client-round, 64 samples |
 | gradients | norm, as the scope closes | each step, stored merged | each step, stored each step; histogram |
 | weights | global model, each round | and each client-round | and their difference at each step |
-| updates | norm, cosine to the others | and per layer, own past, sketch | the same |
+| updates | norm, cosine to the others | and per layer, own past, peers, sketch | the same |
 | gradient scale | no | 16 samples, within 7 % of the training time | each client-round |
 | activations | no | no | within 2 % of the training time |
 | nonlinearity, gradient over the whole set | no | no | every fifth round |

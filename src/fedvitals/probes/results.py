@@ -17,7 +17,7 @@ class Results:
     """Metrics (name, value, step), matrices (family, values, step), remarks (name, message, data).
 
     `clients`: over how many it is a sum; None if it is none.
-    `tables` names, for «parameter», «buffer» and «module», the layer table that rows of matrices belong to.
+    `tables` names, for «parameter», «buffer», «module» and «model», the layer table that rows of matrices belong to.
     """
 
     metrics: list[tuple[str, float, int | None]] = field(default_factory=list)

@@ -374,8 +374,13 @@ def _check_shape(name: str, array: Array) -> None:
 
 
 def tables_of(kit: Instruments, view: View) -> dict[str, LayerTable]:
-    """The layer tables of a model: parameters, buffers, and the modules whose output is watched, if any is."""
-    tables = {"parameter": kit.table("parameter", view.named_parameters)}
+    """The layer tables of a model: parameters, all of them as one, buffers, and the modules whose output is watched."""
+    weights, dtype = sum(p.numel() for p in view.parameters), view.parameters[0].dtype if view.parameters else None
+    whole = torch.empty(weights, dtype=dtype, device="meta")
+    tables = {
+        "parameter": kit.table("parameter", view.named_parameters),
+        "model": kit.table("model", [("model", whole)]),
+    }
     buffers = view.named_buffers
     if buffers:
         tables["buffer"] = kit.table("buffer", buffers)

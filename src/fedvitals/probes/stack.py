@@ -8,6 +8,7 @@ allowances and the waiting for a device are those of the whole stack. Timings ar
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvitals.catalog import CATALOG
 from fedvitals.kernels import sums
 from fedvitals.probes.fit import label_entropy, labels_of
 from fedvitals.probes.full_gradient import full_gradient
@@ -152,7 +154,8 @@ class StackSession:
 
     def _put_all(self, found: Mapping[str, Array], step: int | None = None) -> None:
         for name, values in found.items():
-            self._put(name, values.tolist(), step)
+            absent = name in CATALOG and CATALOG[name].rare  # NaN says that this client has none
+            self._put(name, [None if absent and math.isnan(value) else value for value in values.tolist()], step)
 
     def _put_matrices(self, family: str, matrices: Array, step: int | None = None) -> None:
         for results, matrix in zip(self._results, matrices, strict=True):

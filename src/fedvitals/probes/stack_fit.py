@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedvitals.probes.fit import Fit, confusion, is_classifier, per_sample
+from fedvitals.probes.fit import Fit, confidently_wrong, confusion, is_classifier, per_sample
 from fedvitals.probes.stack_model import StackModel
 from fedvitals.probes.view import undisturbed
 from fedvitals.protocols import Stack
@@ -40,7 +40,9 @@ class StackFit(Fit):
         if guesses is not None:
             labels = y.cpu().numpy()
             found["fit.accuracy_before"] = (labels == guesses).mean(axis=1)
-            found["fit.confusion"] = confusions(labels, guesses, output.shape[2])
+            found["fit.confusion"], pairs = confusions(labels, guesses, output.shape[2])
+            found["fit.confused_label"], found["fit.confused_guess"] = pairs.T
+            found["fit.confident_wrong"] = confidently_wrong(output, y).double().mean(1).cpu().numpy()
         return found, (x, y)
 
     def trained(self, stack: Stack, model: StackModel, batch: Batch) -> dict[str, Array]:
@@ -53,18 +55,24 @@ class StackFit(Fit):
         return found
 
 
-def confusions(labels: Whole, guesses: Whole, classes: int) -> Array:
-    """`fit.confusion` of each client, from [clients, samples]: all at once, where a table of all pairs is small."""
+def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Array]:
+    """`fit.confusion` of each client, from [clients, samples], and its pair, [clients, 2]: NaN where nothing gathers.
+
+    All clients at once, where a table of all pairs is small.
+    """
     clients = len(labels)
     if clients * classes**2 > _MOST_PAIRS or labels.min() < 0 or labels.max() >= classes:
-        pairs = zip(labels.tolist(), guesses.tolist(), strict=True)
-        return np.array([confusion(*pair) for pair in pairs])
+        both = [confusion(*own) for own in zip(labels.tolist(), guesses.tolist(), strict=True)]
+        pairs = [(math.nan, math.nan) if pair is None else pair for _, pair in both]
+        return np.array([share for share, _ in both]), np.array(pairs, float)
     place = (np.arange(clients)[:, None] * classes + labels) * classes + guesses
     counts = np.bincount(place.ravel(), minlength=clients * classes**2).reshape(clients, classes, classes)
     sizes = counts.sum(axis=2, keepdims=True)
     counts[:, np.arange(classes), np.arange(classes)] = 0  # what was guessed right
-    found: Array = (np.maximum(counts - 1, 0) / (sizes + 2)).max(axis=(1, 2))
-    return found
+    shares = (np.maximum(counts - 1, 0) / (sizes + 2)).reshape(clients, -1)
+    best = shares.argmax(axis=1)
+    found = shares[np.arange(clients), best]
+    return found, np.where(found[:, None] > 0, np.stack(np.divmod(best, classes), axis=1), np.nan)
 
 
 def _predict(stack: Stack, model: StackModel, x: Tensor, y: Tensor) -> tuple[Tensor, Array]:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from fedvitals.kernels import sums
+from fedvitals.probes.peers import Layout, Models, Peers, as_rows, from_sketches, layout_of
 from fedvitals.probes.sketch import Sketcher
 from fedvitals.probes.view import flatten
-from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, SUM, SUM_SQUARES, Array
+from fedvitals.records import LayerTable
+from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, SUM, SUM_SQUARES, Array
 
 # Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
 _CANCELLED = 1e-3
@@ -40,6 +42,7 @@ class Update:
     vector: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     alignment: Array | None = None  # [layers × ALIGNMENT_COLUMNS]
+    peers: Array | None = None  # [1 × PEER_COLUMNS]
 
     @property
     def finite(self) -> bool:
@@ -77,6 +80,8 @@ class Updates:
         self._memory = memory
         self._held = 0
         self._sketcher = Sketcher()
+        self._models = Models(memory // 4)
+        self._layouts: dict[str, tuple[tuple[int, ...], Layout]] = {}  # by the digest of their table
         self._round: dict[str, Update] = {}
         self._previous: dict[str, Update] = {}
         self._lock = threading.Lock()
@@ -103,6 +108,18 @@ class Updates:
             self._round[node] = update
         return update
 
+    def begin_round(self, number: int, parameters: Sequence[Tensor]) -> None:
+        """The global model that the clients of a round begin with."""
+        if not self._brief:
+            self._models.add(number, parameters)
+
+    def know(self, tables: Iterable[LayerTable]) -> None:
+        """Shapes of layers: an update itself is a row of numbers."""
+        for table in tables:
+            if table.rows == "parameter" and table.digest not in self._layouts:
+                sizes = tuple(math.prod(layer.shape) for layer in table.layers)
+                self._layouts[table.digest] = sizes, layout_of(table)
+
     def close_round(self) -> list[Update]:
         """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
         with self._lock:
@@ -110,6 +127,8 @@ class Updates:
         cohorts: dict[tuple[int, ...], list[Update]] = defaultdict(list)
         for update in closing.values():
             _share(update)
+            if not self._brief:
+                update.peers = np.full((1, len(PEER_COLUMNS)), np.nan)
             if update.finite:
                 cohorts[tuple(update.sizes)].append(update)  # only updates of equal models can be compared
         for cohort in cohorts.values():
@@ -130,15 +149,22 @@ class Updates:
         together = max(1, _TOGETHER // max(1, vectors[0].numel() * vectors[0].element_size()))
         total = _sum(vectors)
         total_squares = _dots(total[None], total, cohort[0].sizes)
+        whole = as_rows(vectors)
         for first in range(0, len(cohort), together):
-            part = cohort[first : first + together]
-            stacked = torch.stack(vectors[first : first + together])
+            last = first + together
+            part = cohort[first:last]
+            stacked = torch.stack(vectors[first:last]) if whole is None else whole[first:last]
             if not self._brief:
                 for update, sketch in zip(part, self._sketcher(stacked), strict=True):
                     update.sketch = sketch
             if len(cohort) > 1:
                 self._align_to_others(part, stacked, total, total_squares, vectors)
             self._align_to_previous(part, stacked)
+        if not self._brief:
+            sizes = tuple(cohort[0].sizes)
+            layout = next((own for known, own in reversed(self._layouts.values()) if known == sizes), Layout())
+            peers = Peers(vectors, _sums(cohort), layout, self._models)
+            _set_peers(cohort, peers.rows(_sketches(cohort)))
 
     def _align_to_others(
         self, part: list[Update], stacked: Tensor, total: Tensor, total_squares: Array, vectors: list[Tensor]
@@ -182,6 +208,8 @@ class Updates:
             previous = self._previous.get(update.node)
             if previous is not None and previous.sketch is not None and previous.finite:
                 _put(update.metrics, "update.cosine_previous", _cosine_of(sketch, previous.sketch))
+        if not self._brief:
+            _set_peers(cohort, from_sketches(_sums(cohort), _sketches(cohort)))
 
     def _keep(self, closing: dict[str, Update]) -> None:
         if self._brief:
@@ -194,6 +222,20 @@ class Updates:
     def _release(self, old: Update | None) -> None:
         if old is not None and old.vector is not None:
             self._held -= old.vector.numel() * old.vector.element_size()
+
+
+def _sums(cohort: list[Update]) -> Array:
+    """[clients, layers, 9]."""
+    return np.stack([update.rows for update in cohort if update.rows is not None])
+
+
+def _sketches(cohort: list[Update]) -> Array:
+    return torch.stack([u.sketch for u in cohort if u.sketch is not None]).cpu().numpy()
+
+
+def _set_peers(cohort: list[Update], rows: Array) -> None:
+    for update, row in zip(cohort, rows, strict=True):
+        update.peers = row[None]
 
 
 def _sum(vectors: list[Tensor]) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health card of a run: its vital signs over the rounds, and who stands out. A reading, not a verdict."""
+"""The health card of a run: what was found, its vital signs over the rounds, and who stands out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from fedvitals.catalog import CATALOG, LEVELS
-from fedvitals.diagnosis.live import Findings
+from fedvitals.diagnosis.cases import Case, cases
 from fedvitals.diagnosis.standout import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run
@@ -44,7 +44,7 @@ class Card:
     run: Run
     summary: queries.RunSummary
     signs: Sequence[Sign]
-    findings: Sequence[Finding]  # worst first
+    cases: Sequence[Case]  # what the detectors found, each trouble once, worst first
     detectors: int  # that looked at the run
     clients: Sequence[StandOut]
     layers: Sequence[StandOut]
@@ -71,8 +71,8 @@ def health_card(reader: Reader, run: str) -> Card:
         run=described,
         summary=summary,
         signs=signs,
-        findings=Findings(queries.records(reader, run, Finding), installed=0),
-        detectors=int(_setting(described, "detectors", 0)),
+        cases=cases(queries.records(reader, run, Finding), queries.attendance(reader, run)),
+        detectors=detectors_of(described),
         clients=clients_that_stand_out(history),
         layers=layers_that_stand_out(history),
         newest=newest,
@@ -83,6 +83,11 @@ def health_card(reader: Reader, run: str) -> Card:
         cohort=_setting(described, "cohort", None),
         tracebacks=_setting(described, "tracebacks", None),
     )
+
+
+def detectors_of(run: Run) -> int:
+    """How many detectors looked at a run while it trained."""
+    return int(_setting(run, "detectors", 0))
 
 
 def vital_sign(history: History, name: str) -> Sign:

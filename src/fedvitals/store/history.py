@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
@@ -13,7 +16,17 @@ from fedvitals.records import Event
 from fedvitals.stats import FAMILIES, Array, statistics_of
 from fedvitals.store import rows
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import Part, coordinates_of, numbers_of, over_rounds, statistic_of
+from fedvitals.store.packing import (
+    Numbers,
+    Part,
+    coordinates_of,
+    entries_of,
+    numbers_of,
+    over_nodes,
+    over_rounds,
+    slice_of,
+    statistic_of,
+)
 from fedvitals.store.symbols import Names, natural
 
 
@@ -40,6 +53,8 @@ class SqlHistory:
         self._names = Names(database)
         self._run = run
         self._number: int | None = None
+        self._tables: dict[int, tuple[str, ...]] = {}
+        self._chunks: dict[str, tuple[int, Numbers]] = {}  # the compacted block that was read last, by family
 
     def _ask(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """Rows of a statement whose first value is this run; none as long as the store does not know the run."""
@@ -107,6 +122,53 @@ class SqlHistory:
             columns = numbers_of(family, numbers, count)[position if stored < 0 else 0]
             parts.append((*coordinates_of(coordinates, count), statistic_of(family, statistic, columns)))
         return over_rounds(parts, self._names.texts)
+
+    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+        for statistic in statistics:
+            check_statistic(family, statistic)
+        slices = [
+            slice_of(self._layers_of(table), round, entries_of(coordinates, details, count), numbers)
+            for table, count, coordinates, details, numbers in self._blocks(family, round)
+        ]
+        return over_nodes(family, statistics, self.layers(family), slices, self._names.texts)
+
+    def _blocks(self, family: str, round_: int) -> Iterator[tuple[int, int, bytes, bytes, Numbers]]:
+        """The blocks that may hold something of a round, in order of arrival: table, entries, where, numbers."""
+        known, kept = self._chunks.get(family, (-1, None))
+        found = self._ask(
+            "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, b.details, m.numbers FROM ("
+            "SELECT * FROM layer_block WHERE run = ? AND family = (SELECT id FROM symbol WHERE text = ?) "
+            "AND (first_round IS NULL OR (first_round <= ? AND last_round >= ?))"
+            ") AS b LEFT JOIN layer_matrix AS m ON m.block = b.arrival AND b.arrival <> ?",
+            family,
+            round_,
+            round_,
+            known,
+        )
+        ordered = sorted(found, key=lambda row: (row[0], row[1] or 0))
+        for arrival, same in itertools.groupby(ordered, key=lambda row: row[0]):
+            parts = list(same)
+            _, layer, table, count, coordinates, details, blob = parts[0]
+            if kept is not None and arrival == known:
+                yield table, count, coordinates, details, kept
+            elif blob is not None:
+                numbers = np.concatenate([numbers_of(family, row[6], count) for row in parts])
+                if layer >= 0:  # compacted: many rounds, of which the next is asked for soon, and it does not change
+                    self._chunks[family] = arrival, numbers
+                yield table, count, coordinates, details, numbers
+
+    def _layers_of(self, table: int) -> tuple[str, ...]:
+        """The names in a layer table, which never change; none as long as it has not come."""
+        if table not in self._tables:
+            found = self._database.rows(
+                "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? "
+                "ORDER BY l.position",
+                (table,),
+            )
+            if not found:
+                return ()
+            self._tables[table] = tuple(row[0] for row in found)
+        return self._tables[table]
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         conditions, values = "", list[Any]()

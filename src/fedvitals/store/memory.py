@@ -14,12 +14,22 @@ from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run
 from fedvitals.stats import Array
 from fedvitals.store.delivered import Intervals, fresh
 from fedvitals.store.history import check_statistic
-from fedvitals.store.packing import Entries, Numbers, Part, block_of, over_rounds, statistic_of
+from fedvitals.store.packing import (
+    Entries,
+    Numbers,
+    Part,
+    block_of,
+    over_nodes,
+    over_rounds,
+    slice_of,
+    statistic_of,
+)
 from fedvitals.store.rows import as_stored, check, to_json
 from fedvitals.store.symbols import natural
 
 R = TypeVar("R")
 Newest = dict[Node | None, tuple[float, float]]  # node → (at, value)
+Block = tuple[str, Entries, Numbers]  # layer table, and what it holds of one round
 
 
 @dataclass(slots=True)
@@ -30,7 +40,8 @@ class _Memory:
     nodes: set[Node] = field(default_factory=set)
     metrics: dict[str, dict[int, Newest]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    blocks: dict[str, list[tuple[str, Entries, Numbers]]] = field(default_factory=dict)
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
+    of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same, by family and round
     truth: list[Truth] = field(default_factory=list)
     records: dict[type, list[Any]] = field(default_factory=dict)
 
@@ -66,9 +77,12 @@ class MemoryStore:
                 if isinstance(record, LayerStats):
                     key = (record.where.run, record.family, record.table, len(record.matrix), record.where.round)
                     statistics.setdefault(key, []).append(record)
-            for (run, family, table, *_), same in statistics.items():
+            for (run, family, table, _, number), same in statistics.items():
                 # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.
-                self.memory(run).blocks.setdefault(family, []).append((table, *block_of(same, self._number)))
+                block, memory = (table, *block_of(same, self._number)), self.memory(run)
+                memory.blocks.setdefault(family, []).append(block)
+                if number is not None:
+                    memory.of_round.setdefault((family, number), []).append(block)
             if self._window is not None:
                 for memory in self._memories.values():
                     self._forget_old(memory, self._window)
@@ -86,6 +100,7 @@ class MemoryStore:
         memory.events = [event for event in memory.events if event.where.round is None or event.where.round >= oldest]
         for family, blocks in memory.blocks.items():
             memory.blocks[family] = [block for block in blocks if block[1].rounds.max() >= oldest]
+        memory.of_round = {place: blocks for place, blocks in memory.of_round.items() if place[1] >= oldest}
 
     def _write_run(self, run: Run) -> None:
         self.tables.update((table.digest, table) for table in run.tables)
@@ -197,6 +212,18 @@ class MemoryHistory:
                         values = statistic_of(family, statistic, numbers[i])
                         parts.append((entries.rounds, entries.at, entries.nodes, values))
             return over_rounds(parts, self._store.texts)
+
+    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+        for statistic in statistics:
+            check_statistic(family, statistic)
+        with self._store.lock:
+            tables = self._store.tables
+            slices = [
+                slice_of(tables[digest].names, round, entries, numbers)
+                for digest, entries, numbers in self._store.memory(self._run).of_round.get((family, round), ())
+                if digest in tables
+            ]
+            return over_nodes(family, statistics, self.layers(family), slices, self._store.texts)
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         with self._store.lock:

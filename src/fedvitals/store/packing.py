@@ -6,7 +6,7 @@ Entries come last so that one statistic of one layer lies in one piece, over all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,3 +175,68 @@ def over_rounds(
     table = np.full((len(distinct), len(labels)), np.nan)
     table[row, place[column]] = values  # an index that comes twice keeps its last value
     return distinct, [labels[i] for i in order], table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """What a block holds of one round: layers by name, and of each entry its time, node and numbers."""
+
+    layers: tuple[str, ...]
+    at: Array
+    nodes: npt.NDArray[np.int32]
+    numbers: Numbers
+
+
+def slice_of(layers: tuple[str, ...], round_: int, entries: Entries, numbers: Numbers) -> Slice:
+    """The entries of a round that are about a node and its whole round, not about one step of it."""
+    wanted = np.flatnonzero((entries.rounds == round_) & (entries.nodes != 0) & (entries.steps == NONE))
+    chosen: Any = wanted
+    if len(wanted) and wanted[-1] - wanted[0] + 1 == len(wanted):  # neighbours, as a rule: no copy is needed
+        chosen = slice(wanted[0], wanted[-1] + 1)
+    return Slice(layers, entries.at[chosen], entries.nodes[chosen], numbers[..., chosen])
+
+
+def over_nodes(
+    family: str,
+    statistics: Sequence[str],
+    layers: tuple[str, ...],
+    slices: Sequence[Slice],
+    names: Callable[[Iterable[int]], list[str]],
+) -> tuple[list[str], Array]:
+    """One round as [nodes × layers × statistics], from slices in order of arrival; NaN where a layer is missing."""
+    slices = [part for part in slices if len(part.at) and part.layers]  # a table that has not come has no layers yet
+    if not slices:
+        return [], np.empty((0, len(layers), len(statistics)))
+    at, nodes = (np.concatenate([getattr(part, name) for part in slices]) for name in ("at", "nodes"))
+    values = np.full((len(at), len(layers), len(statistics)), np.nan)
+    first = 0
+    for same, numbers in _alike(slices):
+        last = first + numbers.shape[2]
+        places = {name: i for i, name in enumerate(same) if i < len(numbers)}
+        known = [i for i, name in enumerate(layers) if name in places]
+        rows = matrices(family, numbers[[places[layers[i]] for i in known]])
+        with np.errstate(all="ignore"):
+            for column, statistic in enumerate(statistics):
+                values[first:last, known, column] = derive(family, rows, statistic)
+        first = last
+    symbols = sorted(set(nodes.tolist()))
+    labels = dict(zip(symbols, names(symbols), strict=True))
+    symbols.sort(key=lambda symbol: natural(labels[symbol]))
+    place = {symbol: i for i, symbol in enumerate(symbols)}
+    order = np.argsort(at, kind="stable")
+    found = np.full((len(symbols), *values.shape[1:]), np.nan)
+    found[[place[symbol] for symbol in nodes[order].tolist()]] = values[order]  # a node that comes twice: its newest
+    return [labels[symbol] for symbol in symbols], found
+
+
+def _alike(slices: Sequence[Slice]) -> Iterator[tuple[tuple[str, ...], Numbers]]:
+    """Neighbours of equal layers as one: a batch may hold a single client, and calls cost more than its numbers."""
+    first = 0
+    while first < len(slices):
+        last = first + 1
+        kind = slices[first].layers, len(slices[first].numbers)
+        while last < len(slices) and (slices[last].layers, len(slices[last].numbers)) == kind:
+            last += 1
+        parts = [part.numbers for part in slices[first:last]]
+        yield kind[0], parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+        first = last

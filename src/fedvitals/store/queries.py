@@ -14,7 +14,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, LayerTable, Run, Truth
+from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth
 from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
@@ -49,7 +49,7 @@ class RunSummary:
     accuracy: float | None  # of the global model where it was measured, else the clients' mean
     loss: float | None
     events: Mapping[str, int]  # by level
-    findings: int
+    findings: int  # troubles, each counted once
     lost: int
 
 
@@ -92,7 +92,12 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     )
     levels = ask("SELECT s.text, COUNT(*) FROM event AS e JOIN symbol AS s ON s.id = e.level WHERE e.run = ? "
                  "GROUP BY s.text", (run,))  # fmt: skip
-    ((findings,),) = ask("SELECT COUNT(*) FROM finding WHERE run = ?", (run,))
+    # A trouble is found again in every round in which it is there: counted once, as `diagnosis.cases` tells them apart.
+    ((findings,),) = ask(
+        'SELECT COUNT(*) FROM (SELECT DISTINCT issue, node, layer, CASE WHEN node IS NULL THEN "group" END '
+        "FROM finding WHERE run = ?) AS troubles",
+        (run,),
+    )
     ((lost,),) = ask(
         "SELECT MAX(value) FROM metric WHERE run = ? AND name = (SELECT id FROM symbol WHERE text = 'monitor.lost')",
         (run,),
@@ -290,6 +295,25 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
         return _layer_stats(reader, run)  # type: ignore[return-value]
     found = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
     return [rows.from_row(kind, row) for row in found]
+
+
+def attendance(reader: Reader, run: str) -> dict[Node | None, list[int]]:
+    """The rounds in which each node trained or sent an update, ascending; None: all rounds of the run."""
+    found = reader.database.rows(
+        "SELECT DISTINCT s.text, m.round FROM metric AS m JOIN symbol AS s ON s.id = m.node WHERE m.run = ? "
+        "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round IS NOT NULL "
+        "AND m.layer IS NULL ORDER BY m.round",
+        (_number(reader, run),),
+    )
+    rounds: dict[Node | None, list[int]] = {None: reader.history(run).rounds()}
+    for node, number in found:
+        rounds.setdefault(node, []).append(number)
+    return rounds
+
+
+def actions_of(reader: Reader, run: str) -> list[Action]:
+    """What was suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
+    return list(records(reader, find_run(reader, run), Action))
 
 
 def truth_of(reader: Reader, run: str) -> list[Truth]:

@@ -25,6 +25,8 @@ class Outlet:
     ) -> None:
         self._policy, self._source = policy, source
         self._sequence = itertools.count()
+        # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
+        self._ignored: list[tuple[type, ...]] = [getattr(sink, "ignores", ()) for sink in sinks]
         self._queues = [
             Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(sinks)
         ]
@@ -37,16 +39,18 @@ class Outlet:
         passed = released(record, self._policy, clients=clients, stray=stray, held=True)
         if passed is None:
             return
-        passed = stamped(passed, self._source, next(self._sequence))
-        for queue in self._queues:
-            queue.put(passed)
+        self._put(stamped(passed, self._source, next(self._sequence)))
 
     def admit(self, record: Record) -> None:
         """A record of another process: held against the level once more, queued with the identity that it has."""
         passed = released(record, self._policy, held=True)
         if passed is not None:
-            for queue in self._queues:
-                queue.put(passed)
+            self._put(passed)
+
+    def _put(self, record: Record) -> None:
+        for queue, ignored in zip(self._queues, self._ignored, strict=True):
+            if not isinstance(record, ignored):
+                queue.put(record)
 
     @property
     def lost(self) -> int:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A case on the terminal: one line in a list, or a card with the numbers, the causes and what to do; or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedvitals.diagnosis.cases import Case
+    from fedvitals.records import Action
+
+COLOURS = {"critical": "bold red", "warning": "yellow", "note": "dim"}
+TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
+
+
+def print_list(console: Any, cases: Sequence[Case], most: int | None = None) -> None:
+    """One line a case, and its message."""
+    from fedvitals.cli.screen import shown
+
+    for case in cases[:most]:
+        words = f"{shown(case.place)}: {case.issue}, {case.confidence:.0%} sure, {case.course}"
+        console.print(f"{_coloured(case.severity)}  {words}", soft_wrap=True)
+        console.print(f"          {shown(case.newest.message)}", soft_wrap=True)
+    if most is not None and len(cases) > most:
+        console.print(f"[dim]          and {len(cases) - most} more[/dim]")
+
+
+def print_card(console: Any, case: Case, actions: Iterable[Action] = ()) -> None:
+    """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
+    from fedvitals.cli.screen import shown
+
+    known = case.known
+    console.print(f"{_coloured(case.severity)}  [bold]{case.issue}[/bold]: {shown(known.title)}", soft_wrap=True)
+    for title, text in (
+        ("what", case.newest.message),
+        ("where", case.place),
+        ("when", case.course),
+        ("how sure", _how_sure(case)),
+    ):
+        console.print(f"  {title:9} {shown(text)}", soft_wrap=True)
+    numbers = _numbers(case)
+    if numbers is not None:
+        console.print("  rests on")
+        console.print(numbers)
+    for name, value in case.newest.evidence.items():
+        if name not in TOLD_APART:
+            console.print(f"  {shown(name.replace('_', ' ')):9} {shown(_text(value))}", soft_wrap=True)
+    for suspect in case.newest.suspects:
+        console.print(
+            f"  suspect   {shown(suspect.node)} ({suspect.score:.3g}) {shown(suspect.reason)}", soft_wrap=True
+        )
+    _enumerate(console, "likely causes", known.causes)
+    _enumerate(console, "what to do", known.remedies)
+    if known.refutation:
+        console.print(f"  proved wrong by: {shown(known.refutation)}", soft_wrap=True)
+    for action in actions:
+        told = f"{action.status}: {action.kind} {action.target or ''} (round {action.where.round})"
+        console.print(f"  action    {shown(told)}", soft_wrap=True)
+    console.print()
+
+
+def _coloured(severity: str) -> str:
+    colour = COLOURS.get(severity)
+    return f"[{colour}]{severity:8}[/{colour}]" if colour else f"{severity:8}"
+
+
+def _how_sure(case: Case) -> str:
+    from fedvitals.cli.screen import sparkline
+
+    course = f"  {sparkline(case.confidences)}  first {case.confidences[0]:.0%}" if len(case.confidences) > 1 else ""
+    exact = ", an exact test" if case.known.exact else ""
+    return f"{case.confidence:.0%}{exact}{course}"
+
+
+def _numbers(case: Case) -> Any:
+    from rich.padding import Padding
+    from rich.table import Table
+
+    from fedvitals.cli.screen import number, shown
+
+    told = case.newest.evidence.get("numbers") or ()
+    if not told:
+        return None
+    table = Table(box=None, pad_edge=False)
+    table.add_column("number")
+    for title in ("value", "usual"):
+        table.add_column(title, justify="right")
+    table.add_column("of")
+    table.add_column("standard deviations", justify="right")
+    for one in told:
+        value, usual, score = (_number(one.get(name)) for name in ("value", "usual", "score"))
+        of = "" if usual is None else str(one.get("of", ""))
+        away = "" if score is None else number(score)
+        table.add_row(shown(str(one.get("name"))), number(value), "" if usual is None else number(usual), of, away)
+    return Padding(table, (0, 0, 0, 4))
+
+
+def _number(value: Any) -> float | None:
+    """What JSON may have made of a number: NaN and infinity are words there."""
+    return None if value is None else float(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(_text(item) for item in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
+    from fedvitals.cli.screen import shown
+
+    if sentences:
+        console.print(f"  {title}")
+        for place, sentence in enumerate(sentences, 1):
+            console.print(f"    {place}. {shown(sentence)}", soft_wrap=True)
+
+
+def as_json(case: Case, actions: Iterable[Action] = ()) -> dict[str, Any]:
+    """The case, with what the table of issues says of it."""
+    known, newest = case.known, case.newest
+    return {
+        "issue": case.issue,
+        "title": known.title,
+        "family": known.family,
+        "severity": case.severity,
+        "confidence": case.confidence,
+        "node": case.node,
+        "group": newest.where.group,
+        "layer": case.layer,
+        "step": newest.where.step,
+        "since": case.since,
+        "first": case.first,
+        "last": case.last,
+        "rounds": case.rounds,
+        "confidences": case.confidences,
+        "still_there": case.still_there,
+        "returned": case.returned,
+        "message": newest.message,
+        "evidence": newest.evidence,
+        "suspects": newest.suspects,
+        "symptom": known.symptom,
+        "causes": known.causes,
+        "remedies": known.remedies,
+        "refutation": known.refutation,
+        "reference": known.reference,
+        "exact": known.exact,
+        "actions": list(actions),
+    }

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals check RUN`: all detectors once more, on what the store has, and what differs from what they said live."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+
+if TYPE_CHECKING:
+    from fedvitals.diagnosis.cases import Case
+    from fedvitals.diagnosis.compare import Difference
+    from fedvitals.records import Finding
+
+ROWS = 20  # of each list
+
+
+@click.command(epilog="Exit code: 1 if there is a case of severity warning or critical, 0 if not, 2 for wrong use.")
+@click.argument("run")
+@store_option
+@json_option
+def command(run: str, store: str | None, as_json: bool) -> int:
+    """Examine a stored run with all detectors of this fedvitals, and compare with the findings that it has.
+
+    Nothing is written. RUN is a run's id, the beginning of one, or a name (its newest run).
+    """
+    from fedvitals.cli import case_cards
+    from fedvitals.diagnosis.cases import cases, is_trouble
+    from fedvitals.diagnosis.compare import compare
+    from fedvitals.diagnosis.examine import DETECTORS, examine
+    from fedvitals.records import Finding
+    from fedvitals.store import open_reader, queries
+
+    failures: list[str] = []
+    with open_reader(store) as reader:
+        chosen = queries.find_run(reader, run)
+        stored = queries.records(reader, chosen, Finding)
+        fresh = examine(reader.history(chosen), failed=lambda error, who: failures.append(f"{who} failed: {error!r}"))
+        attendance = queries.attendance(reader, chosen)
+    found, difference = cases(fresh, attendance), compare(stored, fresh)
+    for failure in dict.fromkeys(failures):
+        click.echo(f"fedvitals: {failure}", err=True)
+    if as_json:
+        told = {
+            "run": chosen,
+            "detectors": len(DETECTORS),
+            "cases": [case_cards.as_json(case) for case in found],
+            "difference": difference,
+            "failed": failures,
+        }
+        print_json("check", told)
+    else:
+        _print(found, difference, len(DETECTORS))
+    return int(any(is_trouble(case) for case in found))
+
+
+def _print(found: list[Case], difference: Difference, detectors: int) -> None:
+    from rich.console import Console
+
+    from fedvitals.cli import case_cards
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold] by {detectors} detectors, looking again\n")
+    case_cards.print_list(console, found, ROWS)
+    if found:
+        console.print()
+    if difference.own:
+        console.print(f"{difference.own} stored findings are by detectors of your own, and were left aside.")
+    if not difference:
+        console.print(f"Nothing differs from the {difference.same} findings in the store.")
+        return
+    console.print(f"The same as stored: {difference.same} findings. What differs:")
+    _list(console, "only now", difference.only_now)
+    _list(console, "only stored", difference.only_stored)
+    _list(console, "in other words or numbers", difference.changed)
+
+
+def _list(console: Any, title: str, findings: tuple[Finding, ...]) -> None:
+    from fedvitals.cli.screen import shown
+
+    if not findings:
+        return
+    console.print(f"  {title}: {len(findings)}")
+    for one in findings[:ROWS]:
+        place = one.where.node or one.where.group or "the whole run"
+        words = f"round {one.where.round}, {place}: {one.issue}, {one.confidence:.0%}: {one.message}"
+        console.print(f"    {shown(words)}", soft_wrap=True)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals findings RUN`: what was found wrong, worst first, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+
+if TYPE_CHECKING:
+    from fedvitals.diagnosis.cases import Case
+    from fedvitals.records import Action
+    from fedvitals.store.reader import Reader
+
+ROWS = 20  # of the list, unless --all
+
+
+@click.command(epilog="Exit code: 1 if there is a case of severity warning or critical, 0 if not, 2 for wrong use.")
+@click.argument("run")
+@click.option("--round", "number", type=int, help="What was there in one round, as it stood then.")
+@click.option("--node", help="Only what concerns one node, in full.")
+@click.option("--all", "everything", is_flag=True, help="Every case in full: numbers, causes, remedies.")
+@store_option
+@json_option
+def command(run: str, number: int | None, node: str | None, everything: bool, store: str | None, as_json: bool) -> int:
+    """List what the detectors found in a run, each trouble once, worst first.
+
+    RUN is a run's id, the beginning of one, or a name (its newest run).
+    """
+    from fedvitals.cli import case_cards
+    from fedvitals.diagnosis.cases import is_trouble
+    from fedvitals.records import Action
+    from fedvitals.report.card import detectors_of
+    from fedvitals.store import open_reader, queries
+
+    with open_reader(store) as reader:
+        chosen = queries.find_run(reader, run)
+        found = _cases(reader, chosen, number, node)
+        actions = queries.records(reader, chosen, Action)
+        described = queries.get_run(reader, chosen)
+        installed = detectors_of(described)
+    if as_json:
+        told = [case_cards.as_json(case, _about(case, actions)) for case in found]
+        print_json("findings", {"run": chosen, "name": described.name, "detectors": installed, "cases": told})
+    else:
+        _print(found, [_about(case, actions) for case in found], installed, chosen, full=everything or node is not None)
+    return int(any(is_trouble(case) for case in found))
+
+
+def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> list[Case]:
+    from fedvitals.diagnosis.cases import cases
+    from fedvitals.errors import ConfigError, unknown
+    from fedvitals.records import Finding
+    from fedvitals.store import queries
+
+    findings, attendance = queries.records(reader, run, Finding), queries.attendance(reader, run)
+    if number is not None:
+        known = attendance[None]
+        if number not in known:
+            there = f"It has rounds {known[0]} to {known[-1]}" if known else "It has none"
+            raise ConfigError(f"The run {run} has no round {number}. {there}.")
+        findings = [f for f in findings if f.where.round is not None and f.where.round <= number]
+        attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
+    found = cases(findings, attendance)
+    if number is not None:
+        found = [case for case in found if case.last == number]
+    if node is not None:
+        history = reader.history(run)
+        if node not in history.nodes():
+            raise ConfigError(unknown("node", node, history.nodes()))
+        found = [case for case in found if _concerns(case, node)]
+    return found
+
+
+def _concerns(case: Case, node: str) -> bool:
+    """Whether the node is ill, or under suspicion; of an edge, cluster or ring, whether it is the group."""
+    return node in (case.node, case.group) or any(suspect.node == node for suspect in case.newest.suspects)
+
+
+def _about(case: Case, actions: Sequence[Action]) -> list[Action]:
+    """What was proposed or done about a case, and what became of it last."""
+    from fedvitals.diagnosis.correct import told
+
+    answers = told(case.newest)
+    newest = {(action.kind, action.target): action for action in actions if action.finding == answers}
+    return list(newest.values())
+
+
+def _print(found: list[Case], actions: list[list[Action]], installed: int, run: str, *, full: bool) -> None:
+    from rich.console import Console
+
+    from fedvitals.cli import case_cards
+
+    console = Console(highlight=False)
+    if not found:
+        judged = f"No findings by {installed} detectors." if installed else "Not judged: no detector was installed."
+        console.print(judged + ("" if installed else f" `fedvitals check {run}` does so now."))
+        return
+    there = sum(case.still_there for case in found)
+    console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold], {there} still there\n")
+    if full:
+        for case, own in zip(found, actions, strict=True):
+            case_cards.print_card(console, case, own)
+        return
+    case_cards.print_list(console, found, ROWS)
+    console.print("\n[dim]Numbers, causes and what to do: --all, or --node NAME[/dim]")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who took part in a round, who was asked in vain, who belongs together: what the rules about single clients share.
+
+A `History` of a stored run also knows the rounds after the one that is examined; nothing in here looks at them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedvitals.protocols import History, Node
+from fedvitals.records import Event
+
+SERVER = "server"
+LOOK_BACK = 30  # rounds in which the past of a client is looked for
+
+
+def rounds_until(history: History, round: int, most: int = LOOK_BACK) -> list[int]:  # noqa: A002 - the domain's word
+    """The newest rounds up to and with this one, ascending."""
+    return [number for number in history.rounds() if number <= round][-most:]
+
+
+def clients_of(history: History, round: int) -> list[Node]:  # noqa: A002
+    """Who trained or sent an update in a round; edges, clusters and the server are none of them."""
+    sent = history.latest("update.norm", round)
+    return [*sent, *(node for node in history.latest("steps", round) if node not in sent)]
+
+
+def groups_of(history: History, round: int) -> Mapping[Node, str]:  # noqa: A002
+    """Each client's edge, cluster or ring, as last told; empty where there are none."""
+    told = [event for event in history.events("groups") if event.where.round is None or event.where.round <= round]
+    members: Mapping[str, Sequence[Node]] = told[-1].data if told else {}
+    return {node: group for group, nodes in members.items() for node in nodes}
+
+
+def events_in(history: History, round: int, *names: str) -> list[Event]:  # noqa: A002
+    """The events of these names in one round."""
+    return [event for event in history.events(None, round) if event.name in names and event.where.round == round]
+
+
+def value_before(history: History, name: str, node: Node | None, round: int) -> tuple[int, float] | None:  # noqa: A002
+    """A node's newest value of a metric before a round, with its round."""
+    for number in reversed(rounds_until(history, round - 1)):
+        if node is None:
+            break
+        found = history.latest(name, number).get(node)
+        if found is not None:
+            return number, found
+    return None
+
+
+def up_to(series: tuple[list[int], list[float]], round: int) -> list[tuple[int, float]]:  # noqa: A002
+    """A metric's values over the rounds, without what came later."""
+    return [(number, value) for number, value in zip(*series, strict=True) if number <= round]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How a client answered when it was asked: the rounds of its calls, and whether each went wrong."""
+
+    rounds: tuple[int, ...]
+    wrong: tuple[bool, ...]
+
+
+def calls(history: History, round: int, names: Iterable[str], most: int = LOOK_BACK) -> dict[Node, Calls]:  # noqa: A002
+    """Every client's calls in the newest rounds; those went wrong that an event of one of these names tells of."""
+    numbers = rounds_until(history, round, most)
+    trouble: dict[int, dict[Node, bool]] = {number: {} for number in numbers}
+    wanted = set(names)
+    for event in history.events(None, numbers[0]) if numbers else ():
+        there = trouble.get(event.where.round if event.where.round is not None else -1)
+        if there is not None and event.where.node is not None and event.name in ASKED:
+            there[event.where.node] = there.get(event.where.node, False) or event.name in wanted
+    found: dict[Node, list[tuple[int, bool]]] = {}
+    for number in numbers:
+        answered = dict.fromkeys(clients_of(history, number), False)
+        for node, bad in (answered | trouble[number]).items():
+            found.setdefault(node, []).append((number, bad))
+    return {node: Calls(*zip(*own, strict=True)) for node, own in found.items()}
+
+
+ASKED = ("client.dropped_out", "update.lost", "update.late", "update.refused", "client.failed")
+"""Events about a client that was asked, and from whom nothing of use came."""
+
+
+def chance_of(wrong: int, asked: int, rate: float) -> float:
+    """The probability that so many or more of these calls go wrong, if each does with this rate."""
+    if wrong <= 0:
+        return 1.0
+    return min(1.0, sum(math.comb(asked, k) * rate**k * (1 - rate) ** (asked - k) for k in range(wrong, asked + 1)))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings as people want them: one case for one trouble, with a history, instead of the same finding every round.
+
+A detector speaks again in every round in which the trouble is there. A case is quiet once its node has taken part in
+more than `QUIET` rounds without another word about it; a word after that does not open a new case: it has returned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fedvitals.diagnosis.issues import ISSUES_BY_CODE, SEVERITIES, Issue
+from fedvitals.protocols import History, Node
+from fedvitals.records import Finding
+
+QUIET = 5  # rounds with the node but without the trouble, after which it counts as gone
+Attendance = Mapping[Node | None, Sequence[int]]
+"""The rounds in which each node took part, ascending; None: all rounds of the run."""
+
+Key = tuple[str, Node | None, str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One trouble: an issue of a node, of a group, of a layer, or of the whole run."""
+
+    issue: str
+    node: Node | None
+    group: str | None
+    layer: str | None
+    severity: str  # the worst that it had
+    confidence: float  # of the newest finding
+    since: int | None  # when it began, as far as could be seen later
+    first: int | None  # the round in which it was found
+    last: int | None  # the round in which it was seen last
+    rounds: tuple[int, ...]  # in which it was seen
+    confidences: tuple[float, ...]  # in these rounds
+    still_there: bool
+    returned: int  # how often it came back after it had been quiet
+    newest: Finding
+
+    @property
+    def known(self) -> Issue:
+        """What the table says of this issue; little, of a user's own."""
+        return ISSUES_BY_CODE.get(self.issue) or Issue(self.issue, self.issue, "user", self.severity)
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words: «client c7, layer 0.weight»."""
+        parts = [self.node, f"in {self.newest.where.group}" if self.node and self.newest.where.group else self.group]
+        parts.append(None if self.layer is None else f"layer {self.layer}")
+        return ", ".join(part for part in parts if part) or "the whole run"
+
+    @property
+    def course(self) -> str:
+        """Since when, until when and how often: «since round 5, seen in 4 rounds, still there»."""
+        if self.first is None:
+            return "in no round"
+        words = [f"since round {self.since}" if self.since is not None else f"round {self.first}"]
+        words.append(f"seen in {len(self.rounds)} round{'s' if len(self.rounds) != 1 else ''}")
+        if self.returned:
+            words.append(f"returned {'once' if self.returned == 1 else f'{self.returned} times'}")
+        words.append("still there" if self.still_there else f"last in round {self.last}")
+        return ", ".join(words)
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.newest.message} ({self.issue}, {self.confidence:.0%}; {self.course})"
+
+
+def attend(attendance: dict[Node | None, list[int]], history: History, number: int) -> None:
+    """Note who took part in one more round: whoever trained or sent an update."""
+    for node in (None, *{**history.latest("steps", number), **history.latest("update.norm", number)}):
+        attendance.setdefault(node, []).append(number)
+
+
+def key_of(finding: Finding) -> Key:
+    """What makes two findings one case. A client keeps its cases when it changes its cluster."""
+    where = finding.where
+    return finding.issue, where.node, where.group if where.node is None else None, where.layer
+
+
+def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> list[Case]:
+    """One case for each trouble, worst first: by severity, then by how sure, then by how early.
+
+    Without `attendance`, every node counts as present in every round up to the newest finding's.
+    """
+    found: dict[Key, list[Finding]] = {}
+    for finding in findings:
+        found.setdefault(key_of(finding), []).append(finding)
+    rounds = [f.where.round for same in found.values() for f in same if f.where.round is not None]
+    present = dict(attendance or {})
+    present.setdefault(None, range(max(rounds, default=-1) + 1))
+    return sorted((_case(key, same, present) for key, same in found.items()), key=_worst_first)
+
+
+def _case(key: Key, findings: Sequence[Finding], present: Attendance) -> Case:
+    by_round: dict[int | None, Finding] = {}
+    for finding in findings:  # of several in one round, the surest
+        before = by_round.get(finding.where.round)
+        if before is None or finding.confidence >= before.confidence:
+            by_round[finding.where.round] = finding
+    rounds = sorted(number for number in by_round if number is not None)
+    newest = by_round[rounds[-1]] if rounds else findings[-1]
+    issue, node, group, layer = key
+    took_part = present.get(node) or present[None]
+    after = len(took_part) - bisect_right(took_part, rounds[-1]) if rounds else 0
+    return Case(
+        issue=issue,
+        node=node,
+        group=group,
+        layer=layer,
+        severity=min((f.severity for f in findings), key=rank),
+        confidence=newest.confidence,
+        since=min((since for f in findings if (since := _since(f)) is not None), default=None),
+        first=rounds[0] if rounds else None,
+        last=rounds[-1] if rounds else None,
+        rounds=tuple(rounds),
+        confidences=tuple(by_round[number].confidence for number in rounds),
+        still_there=after <= QUIET,
+        returned=sum(_between(took_part, one, next_) > QUIET for one, next_ in pairwise(rounds)),
+        newest=newest,
+    )
+
+
+def _between(rounds: Sequence[int], first: int, last: int) -> int:
+    """How many of these rounds lie strictly between two."""
+    return max(0, bisect_left(rounds, last) - bisect_right(rounds, first))
+
+
+def _since(finding: Finding) -> int | None:
+    told = finding.evidence.get("since")
+    return told if isinstance(told, int) else finding.where.round
+
+
+def rank(severity: str) -> int:
+    """0 for the worst; what nobody knows comes last."""
+    return SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
+
+
+def is_trouble(case: Case) -> bool:
+    """Whether a verb that judges has found something: a note is none."""
+    return case.severity in ("critical", "warning")
+
+
+def _worst_first(case: Case) -> tuple[int, float, int]:
+    return rank(case.severity), -case.confidence, case.first if case.first is not None else -1

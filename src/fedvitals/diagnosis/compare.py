@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two examinations of a run said the same: live and later, or before and after a change of the detectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedvitals.diagnosis.issues import ISSUES_BY_CODE
+from fedvitals.records import Finding
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Findings that only one side has, or that both have in other words or numbers (as they are now)."""
+
+    same: int
+    only_stored: tuple[Finding, ...]
+    only_now: tuple[Finding, ...]
+    changed: tuple[Finding, ...]
+    own: int  # stored ones whose issue is not in our table: of a user's detectors, left aside
+
+    def __bool__(self) -> bool:
+        return bool(self.only_stored or self.only_now or self.changed)
+
+
+def compare(stored: Sequence[Finding], now: Iterable[Finding]) -> Difference:
+    """What differs; the time at which something was found and its identity do not count."""
+    known = [finding for finding in stored if finding.issue in ISSUES_BY_CODE]
+    before, after = _by_place(known), _by_place(now)
+    both = [(before[place], after[place]) for place in after if place in before]
+    changed = tuple(later for earlier, later in both if not _alike(earlier, later))
+    return Difference(
+        same=len(both) - len(changed),
+        only_stored=tuple(finding for place, finding in before.items() if place not in after),
+        only_now=tuple(finding for place, finding in after.items() if place not in before),
+        changed=changed,
+        own=len(stored) - len(known),
+    )
+
+
+def _by_place(findings: Iterable[Finding]) -> dict[tuple[Any, ...], Finding]:
+    found: dict[tuple[Any, ...], Finding] = {}
+    for finding in findings:
+        where = finding.where
+        place = (where.round, finding.issue, where.node, where.group, where.layer, where.step)
+        copy = 0
+        while (*place, copy) in found:  # a detector may say several things of one place
+            copy += 1
+        found[*place, copy] = finding
+    return found
+
+
+def _alike(one: Finding, other: Finding) -> bool:
+    same_words = (one.severity, one.message) == (other.severity, other.message)
+    sure = math.isclose(one.confidence, other.confidence, abs_tol=1e-9)
+    return same_words and sure and _stored(_reasons(one)) == _stored(_reasons(other))
+
+
+def _reasons(finding: Finding) -> list[Any]:
+    return [finding.evidence, [(suspect.node, suspect.score, suspect.reason) for suspect in finding.suspects]]
+
+
+def _stored(value: Any) -> Any:
+    """Evidence as a store gives it back: JSON has no tuples, and only words for what is not finite."""
+    if isinstance(value, Mapping):
+        return {str(key): _stored(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stored(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy
+        return _stored(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

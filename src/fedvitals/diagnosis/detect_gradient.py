@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that explode or vanish, units that are dead or stuck, a bad start: told from one run alone.
+
+No limit here is a norm, since that depends on the model. The measure is the *pressure* of a layer, ‖gradient‖·‖weights‖
+against the loss of a blind guess: how many times over the loss would change if the layer changed by its own size. It is
+about 0.1 to 3 when training begins, whatever the width, the depth and the number of classes, and it stays so under
+sums over steps and clients. The limits lie where none of the healthy runs of the fault bank's `tune` half came near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fedvitals.diagnosis.detect_signals import (
+    Profile,
+    Still,
+    clients,
+    loss_curve,
+    middle,
+    profile,
+    quiet_quantile,
+    rows_of,
+    still_units,
+)
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import Detector, History
+from fedvitals.records import Finding
+
+FIRST_ROUNDS = 3  # in which pressure is still that of the first weights
+EXPLODING_START = 8.0  # pressure in the first rounds; healthy runs had up to 3
+EXPLODING_LATER = 30.0  # and this many times ...
+GROWTH = 5.0  # ... the run's own usual one; healthy runs grow to 6 as they become sure of themselves
+FADED = 0.06  # pressure below which nothing is learnt; a deep plain network with default weights has 0.13
+FADED_AFTER_REMARK = 0.5  # the same in the first rounds, where the first weights were seen to be too small
+BROKEN_PROFILE = 5e-4  # of the layer with most pressure
+UNLEARNT = 0.8  # of the blind guess's loss: below, small gradients are what training aims at
+STILL_UNITS = 0.45  # narrow layers of plain networks rest up to 0.4; attention a third of its biases, the keys'
+PASSED_ON = 0.75  # a dead unit gives nothing on, so that its weights in the next layer stand still, too
+JUMP = 8.0  # largest step norm against the client's own usual one
+JUMPED = 0.15  # share of the clients
+PAST = 5  # rounds of one's own past
+INITIALISATION = "initialisation"  # the monitor's remark about the first weights
+
+
+def exploding(history: History, now: int) -> Iterator[Finding]:
+    """Pressure beyond the start of any healthy training, or far beyond its own past, or clients' norms that jump."""
+    found = profile(history, now)
+    if found is not None and np.isfinite(found.elasticity).any():
+        since = _exploded_since(history, now, found)
+        if since is not None:
+            severity = "critical" if _unlearnt(history, now, found.chance) else "warning"
+            yield _exploding(found, now, since, severity)
+            return
+    yield from _jump(history, now)
+
+
+def _exploded_since(history: History, now: int, found: Profile) -> int | None:
+    """The round of the explosion, as long as it lasts: gradients beyond measure, or a model that died of it."""
+    top = found.top
+    dead = top < FADED and _unlearnt(history, now, found.chance)
+    if top <= EXPLODING_START and not dead:
+        return None
+    start = _start(history, now)
+    if start is not None:
+        return start
+    past = [*_pressures(history, range(now - PAST, now), now - 1).values()]
+    grown = len(past) >= 2 and top > EXPLODING_LATER and top > GROWTH * float(np.median(past))
+    return now if grown else None
+
+
+def _start(history: History, now: int) -> int | None:
+    """The first of the first rounds that exploded."""
+    start = _pressures(history, range(FIRST_ROUNDS), now)
+    return next((number for number, value in start.items() if value > EXPLODING_START), None)
+
+
+def _pressures(history: History, rounds: range, last: int) -> dict[int, float]:
+    found = {number: profile(history, number) for number in rounds if 0 <= number <= last}
+    # Where only the last layer gets a gradient, that one may be large: it is the vanishing that counts.
+    return {number: 0.0 if p.cut_off else p.top for number, p in found.items() if p is not None}
+
+
+def _exploding(found: Profile, now: int, since: int, severity: str) -> Finding:
+    pressure = found.pressure
+    place = int(np.nanargmax(pressure))
+    top = float(pressure[place])
+    message = (
+        f"The gradients exploded in round {since}, and the model died of it: they are zero now, and nothing is learnt."
+        if top < EXPLODING_START
+        else f"Gradients explode: changing '{found.names[place]}' by its own size would change the loss by {top:.3g} "
+        f"times that of a blind guess ({found.chance:.2f} nats); about 1 is usual when training begins."
+    )
+    return finding(
+        "EXPLODING_GRADIENT",
+        now,
+        message,
+        confidence=0.99 if top > 3 * EXPLODING_START else 0.9,
+        since=since,
+        layer=found.names[place],
+        severity=severity,  # one that training gets over by itself is less
+        numbers=_pressure_numbers(found),
+    )
+
+
+def _pressure_numbers(found: Profile) -> list[Number]:
+    """Of the layers from first to last; of a deep network every so many."""
+    pressure, every = found.pressure, -(-len(found.names) // 12)
+    return [
+        Number(f"pressure of {found.names[i]}", float(pressure[i]), 1.0, of="first rounds")
+        for i in range(0, len(found.names), every)
+    ]
+
+
+def _jump(history: History, now: int) -> Iterator[Finding]:
+    """Inside a round the steps of some clients become many times as large as ever before, and stay so: an edge's jump.
+
+    Where weights are exchanged at each step, a jump of one client reaches all of its edge. The last step must be larger
+    than usual as well: a single large batch is healed by the next.
+    """
+    largest, last = history.latest("gradient.norm_max", now), history.latest("gradient.norm_last", now)
+    past = [history.latest("gradient.norm_max", number) for number in range(max(0, now - PAST), now)]
+    everybody = [value for earlier in past for value in earlier.values() if np.isfinite(value)]
+    if sum(bool(earlier) for earlier in past) < 2 or not everybody:
+        return
+    usual = float(np.median(everybody))
+    ratios = {}
+    for node, value in largest.items():
+        own = max([usual, *(earlier[node] for earlier in past if np.isfinite(earlier.get(node, np.nan)))])
+        if own > 0 and np.isfinite(value):
+            ratios[node] = min(value, last.get(node, value) * JUMP) / own
+    jumped = {node: ratio for node, ratio in ratios.items() if ratio > JUMP}
+    if len(jumped) < 2 or len(jumped) < JUMPED * len(largest) or not _worse(history, now):
+        return
+    worst = max(jumped, key=lambda node: jumped[node])
+    yield finding(
+        "EXPLODING_GRADIENT",
+        now,
+        f"The gradients of {len(jumped)} of {len(largest)} clients jump inside the round: their largest step is up to "
+        f"{jumped[worst]:.3g} times what it was in their own rounds before.",
+        confidence=0.9,
+        severity="critical",
+        numbers=[
+            Number("gradient.norm_max", largest[node], largest[node] / ratio, of="own past")
+            for node, ratio in sorted(jumped.items(), key=lambda pair: -pair[1])[:8]
+        ],
+        more={"clients": sorted(jumped)},
+    )
+
+
+def _worse(history: History, now: int) -> bool:
+    """Whether the loss has risen with it; True where nobody measures it."""
+    losses = loss_curve(history, now).values
+    return len(losses) < 2 or not np.isfinite(losses[-1]) or bool(losses[-1] > 1.02 * np.nanmin(losses[:-1]))
+
+
+# -- vanishing --------------------------------------------------------------------------------------------------------
+
+
+def vanishing(history: History, now: int) -> Iterator[Finding]:
+    """No pressure anywhere, or none on some layers, while nothing has been learnt."""
+    found = profile(history, now)
+    if found is None or not np.isfinite(found.elasticity).any() or not _unlearnt(history, now, found.chance):
+        return
+    pressure, top, place = found.pressure, found.top, int(np.nanargmin(found.elasticity))
+    if (top > EXPLODING_START and not found.cut_off) or _start(history, now) is not None:
+        return  # what the explosion left behind is told with it
+    remarks = [event for event in history.events(INITIALISATION) if "fade" in event.message]
+    remarked = now < FIRST_ROUNDS and 2 * len(remarks) >= len(found.names)
+    faded = top < (FADED_AFTER_REMARK if remarked else FADED)
+    nothing = bool(found.zero.any())
+    broken = float(pressure[place]) < BROKEN_PROFILE * top and _broken_before(history, now)
+    if not (faded or nothing or broken):
+        return
+    if nothing:
+        what = f"{int(found.zero.sum())} of {len(found.names)} layers get no gradient at all"
+    elif faded:
+        what = f"no layer has a gradient that matters: the largest has {top:.2g} of a blind guess's loss"
+    else:
+        what = f"'{found.names[place]}' gets {float(pressure[place]) / top:.1g} of the gradient of others"
+    yield finding(
+        "VANISHING_GRADIENT",
+        now,
+        f"Gradients vanish: {what}, for its size, while the loss is still that of a model that has learnt nothing.",
+        confidence=0.99 if nothing else 0.9,
+        layer=found.names[int(np.argmax(found.zero)) if nothing else place],
+        severity="critical",
+        numbers=[
+            *_pressure_numbers(found),
+            Number("scale.zero_samples", middle(history, "scale.zero_samples", now), 0.0, of="limit"),
+        ],
+    )
+
+
+def _broken_before(history: History, now: int) -> bool:
+    """Whether it was so in the round before, too; in the first round it counts at once."""
+    found = profile(history, now - 1) if now > 0 else None
+    return found is None or bool(np.nanmin(found.elasticity) < BROKEN_PROFILE * np.nanmax(found.elasticity))
+
+
+def _unlearnt(history: History, now: int, chance: float) -> bool:
+    """Whether the loss is still high: on tests, else on the clients' own samples; True where nobody measures it."""
+    losses = loss_curve(history, now).values
+    level = losses[-1] if len(losses) else middle(history, "fit.loss_before", now)
+    return bool(np.isnan(level) or level > UNLEARNT * chance)
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def dead_units(history: History, now: int) -> Iterator[Finding]:
+    yield from _units(history, now, "DEAD_UNITS")
+
+
+def saturated_units(history: History, now: int) -> Iterator[Finding]:
+    yield from _units(history, now, "SATURATED_UNITS")
+
+
+def _units(history: History, now: int, issue: str) -> Iterator[Finding]:
+    """Units whose bias no client has moved in this round nor in the one before.
+
+    Dead and stuck units look alike from behind, since neither lets a gradient through. In front they differ: a stuck
+    unit still gives its constant to the next layer, whose weights move.
+    """
+    standing = {still.layer: still for still in still_units(history, now - 1)}
+    for still in still_units(history, now):
+        before = standing.get(still.layer)
+        if before is None or min(still.share, before.share) < STILL_UNITS or _kind(still) != issue:
+            continue
+        yield _unit_finding(issue, now, still, before)
+    yield from _measured_units(history, now, issue)
+
+
+def _kind(still: Still) -> str | None:
+    if still.onward >= PASSED_ON * still.share:
+        return "DEAD_UNITS"
+    # All of a layer at a standstill is no matter of units: frozen on purpose, or its gradient has vanished.
+    return "SATURATED_UNITS" if still.share < 1 else None
+
+
+def _unit_finding(issue: str, now: int, still: Still, before: Still) -> Finding:
+    what = "answer nothing" if issue == "DEAD_UNITS" else "are stuck at a constant"
+    return finding(
+        issue,
+        now,
+        f"{still.share:.0%} of the units of '{still.layer}' {what}: on nearly every client their biases did not move "
+        "in two rounds.",
+        confidence=0.9,
+        since=now - 1,
+        layer=still.layer,
+        numbers=[
+            Number("share of units without gradient", still.share, STILL_UNITS, of="limit"),
+            Number("the same, a round before", before.share, STILL_UNITS, of="limit"),
+            Number("share of the next layer's weights that stand still", still.onward),
+        ],
+    )
+
+
+def _measured_units(history: History, now: int, issue: str) -> Iterator[Finding]:
+    """The same from the activations themselves, where they are measured (`deep`)."""
+    names, nodes = history.layers("activation.health"), clients(history, now)
+    if not names or not nodes:
+        return
+    statistic = "dead_fraction" if issue == "DEAD_UNITS" else "saturated_fraction"
+    shares = quiet_quantile(rows_of(history, "activation.health", (statistic,), now, nodes)[..., 0], 0.1)
+    for name, share in zip(names, shares, strict=True):
+        if share >= STILL_UNITS:
+            yield finding(
+                issue,
+                now,
+                f"{share:.0%} of the outputs of '{name}' are {statistic.partition('_')[0]} on nearly every client.",
+                confidence=0.9,
+                layer=name,
+                numbers=[Number(f"activation.health {statistic}", float(share), STILL_UNITS, of="limit")],
+            )
+
+
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+def poor_initialisation(history: History, now: int) -> Iterator[Finding]:
+    """The monitor's remarks about the first weights, as long as training has not got the better of them."""
+    remarks = history.events(INITIALISATION)
+    found = profile(history, now)
+    names = history.layers("weight")
+    if not remarks or (names and len([n for n in names if "weight" in n]) < 2):
+        return  # one layer alone may begin at 0: there is nothing to tell apart yet
+    loss, first = loss_curve(history, now).values, remarks[0].where.round or 0
+    chance = found.chance if found is not None else (float(loss[0]) if len(loss) else 1.0)
+    if now - first >= FIRST_ROUNDS and len(loss) and loss[-1] < UNLEARNT * min(chance, float(loss[0])):
+        return
+    yield finding(
+        "POOR_INITIALISATION",
+        now,
+        f"The first weights hinder learning: {remarks[0].message}"
+        + (f" And {len(remarks) - 1} more layers." if remarks[1:] else ""),
+        confidence=0.9,
+        since=first,
+        layer=remarks[0].data.get("layer"),
+        numbers=[Number("layers with a remark", len(remarks), 0, of="limit")],
+        more={"remarks": [event.message for event in remarks[:8]]},
+    )
+
+
+DETECTORS: tuple[Detector, ...] = (exploding, vanishing, dead_units, saturated_units, poor_initialisation)

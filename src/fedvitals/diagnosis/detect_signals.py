@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the detectors of convergence and gradients read from a history: free of units, and from one run alone.
+
+Norms of gradients mean nothing by themselves, since they grow with the model. What is compared here has no unit:
+how much the loss would change if a layer were twice as large, the share of units that never move, how much of the
+clients' common step the server takes. A detector looks at no round after its own, so that a stored run gives the same
+answers as a live one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.protocols import History, Node
+from fedvitals.stats import Array
+
+SERVER = "server"
+REFERENCE_WIDTH = 64.0  # units of a layer, up to which no correction is made
+NEXT_TO_NOTHING = 1e-6  # of the layer with most
+LOSSES = ("loss", "local.loss")  # of the round, the first that is there
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One number per round, up to the round that is looked at."""
+
+    name: str
+    rounds: tuple[int, ...]
+    values: Array
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    def last(self, count: int) -> Array:
+        return self.values[-count:]
+
+
+def curve(history: History, name: str, now: int, node: Node | None = None) -> Curve:
+    rounds, values = history.series(name, node)
+    kept = [(number, value) for number, value in zip(rounds, values, strict=True) if number <= now]
+    return Curve(name, tuple(number for number, _ in kept), np.array([value for _, value in kept], dtype=np.float64))
+
+
+def loss_curve(history: History, now: int) -> Curve:
+    """The global model's loss: on the test set, else on the clients' own tests; empty where nobody measures it."""
+    for name in LOSSES:
+        found = curve(history, name, now)
+        if len(found):
+            return found
+    return curve(history, LOSSES[0], now)
+
+
+def clients(history: History, now: int) -> list[Node]:
+    """Who trained in this round; the server and the edges, which have statistics of their own, left out."""
+    return [*dict.fromkeys([*history.latest("gradient.norm", now), *history.latest("update.norm", now)])]
+
+
+def of_clients(history: History, name: str, now: int) -> Array:
+    return np.array([value for node, value in history.latest(name, now).items() if node != SERVER], dtype=np.float64)
+
+
+def middle(history: History, name: str, now: int) -> float:
+    """The median over the clients; NaN where nobody tells."""
+    values = of_clients(history, name, now)
+    values = values[~np.isnan(values)]
+    return float(np.median(values)) if len(values) else float("nan")
+
+
+def rows_of(history: History, family: str, statistics: tuple[str, ...], now: int, nodes: list[Node]) -> Array:
+    """[nodes, layers, statistics] of those of the nodes that have them."""
+    found, values = history.across(family, statistics, now)
+    kept = set(nodes)
+    return values[[i for i, node in enumerate(found) if node in kept]]
+
+
+def quiet_quantile(values: Array, share: float) -> Array:
+    """The quantile over the first axis, NaN left out; NaN where nothing is. Quicker by far than numpy's own."""
+    if not len(values):
+        return np.full(values.shape[1:], np.nan)
+    ordered = np.sort(values, axis=0)  # NaN come last
+    there = np.count_nonzero(~np.isnan(values), axis=0)
+    place = np.floor(share * np.maximum(there - 1, 0) + 0.5).astype(np.int64)
+    return np.asarray(np.take_along_axis(ordered, place[None], axis=0)[0])
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+def bias_of(weight: str) -> str:
+    head, dot, last = weight.rpartition(".")
+    return f"{head}{dot}{last.replace('weight', 'bias')}"
+
+
+def matrix_layers(names: tuple[str, ...], counts: Array) -> list[int]:
+    """The places of the weights of dense, convolutional and recurrent layers.
+
+    A norm's weight has as many numbers as its bias; shapes are not told, but so it gives itself away.
+    """
+    size = dict(zip(names, counts, strict=True))
+    return [
+        place
+        for place, name in enumerate(names)
+        if "weight" in name.rpartition(".")[2] and not size[name] <= size.get(bias_of(name), 1)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The layers of a round, first to last, each by the median over the clients."""
+
+    names: tuple[str, ...]  # of weight matrices
+    # ‖gradient‖·‖weights‖, corrected for width: nats of loss for a change of all the layer's weights by their own size.
+    elasticity: Array
+    zero: npt.NDArray[np.bool_]  # the gradient is exactly 0 on most clients
+    classes: int  # of the last layer; 0 if that is not known
+
+    @property
+    def pressure(self) -> Array:
+        """The elasticity against the loss of a blind guess."""
+        return self.elasticity / self.chance
+
+    @property
+    def top(self) -> float:
+        return float(np.nanmax(self.pressure, initial=0.0))
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether at least half of the layers get nothing, or next to nothing, of what the others get."""
+        return float(np.mean(self.elasticity <= NEXT_TO_NOTHING * np.nanmax(self.elasticity, initial=0.0))) >= 0.5
+
+    @property
+    def chance(self) -> float:
+        """The loss of a model that knows nothing and says so: log(classes); at least 1 nat where that is unknown."""
+        return float(np.log(self.classes)) if self.classes > 1 else 1.0
+
+
+def profile(history: History, now: int) -> Profile | None:
+    """None where layers are not measured (`light`), or nobody trained."""
+    nodes, names = clients(history, now), history.layers("gradient")
+    if not nodes or not names or names != history.layers("weight"):
+        return None
+    gradients = rows_of(history, "gradient", ("rms",), now, nodes)
+    weights = rows_of(history, "weight", ("rms", "count"), now, nodes)
+    if not len(gradients) or not len(weights):
+        return None
+    counts, rms = quiet_quantile(weights[..., 1], 0.5), quiet_quantile(weights[..., 0], 0.5)
+    places = matrix_layers(names, counts)
+    if not places:
+        return None
+    typical = quiet_quantile(gradients[..., 0], 0.5)
+    elasticity = typical * rms * counts * _width_correction(names, counts)
+    last = names.index(bias_of(names[places[-1]])) if bias_of(names[places[-1]]) in names else None
+    classes = int(counts[last]) if last is not None and last != places[-1] else 0
+    return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, classes)
+
+
+def _width_correction(names: tuple[str, ...], counts: Array) -> Array:
+    """The more units, the less are gradient and weights aligned: the product of their norms grows with √units.
+
+    Their number is that of the biases; without any, a square matrix is assumed. Narrow layers are left as they are.
+    """
+    size = dict(zip(names, counts, strict=True))
+    units = np.array([size[b] if (b := bias_of(name)) in size else size[name] ** 0.5 for name in names])
+    return np.asarray(np.sqrt(np.minimum(1.0, REFERENCE_WIDTH / np.maximum(units, 1.0))))
+
+
+@dataclass(frozen=True, slots=True)
+class Still:
+    """Units of one layer that did not move in a whole round, on nearly every client."""
+
+    layer: str  # its weights
+    share: float
+    onward: float  # share of the next layer's weights that did not move; NaN without a next layer
+
+
+def still_units(history: History, now: int) -> list[Still]:
+    """Of every layer with a bias but the last. A unit that nothing passes through gets no gradient on its bias.
+
+    The first decile over the clients: what one client's data leave unused, another's move. The gradient must be 0, too,
+    since compression leaves out most of an update.
+    """
+    nodes, names = clients(history, now), history.layers("update")
+    if not nodes or not names or names != history.layers("gradient"):
+        return []
+    rows = rows_of(history, "update", ("sparsity", "count"), now, nodes)
+    gradients = rows_of(history, "gradient", ("sparsity",), now, nodes)
+    if not len(rows) or not len(gradients):
+        return []
+    counts = quiet_quantile(rows[..., 1], 0.5)
+    unmoved = np.fmin(quiet_quantile(rows[..., 0], 0.1), quiet_quantile(gradients[..., 0], 0.1))
+    places = matrix_layers(names, counts)
+    found = []
+    for place, following in itertools.pairwise(places):
+        bias = bias_of(names[place])
+        if bias in names and bias != names[place]:
+            found.append(Still(names[place], float(unmoved[names.index(bias)]), float(unmoved[following])))
+    return found
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStep:
+    """How far the server went, of the step that its clients agree on: 1 for plain averaging."""
+
+    rate: float
+    fit: float  # R²: how well one rate explains all layers
+
+
+def server_step(history: History, now: int) -> ServerStep | None:
+    """From sums alone: of each layer's weights before and after, and of the clients' changes to it.
+
+    The sum of a layer is linear, so a server that takes `rate` times the mean update shows that rate in every layer.
+    None where that cannot be told: the first round, `light`, or a gap in the rounds.
+    """
+    names = history.layers("weight")
+    if not names or names != history.layers("update"):
+        return None
+    before, after = (_server_sums(history, number) for number in (now - 1, now))
+    nodes, changes = history.across("update", ("sum", "count"), now)
+    trained = set(clients(history, now))
+    kept = [i for i, node in enumerate(nodes) if node in trained]
+    if before is None or after is None or not kept:
+        return None
+    weights = _sample_counts(history, now, [nodes[i] for i in kept])
+    sizes = np.sqrt(np.maximum(changes[kept[0], :, 1], 1.0))
+    mean = (weights[:, None] * changes[kept, :, 0]).sum(axis=0) / weights.sum() / sizes
+    moved = (after - before) / sizes
+    usable = np.isfinite(mean) & np.isfinite(moved)
+    mean, moved = mean[usable], moved[usable]
+    squares, both = float(mean @ mean), float(mean @ moved)
+    if len(mean) < 3 or squares == 0 or not np.any(moved):
+        return None
+    return ServerStep(both / squares, both**2 / (squares * float(moved @ moved)))
+
+
+def _server_sums(history: History, now: int) -> Array | None:
+    nodes, values = history.across("weight", ("sum",), now)
+    return values[nodes.index(SERVER), :, 0] if SERVER in nodes else None
+
+
+def _sample_counts(history: History, now: int, nodes: list[Node]) -> Array:
+    """What the average weighs each client by; all the same where somebody's count is unknown."""
+    for name in ("update.samples", "samples"):
+        told = history.latest(name, now)
+        counts = np.array([told.get(node, np.nan) for node in nodes])
+        if np.isfinite(counts).all() and (counts > 0).all():
+            return counts
+    return np.ones(len(nodes))

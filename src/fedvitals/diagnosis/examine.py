@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All shipped detectors, and how they go over a run: round after round, each with no more than was known then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from fedvitals.diagnosis import (
+    detect_aggregation,
+    detect_convergence,
+    detect_gradient,
+    detect_guards,
+    detect_system,
+)
+from fedvitals.diagnosis.until import Horizon, Until
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.protocols import Detector, History
+from fedvitals.records import Finding
+
+STANDARD = "standard"
+Failed = Callable[[Exception, str], None]
+"""Hears of a detector that raised: the error, and which one it was."""
+
+DETECTORS: tuple[Detector, ...] = (
+    *detect_guards.DETECTORS,
+    *detect_convergence.DETECTORS,
+    *detect_gradient.DETECTORS,
+    *detect_aggregation.DETECTORS,
+    *detect_system.DETECTORS,
+)
+"""What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""
+
+
+def choose(detectors: str | Sequence[Detector | str]) -> tuple[Detector, ...]:
+    """The detectors that a person means: «standard», a list of functions, or a list with «standard» in it."""
+    if callable(detectors):
+        raise ConfigError(
+            'detectors= takes a list of functions: detectors=[my_detector], or ["standard", my_detector].'
+        )
+    chosen: list[Detector] = []
+    for one in [detectors] if isinstance(detectors, str) else detectors:
+        if callable(one):
+            chosen.append(one)
+        elif one == STANDARD:
+            chosen += DETECTORS
+        else:
+            raise ConfigError(unknown("set of detectors", str(one), [STANDARD]))
+    return tuple(chosen)
+
+
+def examine(
+    history: History,
+    rounds: Iterable[int] | None = None,
+    detectors: Iterable[Detector] | None = None,
+    *,
+    failed: Failed | None = None,
+) -> list[Finding]:
+    """What the detectors (all of ours, unless given) say of each of these rounds (all, unless given), in order.
+
+    The run's id is not filled in: a history knows none. `failed` hears of a detector that raised, and the others go on;
+    without it, the error is raised.
+    """
+    chosen = DETECTORS if detectors is None else tuple(detectors)
+    examination = Examination(history, chosen, failed, finished=True)
+    return [
+        finding for number in (history.rounds() if rounds is None else rounds) for finding in examination.of(number)
+    ]
+
+
+class Examination:
+    """Detectors that go over one run: they get the same view of it each round, which ends further on each time.
+
+    `finished`: nothing is being added to the history meanwhile.
+    """
+
+    def __init__(
+        self, history: History, detectors: Sequence[Detector], failed: Failed | None, *, finished: bool = False
+    ) -> None:
+        self._horizon = Horizon()
+        self._past = Until(history, self._horizon, finished=finished)
+        self._detectors, self._failed = detectors, failed
+
+    def of(self, number: int) -> Iterator[Finding]:
+        """What the detectors say of a round, from what was known by its end."""
+        self._horizon.move_to(number)
+        for detector in self._detectors:
+            try:
+                yield from detector(self._past, number)
+            except Exception as error:
+                if self._failed is None:
+                    raise
+                self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
+
+
+def of_run(finding: Finding, run: str, at: float) -> Finding:
+    """The finding with the run that it is about, and the time, unless the detector gave one."""
+    return replace(finding, where=replace(finding.where, run=finding.where.run or run), at=finding.at or at)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with the machines, their links and their clocks."""
+
+from __future__ import annotations
+
+from fedvitals.diagnosis.issue import Issue
+
+SYSTEM = (
+    Issue(
+        "COMMUNICATION_FAILURE",
+        "Messages get lost or damaged",
+        "system",
+        "warning",
+        "A client took part, but its update did not arrive, or arrived damaged.",
+        (
+            "An unstable connection, or a message above the limit of a gateway (gRPC: 4 MB unless set).",
+            "The client was killed while it sent.",
+            "A proxy or firewall in between changes or cuts what it does not know.",
+        ),
+        (
+            "Send again, with a growing delay, and with a checksum.",
+            "Compress the update, or raise the limit of the message size.",
+            "Leave the client out of this round; the average over the others is sound.",
+        ),
+        "The update is found at the server with a valid checksum: it was counted wrongly as missing.",
+        "Bonawitz et al. 2019, Towards federated learning at scale, arXiv 1902.01046",
+        exact=True,
+    ),
+    Issue(
+        "TIMEOUT",
+        "A client misses the deadline",
+        "system",
+        "warning",
+        "The client's update came after the round's deadline, or not before it was given up.",
+        (
+            "A slow or hanging connection: the upload takes far longer than the training.",
+            "Too much local work for this machine.",
+            "A deadline that suits only the fastest clients.",
+        ),
+        (
+            "Set the deadline by the slowest client that shall count, for example the 95th percentile.",
+            "Give slow clients fewer steps, or a compressed update.",
+            "Aggregate asynchronously, so that late updates still count.",
+        ),
+        "The time from request to arrival is below the deadline on the server's own clock.",
+        "Nishio and Yonetani 2019, arXiv 1804.08333; Bonawitz et al. 2019, arXiv 1902.01046",
+        exact=True,
+    ),
+    Issue(
+        "STRAGGLER",
+        "A client is far slower than the others",
+        "system",
+        "warning",
+        "The client needs several times as long as its peers, over several rounds, so that the whole round waits for "
+        "it.",
+        (
+            "A weaker or busy machine, or thermal throttling.",
+            "More samples or more steps than the others.",
+            "A slow link; then sending, not training, takes the time.",
+            "Reading the data from a slow disk or over the network.",
+        ),
+        (
+            "Give it fewer steps, or a deadline with partial work (FedProx).",
+            "Aggregate asynchronously, or without the slowest few.",
+            "Look at `time.step` against `time.client`: steps slow means compute, the rest is data and link.",
+        ),
+        "Its time for one sample is the peers': then it simply has more to do.",
+        "Li et al. 2020, FedProx, arXiv 1812.06127; Deng et al. 2025, Minder, NSDI, arXiv 2411.01791",
+    ),
+    Issue(
+        "DROP_OUT",
+        "A client has left",
+        "system",
+        "warning",
+        "A client that used to answer does not any more, round after round, although it is asked, or is announced as "
+        "unavailable.",
+        (
+            "The device is off, out of charge or off the network.",
+            "Its process has ended; look for CRASH or OUT_OF_MEMORY before.",
+            "It was taken out on purpose.",
+        ),
+        (
+            "Ask more clients than are needed.",
+            "Watch whether those that leave share something: their data will be missing from the model.",
+            "Let the client come back in with the present model.",
+        ),
+        "The client answers when it is asked the next time; with partial participation, not being asked is no "
+        "drop-out.",
+        "Bonawitz et al. 2019, arXiv 1902.01046",
+    ),
+    Issue(
+        "CRASH",
+        "A client fails with an error",
+        "system",
+        "warning",
+        "The client's training ended with an exception. The finding has its type, and the traceback where privacy "
+        "allows it.",
+        (
+            "A fault in the client's code or data: an unreadable sample, a wrong shape.",
+            "A missing or different version of a library.",
+            "A device that was lost: driver, memory error, power.",
+        ),
+        (
+            "Read the traceback's last line of your own code.",
+            "Run the client alone on the same round's model and data.",
+            "Leave the client out until it runs; its last update is not used again.",
+        ),
+        "The exception is raised and handled on purpose, for example to stop early.",
+        "the exception itself, as `client.failed` events have it",
+        exact=True,
+    ),
+    Issue(
+        "OUT_OF_MEMORY",
+        "A client runs out of memory",
+        "system",
+        "warning",
+        "The client's training ended because memory could not be had, on the device or in the machine, or its process "
+        "was killed for it.",
+        (
+            "The batch, or one unusually large sample, does not fit.",
+            "Memory is kept from step to step: losses summed with their graph, results held in a list.",
+            "Several clients share the machine or the device.",
+        ),
+        (
+            "Halve the batch and accumulate gradients over two.",
+            "Sum `loss.item()`, never `loss`; free what the step before left.",
+            "Use mixed precision or checkpointing of activations.",
+            "Let fewer clients train at once on one machine.",
+        ),
+        "Memory in use (`memory.peak`) was far below what the machine has when it failed.",
+        "Chen et al. 2016, Training deep nets with sublinear memory cost, arXiv 1604.06174",
+        exact=True,
+    ),
+    Issue(
+        "DISK_FULL",
+        "A disk is full",
+        "system",
+        "critical",
+        "Writing failed for want of space (error 28), on a client or where the run is kept.",
+        (
+            "Checkpoints, logs or data sets have filled the disk.",
+            "A quota or a small temporary folder.",
+            "The store of many long runs; `fedvitals doctor` says its size.",
+        ),
+        (
+            "Free space, or point checkpoints and store to another disk.",
+            "Keep only the newest checkpoints.",
+            "Thin the store: `fedvitals runs thin --keep-bytes 2GB`.",
+        ),
+        "There is space on the disk that the error names, and a file can be written there.",
+        "POSIX errno ENOSPC",
+        exact=True,
+    ),
+    Issue(
+        "CLOCK_SKEW",
+        "A clock is wrong",
+        "system",
+        "warning",
+        "What a client tells bears times that lie outside of the round in which it took part, always by about the same "
+        "amount.",
+        (
+            "The machine's clock is not synchronised, or was set by hand.",
+            "A wrong time zone, taken for universal time.",
+            "A virtual machine that was paused.",
+        ),
+        (
+            "Turn time synchronisation (NTP) on there.",
+            "Trust durations, not times of day, of this client until then.",
+            "Where certificates or tokens expire, expect failures that look like others.",
+        ),
+        "The client's clock, asked now, agrees with the server's within a second.",
+        "Mills et al. 2010, Network time protocol, RFC 5905",
+    ),
+    Issue(
+        "TELEMETRY_LOST",
+        "Telemetry is missing",
+        "system",
+        "warning",
+        "A client took part, but nothing or not everything of what it measured came home, or records were lost on the "
+        "way to the store. What is not measured cannot be judged.",
+        (
+            "The worker process ended before it had sent what it measured.",
+            "A firewall or a mod of the host lets only models through.",
+            "The queue was full, or the store could not be written for a while.",
+        ),
+        (
+            "See `fedvitals doctor` for the store, and the events of the named round for the cause.",
+            "Treat the client by what the server sees alone: updates are still compared.",
+            'Measure less on that client (`probes="light"`) if the link is narrow.',
+        ),
+        "The client is set to tell nothing on purpose (privacy level 0).",
+        "docs/metrics.md, `monitor.lost`",
+        exact=True,
+    ),
+)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the global model has fared, round by round: by its loss, and by its accuracy where the host tells it.
+
+A loss may rise while the model learns, when a few samples are got wrong with great certainty. So which model was the
+best, and whether it is lost, is asked of the accuracy first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedvitals.protocols import History
+from fedvitals.stats import Array
+
+WORSE = 0.1  # of the log loss: a loss a tenth higher is worse, whatever the scatter
+POINTS = 0.05  # of accuracy: a difference that is none of chance
+GUESSING = 0.1  # above what the first model had, an accuracy is learnt
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Loss and accuracy after each round; an accuracy may be missing everywhere, or in some rounds."""
+
+    loss: Mapping[int, float]
+    accuracy: Mapping[int, float] = field(default_factory=dict)
+    label_entropy: float | None = None  # what guessing would cost
+
+    def best(self, before: int) -> int | None:
+        """The round after which the model was best; of equals, the newest."""
+        known = {number: self._badness(number) for number in self.loss if number < before}
+        return min(known, key=lambda number: (known[number], -number), default=None)
+
+    def lost(self, before: int, since: int) -> int | None:
+        """The round of the best model, if the newest ones are clearly worse. One bad round is no loss."""
+        best = self.best(before)
+        recent = [number for number in self.loss if max(since, before - 2) <= number < before]
+        if best is None or not recent:
+            return None
+        now = min(self._badness(number) for number in recent)
+        told = best in self.accuracy and any(number in self.accuracy for number in recent)
+        return best if now[0] > self._badness(best)[0] + (POINTS if told else WORSE) else None
+
+    def _badness(self, number: int) -> tuple[float, float]:
+        loss = float(logs([self.loss[number]])[0])
+        if not np.isfinite(loss):
+            return (np.inf, loss)
+        accuracy = self.accuracy.get(number)
+        return (loss if accuracy is None else -accuracy, loss)
+
+    @property
+    def nothing_learnt(self) -> bool:
+        """Loss and accuracy are where they were in the first round, and the loss no lower than by guessing."""
+        if not self.loss:
+            return True
+        if self.label_entropy is None:
+            return False  # not known: it may have learnt in the first round all there is
+        rounds = sorted(self.loss)
+        values = logs([self.loss[number] for number in rounds])
+        guessing = float(np.log(max(self.label_entropy, 1e-8)))
+        known = [self.accuracy[number] for number in rounds if number in self.accuracy] or [0.0]
+        return bool(values.min() > max(values[0], guessing) - WORSE) and max(known) <= known[0] + GUESSING
+
+    def more_accurate(self, since: int, before: int) -> bool:
+        """Whether the newest models are clearly more accurate than any before `since`."""
+        old = [value for number, value in self.accuracy.items() if number < since]
+        new = [value for number, value in sorted(self.accuracy.items()) if since <= number < before][-2:]
+        return bool(old and new) and min(new) > max(old) + POINTS
+
+    def state(self, before: int) -> dict[str, Any]:
+        """The newest, for people."""
+        newest = max((number for number in self.loss if number < before), default=None)
+        if newest is None:
+            return {}
+        return {"round": newest, "loss": self.loss[newest], "accuracy": self.accuracy.get(newest)}
+
+
+def path_of(history: History) -> Path:
+    """The loss as the host tells it, else the median of what clients measured when they received the model.
+
+    The latter is of the model before the round's training, so it stands one round earlier.
+    """
+    accuracy = dict(zip(*history.series("accuracy", None), strict=True))
+    loss = dict(zip(*history.series("loss", None), strict=True))
+    if not loss:
+        received = {number: [*history.latest("fit.loss_before", number).values()] for number in history.rounds()}
+        loss = {number - 1: float(np.median(values)) for number, values in received.items() if values}
+    first = min(history.rounds(), default=0)
+    entropies = [*history.latest("label.entropy", first).values()]
+    return Path(loss, accuracy, float(np.median(entropies)) if entropies else None)
+
+
+def logs(values: Sequence[float]) -> Array:
+    """Logarithms; what is not finite is infinitely bad."""
+    numbers = np.asarray(values, dtype=np.float64)
+    return np.where(np.isfinite(numbers), np.log(np.maximum(np.nan_to_num(numbers), 1e-8)), np.inf)

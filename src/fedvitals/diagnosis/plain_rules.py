@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain rules that everybody knows: one number, one limit. A last resort, off unless asked for.
+
+They know neither peers nor the run's own past, so a limit that fits one training cries wolf in the next: they stand
+outside the false-alarm budget, and what they say is a note. `Monitor(detectors=["standard", plain_rules()])`, with
+limits of your own, is for someone who knows what this training must never do. The fault bank holds them, with these
+very limits, against the detectors that need none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.errors import ConfigError
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Finding
+
+ROUNDS_BACK = 4  # over which the loss is compared: now and four rounds ago, or four changes in five rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is too much; None switches a rule off. NaN and Inf are always too much."""
+
+    loss_ratio: float | None = 2.0  # loss now over the loss four rounds ago
+    swing: float | None = 0.2  # relative change of the loss, in each of the last four rounds
+    gradient_norm: float | None = 1000.0  # largest of a client, all layers
+    layer_norm: tuple[float, float] | None = (1e-7, 100.0)  # smallest and largest of one layer
+    change: float | None = 3.0  # of the gradient's norm from one step to the next, against the former
+    weight: float | None = 1000.0  # largest magnitude
+
+    def __post_init__(self) -> None:
+        low, high = self.layer_norm if self.layer_norm is not None else (1.0, 2.0)
+        named = {
+            "loss_ratio": self.loss_ratio,
+            "swing": self.swing,
+            "gradient_norm": self.gradient_norm,
+            "change": self.change,
+            "weight": self.weight,
+            "layer_norm (smallest)": low,
+            "layer_norm (largest)": high,
+        }
+        for name, limit in named.items():
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"{name} of plain_rules must be above 0, or None to leave it out; got {limit}.")
+        if low >= high:
+            raise ConfigError(f"layer_norm of plain_rules is (smallest, largest); got ({low}, {high}).")
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """One limit that one number crossed."""
+
+    issue: str
+    node: Node | None
+    message: str
+    number: Number
+    layer: str | None = None
+    since: int | None = None
+    certain: bool = False  # NaN or Inf: there is nothing to be unsure of
+
+
+def plain_rules(
+    *,
+    loss_ratio: float | None = 2.0,
+    swing: float | None = 0.2,
+    gradient_norm: float | None = 1000.0,
+    layer_norm: tuple[float, float] | None = (1e-7, 100.0),
+    change: float | None = 3.0,
+    weight: float | None = 1000.0,
+) -> Detector:
+    """A detector of these limits, for `Monitor(detectors=["standard", plain_rules()])`; None leaves a rule out."""
+    limits = Limits(loss_ratio, swing, gradient_norm, layer_norm, change, weight)
+
+    def plain(history: History, round: int) -> Iterable[Finding]:  # noqa: A002 - the domain's word
+        return [
+            finding(
+                found.issue,
+                round,
+                found.message,
+                confidence=1.0 if found.certain else 0.5,  # how sure a bare limit makes, nobody knows
+                since=found.since,
+                node=found.node,
+                layer=found.layer,
+                severity="note",
+                numbers=(found.number,),
+                more={"rule": "plain rule"},
+            )
+            for found in crossed(history, round, limits)
+        ]
+
+    return plain
+
+
+def crossed(history: History, round: int, limits: Limits) -> list[Crossed]:  # noqa: A002
+    """Every limit that was crossed in this round; of one issue and client the first."""
+    first: dict[tuple[str, Node | None], Crossed] = {}
+    rules = (
+        *_loss(history, round, limits),
+        *_not_finite(history, round),
+        *_gradients(history, round, limits),
+        *_layers(history, round, limits),
+        *_weights(history, round, limits),
+    )
+    for found in rules:
+        first.setdefault((found.issue, found.node), found)
+    return list(first.values())
+
+
+def losses(history: History, round: int) -> tuple[list[int], list[float]]:  # noqa: A002
+    """The global model's loss up to this round; where nobody told it, the mean of the clients' own."""
+    rounds, values = history.series("loss", None)
+    if not rounds:
+        told = [(number, history.latest("loss", number)) for number in history.rounds() if number <= round]
+        rounds = [number for number, found in told if found]
+        values = [float(np.mean([*found.values()])) for _, found in told if found]
+    kept = sum(number <= round for number in rounds)
+    return rounds[:kept], values[:kept]
+
+
+def _loss(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
+    rounds, values = losses(history, round)
+    if not rounds or rounds[-1] != round or len(values) <= ROUNDS_BACK:
+        return
+    before, *_, now = window = values[-ROUNDS_BACK - 1 :]
+    since = rounds[-ROUNDS_BACK - 1]
+    if limits.loss_ratio is not None and now > limits.loss_ratio * before:
+        message = f"The loss is {now:.3g}: more than {limits.loss_ratio:g} times the {before:.3g} of round {since}."
+        yield Crossed("DIVERGENCE", None, message, _limit("loss", now, limits.loss_ratio * before), since=since)
+    if limits.swing is not None:
+        changes = [abs(b - a) / abs(a) if a else math.inf for a, b in itertools.pairwise(window)]
+        if all(change > limits.swing for change in changes):
+            message = f"Each of the last {ROUNDS_BACK} rounds changed the loss by more than {limits.swing:.0%}."
+            yield Crossed("OSCILLATION", None, message, _limit("loss", min(changes), limits.swing), since=since)
+
+
+def _not_finite(history: History, round: int) -> Iterator[Crossed]:  # noqa: A002
+    rounds, values = history.series("loss", None)
+    if round in rounds and not math.isfinite(value := values[rounds.index(round)]):
+        yield Crossed("NAN_WEIGHTS", None, f"The loss is {value}.", _limit("loss", value), certain=True)
+    for node, value in history.latest("loss", round).items():
+        if not math.isfinite(value):
+            message = f"The loss of {node} is {value}."
+            yield Crossed("NAN_GRADIENT", node, message, _limit("loss", value), certain=True)
+    for issue, metric, what in (
+        ("NAN_GRADIENT", "gradient.nonfinite", "gradients"),
+        ("NAN_WEIGHTS", "weight.nonfinite", "weights"),
+    ):
+        for node, count in history.latest(metric, round).items():
+            if count > 0:
+                message = f"{count:.0f} values in the {what} of {node} are NaN or Inf."
+                yield Crossed(issue, node, message, _limit(metric, count, 0.0), certain=True)
+
+
+def _gradients(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
+    for metric, limit, what in (
+        ("gradient.norm_max", limits.gradient_norm, "largest gradient norm"),
+        ("gradient.change", limits.change, "largest change of the gradient norm from step to step"),
+    ):
+        for node, value in history.latest(metric, round).items():
+            if limit is not None and value > limit:
+                message = f"The {what} of {node} is {value:.3g}, over {limit:g}."
+                yield Crossed("EXPLODING_GRADIENT", node, message, _limit(metric, value, limit))
+
+
+def _layers(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
+    names = history.layers("gradient.steps")
+    if limits.layer_norm is None or not names or names != history.layers("gradient"):
+        return
+    nodes, steps = history.across("gradient.steps", ("norm_max",), round)
+    measured, sizes = history.across("gradient", ("rms",), round)
+    low, high = limits.layer_norm
+    for node, norms in zip(nodes, steps[:, :, 0], strict=True):
+        if node not in measured:
+            continue
+        # A layer that does not train has no gradient, which is not one of 0.
+        trained = np.isfinite(sizes[measured.index(node), :, 0]) & np.isfinite(norms)
+        for issue, wrong, worst in (
+            ("EXPLODING_GRADIENT", trained & (norms > high), np.argmax(np.where(trained, norms, -math.inf))),
+            ("VANISHING_GRADIENT", trained & (norms < low), np.argmin(np.where(trained, norms, math.inf))),
+        ):
+            if wrong.any():
+                limit, value = high if issue == "EXPLODING_GRADIENT" else low, float(norms[worst])
+                side = "over" if value > limit else "under"
+                message = f"The gradient norm of {names[worst]} on {node} is {value:.3g}, {side} {limit:g}."
+                yield Crossed(issue, node, message, _limit("gradient.steps", value, limit), names[worst])
+
+
+def _weights(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
+    """Of all clients together: they set out from the same weights."""
+    names = history.layers("weight")
+    if limits.weight is None or not names:
+        return
+    nodes, values = history.across("weight", ("absmax",), round)
+    largest = np.where(np.isfinite(values[..., 0]), values[..., 0], -math.inf)
+    if largest.size and (value := float(largest.max())) > limits.weight:
+        node, layer = np.unravel_index(int(largest.argmax()), largest.shape)
+        message = f"The largest weight is {value:.3g}, over {limits.weight:g}: in {names[layer]}, on {nodes[node]}."
+        yield Crossed("WEIGHT_EXPLOSION", None, message, _limit("weight", value, limits.weight), names[layer])
+
+
+def _limit(name: str, value: float, limit: float | None = None) -> Number:
+    return Number(name, float(value), limit, of="limit")

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Student's t as a normal score, without scipy: an approximation that is monotone and good to a few hundredths."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedvitals.stats import Array
+
+
+def normal_scores(t: Array, freedom: int) -> Array:
+    """The normal score with the same tail probability as `t` with so many degrees of freedom.
+
+    Wallace's approximation (1959): z = ±√(ν · ln(1 + t²/ν)) · (8ν + 1) / (8ν + 3). Off by under 0.05 up to a score of
+    4 from three degrees of freedom on; a test holds it against numerical integration.
+    """
+    nu = float(freedom)
+    size = np.sqrt(nu * np.log1p(t**2 / nu)) * (8 * nu + 1) / (8 * nu + 3)
+    return np.asarray(np.sign(t) * size)

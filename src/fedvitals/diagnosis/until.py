@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A history that ends with one round: detectors on a stored run see no more than they did when it trained.
+
+Live, too, later rounds may be there already, since records come in batches. So the end is set here, once, and no
+detector has to be trusted with it. What is asked twice is looked up once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fedvitals.protocols import History, Node
+from fedvitals.records import Event
+from fedvitals.stats import Array
+
+LOOK_BACK = 1000  # rounds that detectors see; a training may be longer than memory is large
+# A node is there from the first round on in which it has one of these, or an event.
+SIGNS_OF_LIFE = ("time.client", "steps", "update.norm", "samples", "update.samples", "weight.difference")
+
+T = TypeVar("T")
+
+
+class Horizon:
+    """How far detectors may see. It is moved by whoever examines a run; they themselves have no hold of it."""
+
+    def __init__(self) -> None:
+        self.round = -1
+        self.moves = 0
+
+    def move_to(self, number: int) -> None:
+        self.round = number
+        self.moves += 1
+
+
+class Until:
+    """A `protocols.History` of the rounds up to and with the horizon's.
+
+    `finished`: nothing is being added to the history, so that answers about all of its rounds may be kept.
+    """
+
+    def __init__(self, history: History, horizon: Horizon, *, finished: bool = False) -> None:
+        self._history = history
+        self._horizon = horizon
+        self._finished = finished
+        self._moves = 0
+        self._kept: dict[Hashable, Any] = {}  # answers about the whole run
+        self._of_round: dict[Hashable, Any] = {}  # answers that only this round's detectors will ask for
+        self._seen: dict[int, frozenset[Node]] = {}  # who was there, by round
+
+    @property
+    def _round(self) -> int:
+        return self._horizon.round
+
+    def _ask(self, kept: dict[Hashable, Any], key: Hashable, look_up: Callable[[], T]) -> T:
+        if self._moves != self._horizon.moves:
+            self._moves = self._horizon.moves
+            self._of_round.clear()
+            if not self._finished:
+                self._kept.clear()
+        if key not in kept:
+            kept[key] = look_up()
+        answer: T = kept[key]
+        return answer
+
+    def _all_rounds(self) -> list[int]:
+        return self._ask(self._kept, "rounds", self._history.rounds)
+
+    def _span(self, rounds: Sequence[int]) -> slice:
+        """The part of these rounds (ascending) that may be seen."""
+        every = self._all_rounds()
+        last = bisect_right(every, self._round)
+        first = every[max(0, last - LOOK_BACK)] if last else 0
+        return slice(bisect_left(rounds, first), bisect_right(rounds, self._round))
+
+    def rounds(self) -> list[int]:
+        every = self._all_rounds()
+        return every[self._span(every)]
+
+    def nodes(self) -> list[Node]:
+        for number in self.rounds():
+            if number not in self._seen:
+                alive = (self._history.latest(name, number) for name in SIGNS_OF_LIFE)
+                told = {event.where.node for event in self.events(since=number) if event.where.round == number}
+                self._seen[number] = frozenset(node for found in (*alive, told) for node in found if node is not None)
+        present = {node for number in self.rounds() for node in self._seen[number]}
+        return [node for node in self._history.nodes() if node in present]
+
+    def layers(self, family: str) -> tuple[str, ...]:
+        return self._ask(self._kept, ("layers", family), lambda: self._history.layers(family))
+
+    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+        if round > self._round:
+            return {}
+        return self._ask(self._of_round, ("latest", name, round), lambda: self._history.latest(name, round))
+
+    def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
+        rounds, values = self._ask(self._kept, ("series", name, node), lambda: self._history.series(name, node))
+        span = self._span(rounds)
+        return rounds[span], values[span]
+
+    def matrix(self, family: str, statistic: str, layer: str) -> tuple[list[int], list[Node], Array]:
+        key = ("matrix", family, statistic, layer)
+        rounds, nodes, values = self._ask(self._kept, key, lambda: self._history.matrix(family, statistic, layer))
+        span = self._span(rounds)
+        rounds, values = rounds[span], values[span]
+        # Who has come only later, or never had a number, is not there in either case.
+        there = np.flatnonzero(~np.isnan(values).all(axis=0)) if len(rounds) else np.arange(0)
+        return rounds, [nodes[i] for i in there], values[:, there]
+
+    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+        key = ("across", family, tuple(statistics), round)
+        nodes, values = self._ask(self._of_round, key, lambda: self._history.across(family, statistics, round))
+        return (list(nodes), values.copy()) if round <= self._round else ([], values[:0])
+
+    def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
+        # An event without a round comes from before the first one.
+        found = self._ask(self._kept, ("events", name), lambda: self._history.events(name))
+        seen = [event for event in found if event.where.round is None or event.where.round <= self._round]
+        return seen if since is None else [e for e in seen if e.where.round is not None and e.where.round >= since]

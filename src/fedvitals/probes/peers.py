@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one client's update stands among those of the same round: the family `update.peers`, one row a client.
+
+Everybody counts the same here, whatever its update's size: a client that sends a hundred times as much is compared with
+the others, not they with it. Nearly all of it follows from one pass over the updates: the sum of unit vectors, and the
+products of all updates with that sum and with the last global models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.probes.view import flatten
+from fedvitals.records import LayerTable
+from fedvitals.stats import PEER_COLUMNS, SUM_MAGNITUDES, SUM_SQUARES, Array
+
+COSINE, FIRST, HEAD, STEP, BACK, NEAREST, SIGNS, CLASSES, CLASSES_MIN, CLASS_ENTROPY, BIAS, SPREAD = range(
+    len(PEER_COLUMNS)
+)
+ROUNDS_BACK = 5
+MOST_SIGNS = 65_536  # coordinates whose signs are compared
+RUN_OF_SIGNS = 64  # taken as so many neighbours at a time: to read one number costs as much as to read these
+SIGNS_TOGETHER = 8 << 20  # of all clients; fewer of each where these are many
+CANDIDATE = 0.8  # sketch cosine from which a pair is compared exactly
+CANDIDATES = 4  # of each client, at most; one each where updates are so large that four would take long:
+PAIRED_NUMBERS = 64 << 20  # that are read for exact comparisons
+PAIRED_AT_ONCE = 4 << 20
+STRETCH = 1 << 20  # numbers of all updates that are worked on at a time
+# Below this share of one's own square, what is left after taking one's own part from a sum is mostly rounding.
+_CANCELLED = 1e-3
+_NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One layer of a flat update: its number, where it lies, and how many rows it has as a matrix."""
+
+    layer: int
+    place: slice
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layers that are looked at on their own; None where a model has no such layer, or where it is not known."""
+
+    first: Piece | None = None  # the first and the last weight of two or more dimensions
+    head: Piece | None = None
+    bias: Piece | None = None  # of the head
+
+
+def layout_of(table: LayerTable) -> Layout:
+    """Where the first weight, the head and its bias lie in a model with these parameters."""
+    shapes = [layer.shape for layer in table.layers]
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = np.cumsum(sizes, dtype=int).tolist()
+
+    def piece(layer: int) -> Piece:
+        return Piece(layer, slice(ends[layer] - sizes[layer], ends[layer]), shapes[layer][0])
+
+    weights = [i for i, shape in enumerate(shapes) if len(shape) >= 2 and sizes[i]]
+    if not weights:
+        return Layout()
+    head = weights[-1]
+    biased = head + 1 < len(shapes) and shapes[head + 1] == shapes[head][:1]
+    return Layout(piece(weights[0]), piece(head), piece(head + 1) if biased else None)
+
+
+class Models:
+    """The global models with which the last rounds began, if so many fit into `memory` bytes."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._past: deque[tuple[int, Tensor]] = deque(maxlen=ROUNDS_BACK + 1)
+
+    def add(self, number: int, parameters: Sequence[Tensor]) -> None:
+        """What a round begins with; a round that is begun again begins with what is told last."""
+        if (ROUNDS_BACK + 1) * sum(p.numel() * p.element_size() for p in parameters) > self._memory:
+            self._past.clear()
+            return
+        if self._past and self._past[-1][0] == number:
+            self._past.pop()
+        self._past.append((number, flatten(parameters)))
+
+    def backwards(self, like: Tensor) -> Tensor | None:
+        """[k, D]: the way from the newest model to the one before, to that before it, ...; None if there is none."""
+        if len(self._past) < 2 or any(model.shape != like.shape for _, model in self._past):
+            return None
+        *past, now = (model.to(like) for _, model in self._past)
+        return torch.stack(past[::-1]) - now
+
+
+class Peers:
+    """The updates of one round, all finite and of equal layout; `rows` tells how each stands among the others.
+
+    Who sent nothing but zeros has no direction: it counts for nobody, and its own row is NaN.
+    """
+
+    def __init__(self, vectors: Sequence[Tensor], sums: Array, layout: Layout, models: Models) -> None:
+        """`sums`: the nine sums, [clients, layers, 9]; of one layer where layers are not known."""
+        self._vectors, self._matrix = vectors, as_rows(vectors)
+        self._rows = spread(sums)
+        self._head = layout.head
+        squares = sums[..., SUM_SQUARES]
+        self._norms = np.sqrt(squares.sum(axis=1))
+        self._compared = {COSINE: (slice(0, vectors[0].numel()), self._norms)}
+        for column, piece in ((FIRST, layout.first), (HEAD, layout.head), (BIAS, layout.bias)):
+            if piece is not None:
+                self._compared[column] = piece.place, np.sqrt(squares[:, piece.layer])
+        self._models = models.backwards(vectors[0])
+
+    def rows(self, sketches: Array) -> Array:
+        """[clients, PEER_COLUMNS]; `sketches`, [clients, 256], say who may be like whom."""
+        dots, squares, to_models, heads = self._products()
+        with np.errstate(all="ignore"):
+            for column, (place, norms) in self._compared.items():
+                self._rows[:, column] = self._to_others(place, norms, dots[column], squares[column])
+            if self._models is not None:
+                self._to_models(to_models)
+            if self._head is not None:
+                self._to_classes(self._head, torch.cat(heads))
+        every = signs_skipped(len(self._vectors), self._vectors[0].numel())
+        if self._matrix is None:
+            signs = torch.stack([chosen_coordinates(vector, every).sign() for vector in self._vectors])
+        else:
+            signs = chosen_coordinates(self._matrix, every).sign()
+        self._rows[:, SIGNS] = agreement(signs)
+        cosines = cosines_of(sketches)
+        most = PAIRED_NUMBERS // max(1, self._vectors[0].numel())
+        self._rows[:, NEAREST] = nearest(cosines, self._exact_pairs(candidates(cosines, most)))
+        self._rows[self._norms == 0] = np.nan
+        return self._rows
+
+    def _at(self, place: slice) -> Tensor:
+        """A stretch of all updates, [clients, ...]."""
+        if self._matrix is not None:
+            return self._matrix[:, place]
+        return torch.stack([vector[place] for vector in self._vectors])
+
+    def _products(self) -> tuple[dict[int, Array], dict[int, float], Array, list[Tensor]]:
+        """In one pass, stretch by stretch: each update times the sum of all units, and times the models.
+
+        Gives these products by column, [clients]; the squares of the sums; the products with the models, [k, clients];
+        and the head's sum of units, in pieces. A stretch is small enough to stay in the processor's cache.
+        """
+        clients = len(self._vectors)
+        factors = {column: torch.as_tensor(_inverse(norms)) for column, (_, norms) in self._compared.items()}
+        dots = {column: np.zeros(clients) for column in self._compared}
+        squares = dict.fromkeys(self._compared, 0.0)
+        to_models = np.zeros((0 if self._models is None else len(self._models), clients))
+        heads: list[Tensor] = []
+        for stretch in self._stretches():
+            own = self._at(stretch)
+            columns = [c for c, (place, _) in self._compared.items() if place.start <= stretch.start < place.stop]
+            units = torch.stack([factors[column] for column in columns]).to(own) @ own
+            against = units if self._models is None else torch.cat([units, self._models[:, stretch]])
+            found = _home(against @ own.T)  # in this order: the other one takes twice as long
+            for column, row, total in zip(columns, found, _home(units.square().sum(1)), strict=False):
+                dots[column] += row
+                squares[column] += float(total)
+            to_models += found[len(columns) :]
+            if HEAD in columns:
+                heads.append(units[columns.index(HEAD)])
+        return dots, squares, to_models, heads
+
+    def _stretches(self) -> Iterator[slice]:
+        """The coordinates in pieces of which each lies wholly inside or outside of every layer that is looked at."""
+        edges = sorted({edge for place, _ in self._compared.values() for edge in (place.start, place.stop)})
+        width = max(1024, STRETCH // len(self._vectors))
+        for start, stop in itertools.pairwise(edges):
+            for first in range(start, stop, width):
+                yield slice(first, min(first + width, stop))
+
+    def _others(self, place: slice, norms: Array, without: int) -> Tensor:
+        """The sum of all units but one, where taking that one from the sum of all would leave rounding."""
+        total = torch.zeros_like(self._vectors[0][place])
+        for i, factor in enumerate(_inverse(norms).tolist()):
+            if factor and i != without:
+                total.add_(self._vectors[i][place], alpha=factor)
+        return total
+
+    def _to_others(self, place: slice, norms: Array, dots: Array, square: float) -> Array:
+        """Cosines to the sum of the others' unit vectors: that is the sum of all less one's own, of length 1."""
+        own = dots / norms
+        squares = square - 2 * own + 1
+        found = np.where(norms > 0, (own - 1) / np.sqrt(squares), np.nan)
+        for i in np.flatnonzero((squares < _CANCELLED) & (norms > 0)).tolist():
+            others = self._others(place, norms, without=i)
+            dot, left = float(self._vectors[i][place] @ others), _square(others)
+            found[i] = dot / norms[i] / math.sqrt(left) if left > _NOTHING else np.nan
+        return np.clip(found, -1, 1)
+
+    def _to_models(self, dots: Array) -> None:
+        """Along the last step of the global model, and back to where it was some rounds ago."""
+        assert self._models is not None  # noqa: S101 - asked by the caller
+        lengths = _home(torch.linalg.vector_norm(self._models, dim=1))[:, None]
+        cosines = np.clip(np.where(lengths > 0, dots / self._norms / lengths, np.nan), -1, 1)
+        self._rows[:, STEP] = -cosines[0]
+        self._rows[:, BACK] = np.fmax.reduce(cosines, axis=0)
+
+    def _to_classes(self, head: Piece, total: Tensor) -> None:
+        """Each row of the head, which is one class's, against the others' rows for that class."""
+        norms = self._compared[HEAD][1]
+        own = self._at(head.place).unflatten(1, (head.rows, -1))
+        total = total.view(head.rows, -1)
+        sizes = _home(torch.linalg.vector_norm(own, dim=2))  # of each row
+        dots = _home(torch.bmm(own.transpose(0, 1), total[..., None])[..., 0].T) / norms[:, None]
+        mine = (sizes / norms[:, None]) ** 2
+        left = _home(total.double().square().sum(1)) - 2 * dots + mine
+        cosines = np.where((mine > 0) & (left > _NOTHING), (dots - mine) / np.sqrt(mine * left), np.nan)
+        for i in np.flatnonzero((left < _CANCELLED * mine).any(axis=1)).tolist():
+            rest = self._others(head.place, norms, without=i).view(head.rows, -1)
+            dot, square = _home((own[i] * rest).sum(1)), _home(rest.double().square().sum(1))
+            cosines[i] = np.where((mine[i] > 0) & (square > _NOTHING), dot / sizes[i] / np.sqrt(square), np.nan)
+        self._tell_classes(np.clip(cosines, -1, 1), sizes)
+
+    def _tell_classes(self, cosines: Array, sizes: Array) -> None:
+        known = ~np.isnan(cosines)
+        weights = np.where(known, sizes, 0.0)
+        self._rows[:, CLASSES] = np.where(known, weights * cosines, 0.0).sum(axis=1) / weights.sum(axis=1)
+        moved = known & (sizes > 0.5 * sizes.mean(axis=1, keepdims=True))
+        least = np.where(moved, cosines, np.inf).min(axis=1)
+        self._rows[:, CLASSES_MIN] = np.where(np.isinf(least), np.nan, least)
+        if sizes.shape[1] > 1:
+            shares = sizes**2 / (sizes**2).sum(axis=1, keepdims=True)
+            entropy = -np.where(shares > 0, shares * np.log(shares), 0.0 * shares).sum(axis=1)
+            self._rows[:, CLASS_ENTROPY] = entropy / math.log(sizes.shape[1])
+
+    def _exact_pairs(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        """The cosine of each pair, once, so that both get the same to the last bit."""
+        if not pairs:
+            return {}
+        if len(pairs) * self._vectors[0].numel() <= PAIRED_AT_ONCE:  # small ones: a call for each would cost more
+            own = self._at(slice(None))
+            left, right = (own[list(side)] for side in zip(*pairs, strict=True))
+            dots = (left * right).sum(1, dtype=torch.float64).tolist()
+        else:
+            dots = [float(self._vectors[a] @ self._vectors[b]) for a, b in pairs]
+        lengths = [float(self._norms[a] * self._norms[b]) for a, b in pairs]
+        cosines = [min(1.0, max(-1.0, dot / length)) for dot, length in zip(dots, lengths, strict=True)]
+        return dict(zip(pairs, cosines, strict=True))
+
+
+def signs_skipped(clients: int, length: int) -> int:
+    """Of how many runs of neighbours one is looked at, so that there are not too many signs."""
+    most = min(MOST_SIGNS, max(RUN_OF_SIGNS, SIGNS_TOGETHER // clients))
+    return 1 if length <= most else math.ceil(length / RUN_OF_SIGNS / (most // RUN_OF_SIGNS))
+
+
+def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
+    """One run of neighbours in `every` so many, along the last axis; all where it is 1."""
+    if every == 1:
+        return vectors
+    whole = vectors.shape[-1] // RUN_OF_SIGNS * RUN_OF_SIGNS
+    runs: Tensor = vectors[..., :whole].unflatten(-1, (-1, RUN_OF_SIGNS))
+    return runs[..., ::every, :].flatten(-2)
+
+
+def agreement(signs: Tensor) -> Array:
+    """Of each client's signs, the share that equals the sign of the sum of the others' signs, zeros left out.
+
+    Without one's own sign s the sum T is T − s, which points with s where s·T ≥ 2, and against it where s·T ≤ 0.
+    So two products tell of everybody. They are sums of few whole numbers, hence exact.
+    """
+    total = signs.sum(0)
+    with_plus, with_minus = (total >= 2).to(signs), (total <= -2).to(signs)
+    against_plus, against_minus = (total <= 0).to(signs), (total >= 0).to(signs)
+    differences = torch.stack([with_plus - with_minus, against_plus - against_minus]) @ signs.T
+    sums = torch.stack([with_plus + with_minus, against_plus + against_minus]) @ signs.abs().T
+    agree, against = _home((sums + differences) / 2)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(agree / (agree + against))
+
+
+def spread(sums: Array) -> Array:
+    """The rows of clients of which nothing but the nine sums is known: NaN, and how evenly their updates spread."""
+    rows = np.full((len(sums), len(PEER_COLUMNS)), np.nan)
+    count, squares, magnitudes = (sums[..., i].sum(axis=1) for i in (0, SUM_SQUARES, SUM_MAGNITUDES))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rows[:, SPREAD] = np.where(squares > 0, magnitudes / np.sqrt(squares * count), np.nan)
+    return rows
+
+
+def from_sketches(sums: Array, sketches: Array) -> Array:
+    """[clients, PEER_COLUMNS] where the updates themselves are not held."""
+    rows, cosines = spread(sums), cosines_of(sketches)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        units = np.nan_to_num(sketches / np.linalg.norm(sketches, axis=1, keepdims=True))
+        others = units.sum(axis=0) - units
+        squares = (others**2).sum(axis=1)
+        found = (units * others).sum(axis=1) / np.sqrt(squares)
+    usable = (squares > _NOTHING) & units.any(axis=1)
+    rows[:, COSINE] = np.where(usable, np.clip(found, -1, 1), np.nan)
+    rows[:, NEAREST] = nearest(cosines, {})
+    rows[~units.any(axis=1)] = np.nan
+    return rows
+
+
+def cosines_of(sketches: Array) -> Array:
+    """[clients, clients], the same from both sides to the last bit; −∞ to oneself and to who has no direction."""
+    norms = np.linalg.norm(sketches, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        units = sketches / norms[:, None]
+        found: Array = np.clip(np.triu(units @ units.T, 1), -1, 1)
+    found += found.T
+    found[np.isnan(found)] = -np.inf
+    np.fill_diagonal(found, -np.inf)
+    return found
+
+
+def candidates(cosines: Array, most: int) -> list[tuple[int, int]]:
+    """Pairs whose updates may be nearly the same, by their sketches: each client's best, then its second best, ...
+
+    Of one for each client up to four; no more than `most`, but for the best ones.
+    """
+    few = min(CANDIDATES, len(cosines) - 1)
+    if few < 1 or cosines.max() <= CANDIDATE:
+        return []
+    best = np.argsort(-cosines, axis=1, kind="stable")[:, :few]
+    found: dict[tuple[int, int], None] = {}
+    for rank in range(few):
+        for i, j in enumerate(best[:, rank].tolist()):
+            if cosines[i, j] > CANDIDATE and (rank == 0 or len(found) < most):
+                found[min(i, j), max(i, j)] = None
+    return [*found]
+
+
+def nearest(cosines: Array, exact: dict[tuple[int, int], float]) -> Array:
+    """Each client's largest cosine to another: exact where it has candidates, else as the sketches say."""
+    found = np.full(len(cosines), -np.inf)
+    for pair, cosine in exact.items():
+        for i in pair:
+            found[i] = max(found[i], cosine)
+    found = np.where(np.isinf(found), cosines.max(axis=1, initial=-np.inf), found)
+    return np.where(np.isinf(found), np.nan, found)
+
+
+def as_rows(vectors: Sequence[Tensor]) -> Tensor | None:
+    """The vectors as [clients, D] without a copy, where they are the rows of one matrix; else None."""
+    first, size = vectors[0], vectors[0].numel()
+    for i, v in enumerate(vectors):
+        same = v.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and v.dtype == first.dtype
+        if not same or not v.is_contiguous() or v.storage_offset() != first.storage_offset() + i * size:
+            return None
+    return first.as_strided((len(vectors), size), (size, 1))
+
+
+def _inverse(norms: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.where(norms > 0, 1 / norms, 0.0)
+
+
+def _home(values: Tensor) -> Array:
+    return values.double().cpu().numpy()
+
+
+def _square(vector: Tensor) -> float:
+    return float(vector.double().square().sum())

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each issue of the gradients on the fault that fires it, and silence on its healthy twin."""
+
+import numpy as np
+import pytest
+from torch import nn
+
+from detecting import findings_of, history_of, lab_history
+from fedvitals import lab
+from fedvitals.diagnosis.detect_gradient import DETECTORS, exploding
+from fedvitals.diagnosis.detect_signals import bias_of, matrix_layers, profile, quiet_quantile, still_units
+
+
+def tanh_model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def half_frozen_model():
+    model = tanh_model()
+    for parameter in model[1].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+TANH = lab.Own(tanh_model, stackable=True)
+MLP = lab.MLP(hidden=(32, 16))
+
+
+def issues(history, rounds=3):
+    return {found.issue for number in range(rounds) for found in findings_of(DETECTORS, history, number)}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [("baseline", set()), ("exploding", {"EXPLODING_GRADIENT"}), ("vanishing", {"VANISHING_GRADIENT"})],
+)
+def test_the_papers_three_scenarios_are_told_apart(scenario, expected):
+    clip = lab.Clip() if scenario == "baseline" else None
+    model = lab.PaperCNN(scenario=scenario, channels=(4, 8))
+    local = lab.Local(iterations=4, optimizer=lab.Adam(), clip=clip)
+    history = lab_history(model=model, local=local, clients=3)
+    assert issues(history) & {"EXPLODING_GRADIENT", "VANISHING_GRADIENT"} == expected
+    assert bool(issues(history)) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "fault", "expected"),
+    [
+        (MLP, lab.exploding_initialisation(factor=10.0), {"EXPLODING_GRADIENT", "POOR_INITIALISATION"}),
+        (MLP, lab.vanishing_initialisation(factor=0.05), {"VANISHING_GRADIENT", "POOR_INITIALISATION"}),
+        (MLP, lab.dead_units(share=0.75), {"DEAD_UNITS"}),
+        (TANH, lab.saturated_units(share=0.75), {"SATURATED_UNITS"}),
+    ],
+)
+def test_fault_fires_and_twin_is_silent(model, fault, expected):
+    assert expected <= issues(lab_history(model=model, faults=[fault]))
+    assert issues(lab_history(model=model)) == set()
+
+
+def test_units_are_named_with_layer_and_share():
+    history = lab_history(model=MLP, faults=[lab.dead_units(share=0.75)])
+    (found,) = findings_of(DETECTORS, history, 2)
+    assert (found.issue, found.where.layer, found.evidence["since"]) == ("DEAD_UNITS", "dense1.weight", 1)
+    assert found.evidence["numbers"][0]["value"] >= 0.75
+    assert still_units(history, 2)[0].onward >= 0.75  # the next layer's weights stand still with them
+
+
+def test_compressed_updates_are_no_dead_units():
+    assert issues(lab_history(model=MLP, compression=lab.top_k(0.05))) == set()
+
+
+def test_layer_frozen_on_purpose_is_no_vanished_one():
+    assert issues(lab_history(model=lab.Own(half_frozen_model))) == set()
+
+
+def test_logistic_regression_may_begin_at_zero():
+    assert issues(lab_history(model="logistic")) == set()
+
+
+def test_gradients_that_jump_inside_a_round():
+    def norms(jumping, loss):
+        values = {f"c{i}": [1.0, 1.1, 0.9, 1.0, 40.0 if i < jumping else 1.0] for i in range(10)}
+        return history_of(
+            {("loss", None): [2.0, 1.5, 1.0, 0.9, loss]}
+            | {("gradient.norm_max", node): v for node, v in values.items()}
+            | {("gradient.norm_last", node): v for node, v in values.items()}
+        )
+
+    (found,) = exploding(norms(4, 1.6), 4)
+    assert found.evidence["clients"] == ["c0", "c1", "c2", "c3"]
+    assert not list(exploding(norms(4, 1.6), 3))  # no look ahead
+    assert not list(exploding(norms(1, 1.6), 4))  # one client alone is a matter of the client
+    assert not list(exploding(norms(4, 0.8), 4))  # the loss fell nevertheless
+
+
+def test_pressure_has_no_unit():
+    """A wider network has larger norms; its pressure at the start is the same within a factor of two."""
+    tops = []
+    for width in (64, 1024):
+        found = profile(lab_history(model=lab.MLP(hidden=(width,)), rounds=1), 0)
+        assert found is not None
+        assert found.classes == 10
+        tops.append(float(np.nanmax(found.elasticity)) / found.chance)
+    assert 0.5 < tops[0] / tops[1] < 2
+
+
+def test_norm_layers_are_told_by_their_size():
+    names = ("conv.weight", "conv.bias", "norm.weight", "norm.bias", "lstm.weight_ih_l0", "lstm.bias_ih_l0")
+    assert matrix_layers(names, np.array([72.0, 8, 8, 8, 64, 32])) == [0, 4]
+    assert bias_of("lstm.weight_ih_l0") == "lstm.bias_ih_l0"
+
+
+def test_quantile_leaves_out_nan():
+    values = np.array([[3.0, np.nan], [1.0, np.nan], [np.nan, np.nan], [2.0, np.nan]])
+    assert quiet_quantile(values, 0.5)[0] == 2
+    assert np.isnan(quiet_quantile(values, 0.5)[1])
+    assert np.isnan(quiet_quantile(np.empty((0, 2)), 0.1)).all()
+
+
+def test_nothing_measured_nothing_found():
+    assert issues(history_of({("loss", None): [2.0, 1.0, 0.5]})) == set()
+    assert issues(lab_history(model=MLP, probes="light")) == set()
