@@ -65,6 +65,24 @@ def test_units_are_named_with_layer_and_share():
     assert still_units(history, 2)[0].onward >= 0.75  # the next layer's weights stand still with them
 
 
+def test_deep_network_that_begins_with_resting_units_and_learns_gets_no_more_than_a_note():
+    """Far from the input, all samples look alike at first: units are on for all of them, or off."""
+    local = lab.Local(iterations=8, optimizer=lab.adam(learning_rate=3e-3))
+    history = lab_history(model=lab.MLP(hidden=(32,) * 5), local=local, rounds=16)
+    found = [f for number in range(16) for f in findings_of(DETECTORS, history, number)]
+    losses = history.series("loss", None)[1]
+    assert losses[-1] < 0.8 * losses[0]
+    assert {(f.issue, f.severity) for f in found} == {("DEAD_UNITS", "note")}
+    assert len({f.where.round for f in found}) == len(found)  # one for all layers
+
+
+def test_narrow_deep_network_has_small_gradients_that_do_not_vanish():
+    """It begins to learn after some 40 rounds; what is said before that must not be critical."""
+    history = lab_history(model=lab.MLP(hidden=(16, 16, 16)), rounds=4, seed=0)
+    assert max(profile(history, number).top for number in range(4)) < 0.06
+    assert not issues(history, 4) & {"VANISHING_GRADIENT", "EXPLODING_GRADIENT"}
+
+
 def test_compressed_updates_are_no_dead_units():
     assert issues(lab_history(model=MLP, compression=lab.top_k(0.05))) == set()
 

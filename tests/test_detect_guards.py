@@ -9,7 +9,8 @@ from torch import nn
 
 from fedvitals import lab
 from fedvitals.diagnosis.detect_copies import untrained
-from fedvitals.diagnosis.detect_guards import DETECTORS
+from fedvitals.diagnosis.detect_guards import DETECTORS, misfits
+from fedvitals.lab.faults_updates import WrongSampleCount
 from fedvitals.monitor import Monitor
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store import MemoryStore
@@ -119,6 +120,24 @@ def test_steps_that_a_grad_scaler_left_out_are_no_finding():
 def test_nothing_to_average(topology):
     found = first_rounds(said(watched(lab.zero_weight(), rounds=3, topology=topology), DETECTORS))
     assert found == {("ZERO_TOTAL_WEIGHT", None): 0}
+
+
+class LessThanNothing(WrongSampleCount, frozen=True):
+    def update(self, update, past, stream):
+        update.samples = -update.samples
+
+
+@pytest.mark.parametrize("privacy", [0, 3])
+@pytest.mark.parametrize(
+    ("fault", "issue"),
+    [(LessThanNothing(**ILL), "WRONG_SAMPLE_COUNT"), (lab.shape_mismatch(**ILL), "SHAPE_OR_DTYPE_MISMATCH")],
+)
+def test_why_an_update_was_refused_is_known_at_every_privacy_level(fault, issue, privacy):
+    store = MemoryStore()
+    small = {"dataset": lab.synthetic(samples=120), "model": "mlp", "clients": 4, "rounds": 4}
+    with Monitor(None, host="lab", sinks=[store], privacy=privacy, detectors=(), strict=True) as monitor:
+        lab.run(lab.Experiment(**small, faults=[fault]), monitor, engine="sequential")
+    assert first_rounds(said(store.history(monitor.run.id), [misfits])) == {(issue, "c3"): ONSET}
 
 
 def test_a_pair_of_which_nothing_tells_who_copied_is_reported_as_a_pair():

@@ -30,10 +30,13 @@ def test_what_is_reported_is_said_at_once(fault, issue, model):
     assert {f.evidence["since"] for f in findings} == {ONSET}
 
 
-def test_a_crash_comes_with_its_traceback():
-    crash = next(iter(said(watched(lab.crash(**ILL), rounds=5), DETECTORS)))
+def test_a_crash_names_its_class_and_quotes_no_word_of_the_client():
+    history = watched(lab.crash(**ILL), rounds=5)
+    crash = next(iter(said(history, DETECTORS)))
     assert crash.evidence["exception"] == "RuntimeError"
-    assert "an error on purpose" in crash.evidence["traceback"]
+    assert "RuntimeError" in crash.message
+    assert "on purpose" not in repr(crash)
+    assert any("on purpose" in event.message for event in history.events("client.failed"))  # there it stands
 
 
 @pytest.mark.parametrize(

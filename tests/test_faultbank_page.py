@@ -4,6 +4,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
@@ -37,7 +38,7 @@ def invented(number, kind=None):
     return Outcome(
         case=f"case-{number}", bank="held-out", domain=chance.choice(("gtsrb-cnn", "fashion <b>mlp")),
         dataset="synthetic", model="mlp", topology="centralized", partition=chance.choice(("iid", "dirichlet 0.3")),
-        clients=10, participation=1.0, rounds=rounds, faults=faults, lying=number % 3 == 0, accuracy=[0.8] * rounds,
+        clients=10, participation=1.0, rounds=rounds, faults=faults, lying=False, accuracy=[0.8] * rounds,
         damage=chance.choice((0.1, 0.7, 3.0, 20.0)) if kind else None,
         present={node: list(range(rounds)) for node in NODES}, groups={}, seconds_rounds=2.0,
         methods={"fedvitals": ours, "z-score": plain},
@@ -48,8 +49,9 @@ def invented(number, kind=None):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    kinds = [*KINDS] * 6
-    return [*(invented(number, kind) for number, kind in enumerate(kinds)), *(invented(100 + n) for n in range(24))]
+    faulty = [invented(number, kind) for number, kind in enumerate([*KINDS] * 6)]
+    lied = [replace(run, case=f"{run.case}/lying", lying=True) for run in faulty[::3]]
+    return [*faulty, *lied, *(invented(100 + n) for n in range(24))]
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,18 @@ def test_what_is_recorded_does_not_depend_on_the_engine(engine):
     assert {"gradient.norm", "weight.drift", "update.norm", "update.cosine_mean", "steps", "local.accuracy"} <= names
 
 
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_clients_that_train_by_epochs_tell_their_own_steps(engine):
+    """Not those of the one with most data, for whom the others of a stack wait."""
+    e = experiment(rounds=1, partition=lab.dirichlet(0.3), local=lab.Local(epochs=2, batch=8))
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink], strict=True) as monitor:
+        lab.run(e, monitor, engine=engine, workers=1)
+    told = {node: sink.value("steps", node=node) for node in e.nodes}
+    assert told == {node: e.local.steps(int(sink.value("samples", node=node))) for node in e.nodes}
+    assert len({*told.values()}) > 1
+
+
 def test_a_client_that_fails_is_left_out_and_the_run_goes_on():
     e = experiment(faults=[lab.crash(nodes=["c2"], at_step=1)])
     for engine in ("sequential", "reuse", "stacked"):

@@ -16,7 +16,7 @@ from torch import nn
 import fedvitals as fv
 from fedvitals.catalog import CATALOG, LEVELS
 from fedvitals.probes.session import ClientSession
-from fedvitals.records import Event, LayerStats, Metric, Run, Sketch, Snapshot, Span, Where
+from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Run, Sketch, Snapshot, Span, Where
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
 from fedvitals.telemetry.outlet import Outlet
@@ -249,10 +249,19 @@ def everything():
     sink = MemorySink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("fedvitals"), "disabled", True)
-        # Findings are made from what has passed the gate, so they are no part of what comes before it.
-        leaky_run(None, sink, probes="deep", privacy=4, detectors=())
+        leaky_run(None, sink, probes="deep", privacy=4)
     check_words(text_of(sink.records), 4)
     return sink.records
+
+
+def test_findings_and_actions_quote_nobody(everything):
+    """They pass at every level: even where words are allowed, none of a client's is in them."""
+    found = [r for r in everything if isinstance(r, Finding)]
+    done = [r for r in everything if isinstance(r, Action)]
+    assert {f.issue for f in found} >= {"CRASH"}
+    assert {f.evidence.get("exception") for f in found if f.issue == "CRASH"} == {"RuntimeError", "ValueError"}
+    assert done
+    assert "canary" not in text_of([*found, *done])
 
 
 @pytest.mark.parametrize("tracebacks", [False, True])

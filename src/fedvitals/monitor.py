@@ -285,7 +285,7 @@ class Monitor:
 
         for node, vector, rows in self._guard("updates()", lambda: measured(updates)) or ():
             self._guard("updates()", functools.partial(take, node, vector, rows))
-        return answers
+        return tuple(answers)
 
     def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
         """The corrections in force in the coming round. Waits for the detectors, if anything may be done unasked."""

@@ -113,6 +113,7 @@ class Stack:
     loss: Callable[..., Any] | None = None
     labels: Sequence[Any] | None = None  # each client's own, all of them
     silent: Sequence[Node] = ()  # who trains along, and of whom nothing that is measured gets home
+    steps: Sequence[int] | None = None  # each one's own number, where they differ: who is done rests, in the matrix too
 
 
 @runtime_checkable

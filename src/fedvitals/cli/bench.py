@@ -11,10 +11,16 @@ import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "lab", "soak")
-LONG = ("overhead", "gsc", "lab", "soak")  # these say how far they are
+PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "lab", "soak")
+LONG = ("overhead", "gsc", "diagnosis", "lab", "soak")  # these say how far they are
 LAB = ("cnn", "mlp", "start", "memory", "study")
-SHOWN = {"lab": ("what", "against", "bar", "value", "low", "high", "verdict")}  # the rest is for --json
+SHOWN = {  # the rest is for --json
+    "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
+    "diagnosis": (
+        *("after_rounds", "milliseconds", "bar_milliseconds"),
+        *("percent_of_paper_round", "bar_percent", "verdict"),
+    ),
+}
 
 
 @click.command()

@@ -211,8 +211,8 @@ def _tidy(folder: Path, *, over: bool) -> None:
     if not over and (folder / FILE).exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    for parent in (folder.parent, folder.parent.parent):
-        with contextlib.suppress(OSError):  # another run is in there
+    for parent in folder.parents[:3]:  # of this experiment, of the lab, of the store
+        with contextlib.suppress(OSError):  # something else is in there
             parent.rmdir()
 
 

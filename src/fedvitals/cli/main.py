@@ -21,6 +21,7 @@ VERBS = {
     "query": "fedvitals.cli.query",
     "lab": "fedvitals.cli.lab",
     "doctor": "fedvitals.cli.doctor",
+    "faultbank": "fedvitals.cli.faultbank",
     "reproduce": "fedvitals.cli.reproduce",
     "bench": "fedvitals.cli.bench",
 }

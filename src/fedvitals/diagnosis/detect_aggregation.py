@@ -208,29 +208,37 @@ def running_statistics(history: History, round: int) -> Iterator[Finding]:  # no
     nodes, sums = history.across("buffer", ("min", "max", "nans", "infs"), round)
     clients = set(clients_of(history, round))
     peers = [i for i, node in enumerate(nodes) if node in clients]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        widest = np.log(np.maximum(sums[:, rows, 1], 1e-30))
+    widest = np.log(np.clip(sums[:, rows, 1], 1e-30, 1e30))
     for i, node in enumerate(nodes):
         if node not in clients and node != SERVER:
             continue
-        broken = int(np.nansum(sums[i][:, 2:]) + np.nansum(sums[i, rows, 0] < 0))
-        others = [j for j in peers if j != i]
-        times = widest[i] - np.nanmedian(widest[others], axis=0) if len(others) >= 3 and i in peers else np.zeros(1)
-        wide = float(np.nanmean(times > np.log(WIDE)))
-        if not broken and wide < WIDE_LAYERS:
+        broken = bool((sums[i, :, 2:] > 0).any() or (sums[i, rows, 0] < 0).any())
+        usual = _medians(widest[[j for j in peers if j != i]])
+        times = widest[i] - usual if i in peers else np.full(len(rows), np.nan)
+        if not broken and np.mean(times > np.log(WIDE)) < WIDE_LAYERS:
             continue
         who = "the global model" if node == SERVER else node
-        how = "are negative, NaN or infinite" if broken else f"are {np.exp(np.nanmedian(times)):.0f} times the peers'"
-        number = Number("buffer", float(np.exp(np.nanmax(widest[i]))), float(np.exp(np.nanmedian(widest[others]))))
+        worst = int(np.argmax(np.nan_to_num(times, nan=-np.inf)))
+        how = "are negative, NaN or infinite" if broken else f"are up to {np.exp(times[worst]):.0f} times the peers'"
+        peers_own = None if np.isnan(usual[worst]) else float(np.exp(usual[worst]))
+        number = Number("buffer", float(np.exp(widest[i, worst])), peers_own)
         yield finding(
             "BATCH_NORM_STATISTICS",
             round,
             f"Running variances of {who} {how}.",
             confidence=1.0 if broken else 0.95,
             node=None if node == SERVER else node,
-            layer=layers[rows[int(np.nanargmax(times))]] if not broken else None,
+            layer=None if broken else layers[rows[worst]],
             numbers=[number],
         )
+
+
+def _medians(peers: Array) -> Array:
+    """Of each layer over the peers; NaN where fewer than three tell."""
+    known = np.count_nonzero(~np.isnan(peers), axis=0) >= 3
+    usual = np.full(peers.shape[1], np.nan)
+    usual[known] = np.nanmedian(peers[:, known], axis=0)
+    return usual
 
 
 DETECTORS: tuple[Detector, ...] = (weight_explosion, dominant_clients, group_left_behind, running_statistics)

@@ -76,6 +76,8 @@ def _equal(history: History, round: int) -> list[Pair]:  # noqa: A002
     if not twins:
         return []
     norms, clients, groups = history.latest("update.norm", round), clients_of(history, round), groups_of(history, round)
+    if groups and len(twins) > len(clients) / 2:
+        return []  # groups whose members average with each other at each step, and then send the same
     classes: dict[float, list[Node]] = {}
     for node in twins:
         classes.setdefault(norms.get(node, 0.0), []).append(node)

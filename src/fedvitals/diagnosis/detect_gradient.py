@@ -3,7 +3,7 @@
 
 No limit here is a norm, since that depends on the model. The measure is the *pressure* of a layer, ‖gradient‖·‖weights‖
 against the loss of a blind guess: how many times over the loss would change if the layer changed by its own size. It is
-about 0.1 to 3 when training begins, whatever the width, the depth and the number of classes, and it stays so under
+about 0.04 to 3 when training begins, whatever the width, the depth and the number of classes, and it stays so under
 sums over steps and clients. The limits lie where none of the healthy runs of the fault bank's `tune` half came near.
 """
 
@@ -29,14 +29,19 @@ from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 
 FIRST_ROUNDS = 3  # in which pressure is still that of the first weights
+HINDERED = 10  # rounds after which first weights that still hinder are more than a remark
 EXPLODING_START = 8.0  # pressure in the first rounds; healthy runs had up to 3
 EXPLODING_LATER = 30.0  # and this many times ...
 GROWTH = 5.0  # ... the run's own usual one; healthy runs grow to 6 as they become sure of themselves
-FADED = 0.06  # pressure below which nothing is learnt; a deep plain network with default weights has 0.13
+FADED = 0.022  # pressure below which nothing is learnt; narrow deep networks that learn begin with 0.044, weights that
+# are a tenth of what they should be give 0.012
 FADED_AFTER_REMARK = 0.5  # the same in the first rounds, where the first weights were seen to be too small
 BROKEN_PROFILE = 5e-4  # of the layer with most pressure
 UNLEARNT = 0.8  # of the blind guess's loss: below, small gradients are what training aims at
-STILL_UNITS = 0.45  # narrow layers of plain networks rest up to 0.4; attention a third of its biases, the keys'
+STILL_UNITS = 0.45  # narrow layers of plain networks rest up to 0.44; attention a third of its biases, the keys'
+SURELY_STILL = (
+    0.7  # deep plain networks begin with up to 0.62 in their last layers, and some learn all the same: a note
+)
 PASSED_ON = 0.75  # a dead unit gives nothing on, so that its weights in the next layer stand still, too
 JUMP = 8.0  # largest step norm against the client's own usual one
 JUMPED = 0.15  # share of the clients
@@ -152,7 +157,8 @@ def _jump(history: History, now: int) -> Iterator[Finding]:
 def _worse(history: History, now: int) -> bool:
     """Whether the loss has risen with it; True where nobody measures it."""
     losses = loss_curve(history, now).values
-    return len(losses) < 2 or not np.isfinite(losses[-1]) or bool(losses[-1] > 1.02 * np.nanmin(losses[:-1]))
+    before = losses[:-1][~np.isnan(losses[:-1])]
+    return not len(before) or not np.isfinite(losses[-1]) or bool(losses[-1] > 1.02 * before.min())
 
 
 # -- vanishing --------------------------------------------------------------------------------------------------------
@@ -196,7 +202,8 @@ def vanishing(history: History, now: int) -> Iterator[Finding]:
 def _broken_before(history: History, now: int) -> bool:
     """Whether it was so in the round before, too; in the first round it counts at once."""
     found = profile(history, now - 1) if now > 0 else None
-    return found is None or bool(np.nanmin(found.elasticity) < BROKEN_PROFILE * np.nanmax(found.elasticity))
+    known = np.empty(0) if found is None else found.elasticity[~np.isnan(found.elasticity)]
+    return not len(known) or bool(known.min() < BROKEN_PROFILE * known.max())
 
 
 def _unlearnt(history: History, now: int, chance: float) -> bool:
@@ -223,12 +230,16 @@ def _units(history: History, now: int, issue: str) -> Iterator[Finding]:
     Dead and stuck units look alike from behind, since neither lets a gradient through. In front they differ: a stuck
     unit still gives its constant to the next layer, whose weights move.
     """
-    standing = {still.layer: still for still in still_units(history, now - 1)}
+    standing = {still.layer: still.share for still in still_units(history, now - 1)}
+    found = []
     for still in still_units(history, now):
-        before = standing.get(still.layer)
-        if before is None or min(still.share, before.share) < STILL_UNITS or _kind(still) != issue:
-            continue
-        yield _unit_finding(issue, now, still, before)
+        before = standing.get(still.layer, 0.0)
+        if min(still.share, before) >= STILL_UNITS and _kind(still) == issue:
+            found.append((still, before))
+    if found:
+        # One for all layers: what began in one is often passed on. The first that is sure, or the first.
+        chosen = next((pair for pair in found if min(pair[0].share, pair[1]) >= SURELY_STILL), found[0])
+        yield _unit_finding(issue, now, *chosen, {still.layer: still.share for still, _ in found})
     yield from _measured_units(history, now, issue)
 
 
@@ -239,21 +250,24 @@ def _kind(still: Still) -> str | None:
     return "SATURATED_UNITS" if still.share < 1 else None
 
 
-def _unit_finding(issue: str, now: int, still: Still, before: Still) -> Finding:
+def _unit_finding(issue: str, now: int, still: Still, before: float, layers: dict[str, float]) -> Finding:
     what = "answer nothing" if issue == "DEAD_UNITS" else "are stuck at a constant"
+    others = f" {len(layers) - 1} more layers have as many." if len(layers) > 1 else ""
     return finding(
         issue,
         now,
         f"{still.share:.0%} of the units of '{still.layer}' {what}: on nearly every client their biases did not move "
-        "in two rounds.",
+        f"in two rounds.{others}",
         confidence=0.9,
         since=now - 1,
         layer=still.layer,
+        severity=None if min(still.share, before) >= SURELY_STILL else "note",
         numbers=[
-            Number("share of units without gradient", still.share, STILL_UNITS, of="limit"),
-            Number("the same, a round before", before.share, STILL_UNITS, of="limit"),
+            Number("share of units without gradient", still.share, SURELY_STILL, of="limit"),
+            Number("the same, a round before", before, SURELY_STILL, of="limit"),
             Number("share of the next layer's weights that stand still", still.onward),
         ],
+        more={"layers": layers},
     )
 
 
@@ -264,16 +278,19 @@ def _measured_units(history: History, now: int, issue: str) -> Iterator[Finding]
         return
     statistic = "dead_fraction" if issue == "DEAD_UNITS" else "saturated_fraction"
     shares = quiet_quantile(rows_of(history, "activation.health", (statistic,), now, nodes)[..., 0], 0.1)
-    for name, share in zip(names, shares, strict=True):
-        if share >= STILL_UNITS:
-            yield finding(
-                issue,
-                now,
-                f"{share:.0%} of the outputs of '{name}' are {statistic.partition('_')[0]} on nearly every client.",
-                confidence=0.9,
-                layer=name,
-                numbers=[Number(f"activation.health {statistic}", float(share), STILL_UNITS, of="limit")],
-            )
+    found = {name: float(share) for name, share in zip(names, shares, strict=True) if share >= STILL_UNITS}
+    if found:
+        name = next((name for name, share in found.items() if share >= SURELY_STILL), next(iter(found)))
+        yield finding(
+            issue,
+            now,
+            f"{found[name]:.0%} of the outputs of '{name}' are {statistic.partition('_')[0]} on nearly every client.",
+            confidence=0.9,
+            layer=name,
+            severity=None if found[name] >= SURELY_STILL else "note",
+            numbers=[Number(f"activation.health {statistic}", found[name], SURELY_STILL, of="limit")],
+            more={"layers": found},
+        )
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
@@ -297,6 +314,8 @@ def poor_initialisation(history: History, now: int) -> Iterator[Finding]:
         + (f" And {len(remarks) - 1} more layers." if remarks[1:] else ""),
         confidence=0.9,
         since=first,
+        # A remark about a start that training may yet get the better of; trouble once it has had its time.
+        severity=None if now - first >= HINDERED else "note",
         layer=remarks[0].data.get("layer"),
         numbers=[Number("layers with a remark", len(remarks), 0, of="limit")],
         more={"remarks": [event.message for event in remarks[:8]]},

@@ -33,10 +33,12 @@ LASTING = 3  # participations in a row, of what may pass by itself
 def misfits(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
     """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; a weight that is none is WRONG_SAMPLE_COUNT."""
     for event in events_in(history, round, "update.refused"):
-        weight = event.message.startswith("The weight")
+        weight, node = bool(event.data.get("weight")), event.where.node
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
-        since = _first_refused(history, round, event.where.node)
-        yield finding(issue, round, event.message, confidence=1.0, since=since, node=event.where.node)
+        why = "it claims a number of samples that is none" if weight else "its shape or type is not the model's"
+        text = f"The update of {node} was refused: {why}."
+        since = _first_refused(history, round, node)
+        yield finding(issue, round, text, confidence=1.0, since=since, node=node)
 
 
 def _first_refused(history: History, round: int, node: Node | None) -> int:  # noqa: A002
@@ -51,7 +53,8 @@ def no_weight(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
     empty = bool(claims) and not any(claims.values())
     if not failed and not empty:
         return
-    text = failed[0].message if failed else f"All {len(claims)} clients claim to have 0 samples."
+    text = f"All {len(claims)} clients claim to have 0 samples." if empty else "Nothing could be aggregated."
+    text += " The model stays as it was." if failed else ""
     numbers = [Number("update.samples", sum(claims.values()), of="limit")] if claims else []
     since = round
     for number in reversed(rounds_until(history, round)):

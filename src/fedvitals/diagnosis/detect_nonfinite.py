@@ -131,7 +131,7 @@ def _placed(history: History, round: int, found: Mapping[Node, float]) -> dict[N
         most = float(lasting.max())
         first = np.flatnonzero(lasting == most)
         everywhere = len(first) == np.count_nonzero(size)
-        step = int(steps[node] - most) if node in broken else None
+        step = int(steps[node] - most) if node in broken and math.isfinite(steps[node] - most) else None
         layer = None if everywhere and len(first) > 1 else layers[int(first[0])]
         origins[node] = Origin(layer, step, values, most, partly=not everywhere)
     return origins

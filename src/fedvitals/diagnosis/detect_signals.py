@@ -154,7 +154,8 @@ def profile(history: History, now: int) -> Profile | None:
     typical = quiet_quantile(gradients[..., 0], 0.5)
     elasticity = typical * rms * counts * _width_correction(names, counts)
     last = names.index(bias_of(names[places[-1]])) if bias_of(names[places[-1]]) in names else None
-    classes = int(counts[last]) if last is not None and last != places[-1] else 0
+    known = last is not None and last != places[-1] and np.isfinite(counts[last])
+    classes = int(counts[last]) if known else 0
     return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, classes)
 
 

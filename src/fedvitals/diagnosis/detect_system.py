@@ -4,6 +4,9 @@
 What a host reports as an error is a finding at once. What also happens to healthy clients now and then (to be away, to
 lose a message, to miss a deadline) is one only when it happens to a client too often to be chance, where the rate of
 the other clients says what chance is.
+
+No finding quotes what an exception says: its words are a client's, and findings pass every privacy level. They name
+the class of the error; the words stand in the event, where the level allows them.
 """
 
 from __future__ import annotations
@@ -61,18 +64,24 @@ def failures(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 -
         yield finding(
             issue,
             round,
-            f"{who} failed: {event.message}{before}",
+            f"{who} failed{_with(event)}{before}.",
             confidence=1.0,
             since=since,
             node=event.where.node,
             group=event.where.group,
             severity="critical",
-            more={key: event.data[key] for key in ("exception", "traceback") if key in event.data},
+            more={"event": event.name, **{key: event.data[key] for key in ("exception",) if key in event.data}},
         )
     for event in events_in(history, round, "monitor.error", "log"):
         if event.level in ("warning", "error", "critical") and DISK.search(event.message) and event.where.node is None:
-            yield finding("DISK_FULL", round, f"The server's disk is full: {event.message}", confidence=0.95)
+            doing = f", said by {event.data['doing']}" if "doing" in event.data else ""
+            yield finding("DISK_FULL", round, f"The server's disk is full{doing}.", confidence=0.95)
             return
+
+
+def _with(event: Event) -> str:
+    kind = event.data.get("exception")
+    return "" if kind is None else f" with {kind}"
 
 
 def _kind_of_failure(event: Event) -> str:

@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from fedvitals.diagnosis import (
     detect_aggregation,
     detect_convergence,
     detect_gradient,
     detect_guards,
     detect_system,
+    locate,
 )
 from fedvitals.diagnosis.until import Horizon, Until
 from fedvitals.errors import ConfigError, unknown
@@ -28,6 +31,7 @@ DETECTORS: tuple[Detector, ...] = (
     *detect_gradient.DETECTORS,
     *detect_aggregation.DETECTORS,
     *detect_system.DETECTORS,
+    *locate.DETECTORS,
 )
 """What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""
 
@@ -85,12 +89,17 @@ class Examination:
         """What the detectors say of a round, from what was known by its end."""
         self._horizon.move_to(number)
         for detector in self._detectors:
+            found: list[Finding] = []
             try:
-                yield from detector(self._past, number)
+                # A client may send any number. What infinities come to (∞ − ∞ is no number) is beyond no limit, so that
+                # nobody is accused of it: that is meant, and no reason to warn. Medians of nothing still are.
+                with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                    found.extend(detector(self._past, number))
             except Exception as error:
                 if self._failed is None:
                     raise
                 self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
+            yield from found  # what it said before it failed counts
 
 
 def of_run(finding: Finding, run: str, at: float) -> Finding:

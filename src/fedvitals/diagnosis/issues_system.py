@@ -93,8 +93,8 @@ SYSTEM = (
         "A client fails with an error",
         "system",
         "warning",
-        "The client's training ended with an exception. The finding has its type, and the traceback where privacy "
-        "allows it.",
+        "The client's training ended with an exception. The finding has its class alone; its words and the traceback "
+        "stand in the event, where privacy allows them.",
         (
             "A fault in the client's code or data: an unreadable sample, a wrong shape.",
             "A missing or different version of a library.",

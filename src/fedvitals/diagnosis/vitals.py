@@ -60,13 +60,18 @@ class Vitals:
     pairs: Array  # [clients, 2]: the classes that are confused most, label and guess; NaN without
 
 
-ABSOLUTE = ("step", "nearest", "back", "confusion", "cohort", "accuracy")
+ABSOLUTE_SERVER = ("step", "nearest", "back", "cosine", "signs", "previous", "classes", "size", "cohort")
+ABSOLUTE = (*ABSOLUTE_SERVER, "confusion", "accuracy", "diversity", "told")
 
 
 def _log(values: Array, offset: float = 0.0) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.log(values + offset)
     return np.where(np.isfinite(found), found, np.nan)
+
+
+def _middle(values: Array) -> float:
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else np.nan
 
 
 def _turn(cosines: Array) -> Array:
@@ -87,19 +92,22 @@ def vitals(history: History, number: int) -> Vitals:
         found: Mapping[Node, float] = norms if name == "update.norm" else history.latest(name, number)
         return np.array([found.get(node, np.nan) for node in nodes], dtype=np.float64)
 
-    signs = _of_update(history, number, nodes, metric)
-    absolute = np.full((len(nodes), len(ABSOLUTE)), np.nan)
-    absolute[:, 0], absolute[:, 1], absolute[:, 2] = signs["step"], signs["nearest"], signs["back"]
-    signs |= _of_training(history, number, nodes, metric)
-    absolute[:, 3] = signs["confusion"]
-    absolute[:, 4] = np.log(max(len(nodes), 1))
-    accuracy = signs["accuracy_before"]
-    absolute[:, 5] = np.nanmedian(accuracy) if np.isfinite(accuracy).any() else np.nan
-    values = np.stack([signs[name] for name in SIGNS], axis=1) if nodes else np.empty((0, len(SIGNS)))
+    signs = _of_update(history, number, nodes, metric) | _of_training(history, number, nodes, metric)
     claimed, told = metric("update.samples"), metric("samples")
-    pairs = np.stack([metric("fit.confused_label"), metric("fit.confused_guess")], axis=1)
     size = _log(np.where(np.isfinite(claimed), claimed, told), 1.0)
-    return Vitals(nodes, values, size, metric("label.entropy"), absolute, pairs)
+    diversity = metric("label.entropy")
+    alone = signs | {
+        "size": size - _middle(size),
+        "cohort": np.full(len(nodes), np.log(max(len(nodes), 1))),
+        "accuracy": np.full(len(nodes), _middle(signs["accuracy_before"])),
+        "diversity": diversity - _middle(diversity),
+        # What was sent against what training changed, by the client's own word: equal, unless one of them is not so.
+        "told": np.abs(signs["norm"] - _log(metric("weight.drift"))),
+    }
+    absolute = np.stack([alone[name] for name in ABSOLUTE], axis=1) if nodes else np.empty((0, len(ABSOLUTE)))
+    values = np.stack([signs[name] for name in SIGNS], axis=1) if nodes else np.empty((0, len(SIGNS)))
+    pairs = np.stack([metric("fit.confused_label"), metric("fit.confused_guess")], axis=1)
+    return Vitals(nodes, values, size, diversity, absolute, pairs)
 
 
 def _of_update(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:

@@ -28,6 +28,10 @@ class AggregationError(FedvitalsError):
     """Updates that cannot be aggregated: none, of no weight, of a wrong shape, or too few for the rule."""
 
 
+class WeightError(AggregationError):
+    """A claimed number of samples that is none."""
+
+
 class Sum(Protocol):
     """One aggregation in progress."""
 
@@ -63,7 +67,7 @@ def checked(state: Tensor, weight: float, node: Node, server: Tensor) -> None:
             f"{list(server.shape)} of {server.dtype}. Has this client the same model as the server?"
         )
     if not (math.isfinite(weight) and weight >= 0):
-        raise AggregationError(
+        raise WeightError(
             f"The weight of {node} cannot be {weight!r}: it is a number of samples, finite and not negative."
         )
 

@@ -140,7 +140,7 @@ def trained(federation: Federation, clusters: Clusters) -> States:
         try:
             checked(update.state, float(update.samples), update.node, server.model)
         except AggregationError as error:
-            federation.observer.event("error", "update.refused", str(error), node=update.node)
+            federation.refused(update.node, error)
             continue
         if update.samples:
             own[update.node] = update.state.clone()

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedvitals.lab import faults as ill
 from fedvitals.lab import streams
 from fedvitals.lab.actions import Orders
-from fedvitals.lab.aggregators import AggregationError, checked
+from fedvitals.lab.aggregators import AggregationError, WeightError, checked
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.engine import Engine
 from fedvitals.lab.experiment import Experiment
@@ -118,7 +118,7 @@ class Federation:
             try:
                 total.add(update.state, float(update.samples), update.node)
             except AggregationError as error:
-                self.observer.event("error", "update.refused", str(error), node=update.node)
+                self.refused(update.node, error)
         try:
             after = total.finish()
         except AggregationError as error:
@@ -128,6 +128,11 @@ class Federation:
         weights = self.site.layout.weights
         after = ill.apply_server(self.experiment.faults, self.round, before, after, weights)
         return self.orders.model(before, after, weights)
+
+    def refused(self, node: Node, error: AggregationError) -> None:
+        """Tell that a client's update cannot be used. Why, in a word that passes where sentences may not."""
+        weight = {"weight": True} if isinstance(error, WeightError) else None
+        self.observer.event("error", "update.refused", str(error), node=node, data=weight)
 
     def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
         """Whole models went from one node to another; announced as one transfer of all their bytes."""
@@ -175,7 +180,7 @@ class Federation:
         try:
             checked(update.state, float(update.samples), update.node, task.start)
         except AggregationError as error:  # here, so that no topology has to know
-            observer.event("error", "update.refused", str(error), node=update.node)
+            self.refused(update.node, error)
             return False
         if update.losses.numel():
             self.losses[update.node] = update.losses

@@ -209,7 +209,9 @@ class _Crew:
         labels = [self.y[first:last] for first, last in itertools.pairwise(cuts)]
         faults = self.desk.site.experiment.faults
         silent = [node for node in self.nodes if ill.silenced(faults, self.number, node)]
-        return Stack(self.nodes, self.groups, self.desk.module, self.states, samples, F.cross_entropy, labels, silent)
+        steps = None if bool((self.steps == self.steps[0]).all()) else self.steps.tolist()
+        own = (self.desk.module, self.states, samples, F.cross_entropy, labels)
+        return Stack(self.nodes, self.groups, *own, silent, steps)
 
     def stop_where_not_finite(self, losses: Tensor, step: int) -> None:
         for row in (~losses.isfinite()).nonzero().flatten().tolist():

@@ -60,7 +60,7 @@ class StackSession:
         plan = enumerate(kit.preset.probes)
         self._scaled = [(i, p, p.probe) for i, p in plan if isinstance(p.probe, scale) and p.when is not at_exit]
         closing = any(p.probe is last_gradient for p in kit.preset.probes)
-        self._closing = StackRecorder(*size, keep=False) if closing else None
+        self._closing = StackRecorder(*size, keep=stack.steps is not None) if closing else None
         self._guarded("fit", self._fit_before)
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
@@ -85,7 +85,7 @@ class StackSession:
                 self._measure(step, index, planned, functools.partial(recorder.record, step, gradients))
             if self._histogram is not None:
                 index, planned, histogram = self._histogram
-                self._measure(step, index, planned, functools.partial(histogram.record, gradients))
+                self._measure(step, index, planned, lambda: histogram.record(self._of_active(gradients, step)))
             for index, planned, probe in self._scaled:
                 self._view.step = step
                 self._measure(step, index, planned, functools.partial(self._scale, probe, step))
@@ -98,9 +98,10 @@ class StackSession:
         ended = time.perf_counter()
         training = ended - self._began - self.cost
         kit, model = self._kit, self._model
-        self._put("steps", [float(self._steps)] * model.clients)
+        own = self._own_steps()
+        self._put("steps", [float(count) for count in own])
         if self._steps and not kit.preset.brief:
-            self._put("time.step", [(ended - self._began) / self._steps / model.clients] * model.clients)
+            self._put("time.step", [(ended - self._began) / sum(own)] * model.clients)
         if any(planned.when is not at_exit for planned in kit.preset.probes):
             self._view.step = max(0, self._steps - 1)  # else nobody counts along with a client that trains alone
         if kit.preset.difference_each_step and self._steps:
@@ -131,6 +132,21 @@ class StackSession:
             work()
             costs[index] += time.perf_counter() - started
 
+    def _own_steps(self) -> list[int]:
+        """How many steps each client took so far."""
+        given = self._stack.steps
+        return [self._steps] * self._model.clients if given is None else [min(self._steps, own) for own in given]
+
+    def _last_steps(self) -> list[int]:
+        return [max(0, count - 1) for count in self._own_steps()]
+
+    def _of_active(self, gradients: Tensor, step: int) -> Tensor:
+        """The same with zeros, which no histogram counts, for those who rest at this step."""
+        if self._stack.steps is None or min(self._stack.steps) > step:
+            return gradients
+        active = torch.tensor(self._stack.steps, device=gradients.device) > step
+        return torch.where(active[:, None], gradients, 0.0)
+
     def _difference(self) -> None:
         """`weight.difference` of one iteration, taken before the next one."""
         now = self._model.matrix.detach().clone()
@@ -147,10 +163,14 @@ class StackSession:
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     def _put(self, name: str, values: Sequence[float | None], step: int | None = None) -> None:
-        """One metric of every client; None: this one has none."""
-        for results, value in zip(self._results, values, strict=True):
-            if value is not None:
+        """One metric of every client; None: this one has none, nor has one of a step that it did not take."""
+        for results, value, took in zip(self._results, values, self._took(step), strict=True):
+            if value is not None and took:
                 results.metrics.append((name, value, step))
+
+    def _took(self, step: int | None) -> list[bool]:
+        given = self._stack.steps
+        return [True] * self._model.clients if step is None or given is None else [step < own for own in given]
 
     def _put_all(self, found: Mapping[str, Array], step: int | None = None) -> None:
         for name, values in found.items():
@@ -158,8 +178,9 @@ class StackSession:
             self._put(name, [None if absent and math.isnan(value) else value for value in values.tolist()], step)
 
     def _put_matrices(self, family: str, matrices: Array, step: int | None = None) -> None:
-        for results, matrix in zip(self._results, matrices, strict=True):
-            results.matrices.append((family, matrix, step))
+        for results, matrix, took in zip(self._results, matrices, self._took(step), strict=True):
+            if took:
+                results.matrices.append((family, matrix, step))
 
     def _merge(self) -> None:
         if self._recorder is not None and self._recorder[2].steps:
@@ -168,40 +189,45 @@ class StackSession:
             if planned.each:
                 for step, matrices in zip(recorder.steps, rows, strict=True):
                     self._put_matrices("gradient", matrices, step)
-            self._gradient(recorder.steps, rows)
+            own = np.asarray(self._own_steps())
+            for count in np.unique(own[own > 0]).tolist():
+                steps = [step for step in recorder.steps if step < count]
+                if steps:
+                    members = np.flatnonzero(own == count)
+                    every = slice(None) if len(members) == len(own) else members  # a view, where it can be one
+                    self._gradient(steps, rows[: len(steps), every], members.tolist())
         counts = None if self._histogram is None else self._histogram[2].take()
         if counts is not None:
             self._put_matrices("gradient.histogram", counts)
 
-    def _gradient(self, steps: list[int], rows: Array) -> None:
-        """A client-round of its steps: `summarise` for all clients at once. rows: [steps, clients, layers, 9]."""
+    def _gradient(self, steps: list[int], rows: Array, members: list[int]) -> None:
+        """A client-round of its steps: `summarise` for all these clients at once. rows: [steps, clients, layers, 9]."""
         count, clients, layers, _ = rows.shape
         merged, _ = summarise(steps, rows.reshape(count, clients * layers, -1))
-        for family, matrix in merged.items():
-            self._put_matrices(family, matrix.reshape(clients, layers, -1))
         whole = np.sqrt(rows[..., SUM_SQUARES].sum(axis=2))  # [steps, clients]
-        numbers, everyone = np.asarray(steps), np.arange(clients)
-        mean, largest = whole.mean(axis=0), whole.argmax(axis=0)
-        self._put("gradient.norm", mean.tolist())
-        self._put_at("gradient.norm_max", whole[largest, everyone], numbers[largest])
-        self._put("gradient.norm_last", whole[-1].tolist(), steps[-1])
-        self._put("gradient.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=(0, 2)).tolist())
-        if count > 1:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                relative = np.abs(whole[1:] - whole[:-1]) / whole[:-1]
-            change = np.where(whole[1:] == whole[:-1], 0.0, relative)
-            largest = change.argmax(axis=0)
-            self._put_at("gradient.change", change[largest, everyone], numbers[1:][largest])
+        mean, largest = whole.mean(axis=0).tolist(), whole.argmax(axis=0)
+        lost = (rows[..., NANS] + rows[..., INFS]).sum(axis=(0, 2)).tolist()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            relative = np.abs(whole[1:] - whole[:-1]) / whole[:-1]
+        change = np.where(whole[1:] == whole[:-1], 0.0, relative)
         known = self._kit.norms
-        before = [known.get(node) for node in self._stack.nodes]
-        pairs = zip(mean.tolist(), before, strict=True)
-        self._put("gradient.change_round", [abs(norm - old) / old if old else None for norm, old in pairs])
-        known.update(zip(self._stack.nodes, mean.tolist(), strict=True))
-
-    def _put_at(self, name: str, values: Array, steps: Any) -> None:
-        """A metric that stood at another step for each client."""
-        for results, value, step in zip(self._results, values.tolist(), steps.tolist(), strict=True):
-            results.metrics.append((name, value, step))
+        for i, member in enumerate(members):
+            results, node = self._results[member], self._stack.nodes[member]
+            for family, matrix in merged.items():
+                results.matrices.append((family, matrix.reshape(clients, layers, -1)[i], None))
+            results.metrics += [
+                ("gradient.norm", mean[i], None),
+                ("gradient.norm_max", float(whole[largest[i], i]), steps[largest[i]]),
+                ("gradient.norm_last", float(whole[-1, i]), steps[-1]),
+                ("gradient.nonfinite", lost[i], None),
+            ]
+            if count > 1:
+                most = int(change[:, i].argmax())
+                results.metrics.append(("gradient.change", float(change[most, i]), steps[1:][most]))
+            before = known.get(node)
+            if before:
+                results.metrics.append(("gradient.change_round", abs(mean[i] - before) / before, None))
+            known[node] = mean[i]
 
     def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
         """Run a probe of the end, if it is its round and the whole stack's training has paid for it."""
@@ -218,7 +244,10 @@ class StackSession:
         if probe is weights:
             self._weights()
         elif probe is last_gradient and self._closing is not None and self._closing.steps:
-            rows = self._closing.take()[-1]
+            taken = (
+                self._closing.take()
+            )  # of everybody the own last step; the only one that is kept, where all are equal
+            rows = taken[np.minimum(self._last_steps(), len(taken) - 1), np.arange(self._model.clients)]
             self._put("gradient.norm_last", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
             self._put("gradient.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
         elif isinstance(probe, scale):
@@ -232,7 +261,11 @@ class StackSession:
         images = self._fewest() if probe.images == "all" else int(probe.images)
         x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
         if x.shape[1]:
-            seeds = [self._seed(node) for node in self._stack.nodes]
+            now = self._view.step  # the last one, at the end; who was done before had its own last one
+            seeds = [
+                self._seed(node, min(now, own)) for node, own in zip(self._stack.nodes, self._last_steps(), strict=True)
+            ]
+            self._view.step = now
             self._put_all(stacked_scale(probe, self._model, x, seeds), step)
 
     def _full_gradient(self) -> None:
@@ -246,8 +279,8 @@ class StackSession:
         """How many samples every client has: all of them, where they were dealt out equally."""
         return min((len(own) for own in self._stack.labels or ()), default=0)
 
-    def _seed(self, node: str) -> int:
-        self._view.node = node
+    def _seed(self, node: str, step: int) -> int:
+        self._view.node, self._view.step = node, step
         return seed_of(self._view)
 
     def _weights(self) -> None:
@@ -263,10 +296,11 @@ class StackSession:
         """One client after the other, on a copy of the module: rare, and dear in any case."""
         samples = self._stack.samples(images)
         module = self._model.own_copy()
+        last = self._last_steps()
         for client, (node, results) in enumerate(zip(self._stack.nodes, self._results, strict=True)):
             self._model.load(module, client)
             view = View(module, round=self._view.round, node=node, data=tuple(part[client] for part in samples))
-            view.step = self._view.step
+            view.step = min(self._view.step, last[client])
             results.take(probe(view))
 
     def _move(self, rows: Array) -> None:

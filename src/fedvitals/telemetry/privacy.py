@@ -59,6 +59,7 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "client.failed": ("exception",),
     "edge.failed": ("exception",),
     "round.failed": ("exception",),
+    "update.refused": ("weight",),
 }
 LEFT_OF_SPANS = ("error", "failed")
 WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")

@@ -49,9 +49,17 @@ class Bar:
 
 
 def bars(
-    judged: Judgements, groups: Mapping[str, Sequence[Row]], kinds: Sequence[Row], error: Estimate, trained: Trained
+    judged: Judgements,
+    lied: Judgements,
+    groups: Mapping[str, Sequence[Row]],
+    kinds: Sequence[Row],
+    error: Estimate,
+    trained: Trained,
 ) -> tuple[Bar, ...]:
-    """All of them. `groups`, `kinds`: rows by group and by fault kind; `error`: of calibration."""
+    """All of them. `lied`: runs with lies; `groups`, `kinds`: rows by group, by fault kind; `error`: of calibration.
+
+    The time of the detectors is no bar here: the bank's rounds are so small that none would be met. See `bench`.
+    """
     return (
         Bar(
             "detection F1, all fault kinds, right issue and node, clean runs included",
@@ -66,12 +74,11 @@ def bars(
         *_label_bars(judged, trained),
         _several(judged),
         *_flip_bars(judged, trained),
-        _lying(judged),
+        _lying(lied),
         Bar("cause named rightly among the culprits found", 0.90, True, FIGURES["cause"](judged), "%"),
         _worst_cause(kinds),
         Bar("expected calibration error of the stated probabilities", 0.05, False, error),
         *_scenario_bars(judged),
-        Bar("time of the detectors as a share of the round", 0.005, False, FIGURES["time"](judged), "%"),
     )
 
 
@@ -170,8 +177,7 @@ def _flip_bars(judged: Judgements, trained: Trained) -> tuple[Bar, ...]:
     )
 
 
-def _lying(judged: Judgements) -> Bar:
-    runs = [each for each in judged if each.outcome.lying]
+def _lying(runs: Judgements) -> Bar:
     note = f"{len(runs)} runs; culprits, whatever the issue"
     return Bar("culprits that lie in their telemetry, F1", 0.88, True, FIGURES["culprit_f1"](runs), note=note)
 

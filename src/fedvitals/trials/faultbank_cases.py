@@ -108,8 +108,8 @@ class Bank:
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
-        """Each faulty case, then its twin."""
-        return tuple(case for faulty in self.faulty for case in (faulty, faulty.twin))
+        """Each faulty case, then its twin; one of somebody's own without a fault is a clean control as it is."""
+        return tuple(case for one in self.faulty for case in ((one, one.twin) if one.faulty else (one,)))
 
     @cached_property
     def digest(self) -> str:
@@ -142,7 +142,11 @@ def read_bank(source: str | Path) -> Bank:
 
 def _written(file: File) -> Iterator[Case]:
     for case in file.cases:
-        yield Case(f"{file.name}/{case.name}", file.name, case.domain, Experiment(**case.experiment))
+        try:
+            experiment = Experiment(**case.experiment)
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(f"The case '{case.name}' of the bank {file.name} is no experiment: {error}") from error
+        yield Case(f"{file.name}/{case.name}", file.name, case.domain, experiment)
 
 
 def _drawn(file: File) -> Iterator[Case]:
@@ -159,7 +163,8 @@ def _drawn(file: File) -> Iterator[Case]:
             chance = random.Random(f"{file.seed}/{fault.kind}/{place}/{number}")  # noqa: S311 - no secrets here
             # Domains and strengths take turns, at different paces, so that all pairs come up.
             domain = domains[(number + place) % len(domains)]
-            strength = fault.vary[(number // len(domains) + number) % len(fault.vary)]
+            turn = number if len(domains) == 1 else number // len(domains) + number
+            strength = fault.vary[turn % len(fault.vary)]
             experiment = _experiment(file, fault, domain, strength, chance)
             name = f"{file.name}/{fault.kind}-{place}/{number:02d}"
             yield Case(name, file.name, domain.name, experiment, fault.strength, fault.flips_largest)

@@ -44,13 +44,15 @@ ISSUE_FIGURES = ("f1", "precision", "recall", "alarms")
 LYING_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "recall")
 
 
-def write_page(summary: Summary, outcomes: Sequence[Outcome], folder: Path) -> tuple[Path, ...]:
-    """Writes index.html, README.md, summary.json and the figures; gives the files."""
+def write_page(
+    summary: Summary, outcomes: Sequence[Outcome], folder: Path, remarks: Sequence[str] = ()
+) -> tuple[Path, ...]:
+    """Writes index.html, README.md, summary.json and the figures; gives the files. `remarks`: about how it was run."""
     pictures = _pictures(summary)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for picture in pictures.values():
         (folder / picture.file).write_text(picture.svg, encoding="utf-8")
-    blocks = _blocks(summary, outcomes, pictures)
+    blocks = _blocks(summary, outcomes, pictures, remarks)
     files = tuple(folder / name for name in ("index.html", "README.md", "summary.json"))
     files[0].write_text(page(blocks, f"fedvitals: fault bank, {', '.join(summary.banks)}"), encoding="utf-8")
     files[1].write_text(markdown(blocks), encoding="utf-8")
@@ -110,22 +112,12 @@ def _bar_row(bar: Bar) -> tuple[str, ...]:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _blocks(summary: Summary, outcomes: Sequence[Outcome], pictures: Mapping[str, Picture]) -> list[Block]:
+def _blocks(
+    summary: Summary, outcomes: Sequence[Outcome], pictures: Mapping[str, Picture], remarks: Sequence[str]
+) -> list[Block]:
     return [
-        *_opening(summary, outcomes),
-        Heading(2, "The bars"),
-        Table(
-            "What was asked for, and what was obtained",
-            ("bar", "asked", "obtained [95 %]", "verdict", ""),
-            tuple(_bar_row(bar) for bar in summary.bars),
-            "Verdicts are by the figure itself. Corrections and the cost with 100 clients × 20 layers are measured "
-            "elsewhere (`docs/cure.md`, `fedvitals bench diagnosis`).",
-        ),
-        Table(
-            "Whether the bank is large enough",
-            ("size", "asked", "there are", "verdict", ""),
-            tuple(_bar_row(bar) for bar in summary.size),
-        ),
+        *_opening(summary, outcomes, remarks),
+        *_bars(summary),
         Heading(2, "Methods side by side"),
         _table(
             "The same runs, one table",
@@ -149,7 +141,13 @@ def _blocks(summary: Summary, outcomes: Sequence[Outcome], pictures: Mapping[str
         _table("All faults by damage", "damage", summary.damage, TARGET_FIGURES),
         _table("All faults by strength", "fault", summary.strengths, TARGET_FIGURES),
         Heading(2, "Lying telemetry"),
-        _table("Runs with culprits", "method", summary.lying, LYING_FIGURES, "Without the clean runs."),
+        _table(
+            "Runs with culprits",
+            "method",
+            summary.lying,
+            LYING_FIGURES,
+            "The same cases twice; no clean runs.",
+        ),
         _table("Which view hit first", "view", summary.views, ("share",), "Of the hits of which the view is known."),
         Heading(2, "Causes"),
         pictures["causes"],
@@ -163,6 +161,24 @@ def _blocks(summary: Summary, outcomes: Sequence[Outcome], pictures: Mapping[str
         Heading(2, "How it is counted"),
         Points(_DEFINITIONS),
         Code(("fedvitals faultbank --bank held-out",)),
+    ]
+
+
+def _bars(summary: Summary) -> list[Block]:
+    return [
+        Heading(2, "The bars"),
+        Table(
+            "What was asked for, and what was obtained",
+            ("bar", "asked", "obtained [95 %]", "verdict", ""),
+            tuple(_bar_row(bar) for bar in summary.bars),
+            "Verdicts are by the figure itself. Corrections and the cost with 100 clients × 20 layers are measured "
+            "elsewhere (`docs/cure.md`, `fedvitals bench diagnosis`).",
+        ),
+        Table(
+            "Whether the bank is large enough",
+            ("size", "asked", "there are", "verdict", ""),
+            tuple(_bar_row(bar) for bar in summary.size),
+        ),
     ]
 
 
@@ -202,7 +218,7 @@ _DEFINITIONS = (
 )
 
 
-def _opening(summary: Summary, outcomes: Sequence[Outcome]) -> list[Block]:
+def _opening(summary: Summary, outcomes: Sequence[Outcome], remarks: Sequence[str]) -> list[Block]:
     verdicts = [bar.verdict for bar in summary.bars]
     lengths = [outcome.rounds for outcome in outcomes]
     clients = [outcome.clients for outcome in outcomes]
@@ -219,8 +235,10 @@ def _opening(summary: Summary, outcomes: Sequence[Outcome]) -> list[Block]:
     facts += [
         f"rounds of a run: {min(lengths)} to {max(lengths)}; clients: {min(clients)} to {max(clients)}",
         f"domains: {', '.join(sorted({outcome.domain for outcome in outcomes}))}",
-        f"runs in which culprits lie: {sum(outcome.lying for outcome in outcomes)}",
+        f"beside them, runs heard again with culprits that lie: {sum(outcome.lying for outcome in outcomes)}",
         f"cases left unjudged: {summary.unjudged}",
+        f"time of the detectors: {words(summary.time, percent=True)} of the bank's rounds, which are tiny ones",
+        *remarks,
     ]
     blocks.append(Points(tuple(facts)))
     return blocks

@@ -11,12 +11,13 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.trials.faultbank_bars import Bar, bars, size_bars
-from fedvitals.trials.faultbank_figures import GROUPS, Judgements, Row, about, of_issue, row, split
+from fedvitals.trials.faultbank_figures import FIGURES, GROUPS, Judgements, Row, about, of_issue, row, split
 from fedvitals.trials.faultbank_intervals import Bin, Estimate, calibration, share
 from fedvitals.trials.faultbank_score import WITHIN, Judgement, Outcome, Target, judge
 
 OURS = "fedvitals"
 LABEL_FAULTS = ("label_noise", "label_flip")
+LYING = "/lying"  # at the end of a case's name: the same with culprits that lie
 HALF = 0.5  # of its domain's best: a model that has learnt at least so much is called trained
 ABSOLUTE = 0.7  # the harder reading, beside it
 LONGEST = 12  # participations that a delay curve shows
@@ -77,6 +78,7 @@ class Summary:
     delays: Mapping[str, Sequence[Curve]]
     calibration: Estimate
     reliability: Sequence[Bin]
+    time: Estimate  # of the detectors, as a share of the bank's rounds, which are far smaller than real ones
     unjudged: int  # cases about the whole run in a run that is ill: neither right nor wrong
 
     def as_facts(self) -> dict[str, Any]:
@@ -89,15 +91,19 @@ class Summary:
 
 
 def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
-    """All figures of all methods on these runs; the tables in detail are of the method `ours`."""
+    """All figures of all methods on these runs; the tables in detail are of the method `ours`.
+
+    A run in which the culprits lie is one of the others, heard otherwise: it counts where lies are the question, only.
+    """
     names = sorted({method for outcome in outcomes for method in outcome.methods})
     if ours not in names:
         known = f" {unknown('method', ours, names)}" if names else ""
         raise ConfigError(f"There is no outcome of the method '{ours}' to report on.{known} Run the bank first.")
-    by_method = {
+    everything = {
         name: [judge(o, name) for o in outcomes if name in o.methods] for name in dict.fromkeys((ours, *names))
     }
-    judged = by_method[ours]
+    by_method = {name: [each for each in judged if not each.outcome.lying] for name, judged in everything.items()}
+    outcomes, judged = [outcome for outcome in outcomes if not outcome.lying], by_method[ours]
     trained = _trained(outcomes, lambda best: HALF * best)
     kinds = _by_kind(judged)
     groups = {
@@ -108,7 +114,7 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
         banks=sorted({outcome.bank for outcome in outcomes}),
         ours=ours,
         counts=_counts(outcomes, judged),
-        bars=bars(judged, groups, kinds, error, trained),
+        bars=bars(judged, [each for each in everything[ours] if each.outcome.lying], groups, kinds, error, trained),
         size=size_bars(outcomes),
         methods=[row(name, each, METHOD_FIGURES) for name, each in by_method.items()],
         kinds=kinds,
@@ -118,12 +124,13 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
         labels=_labels(outcomes, judged),
         damage=_by(judged, lambda _, each: damage_class(each.outcome.damage)),
         strengths=_by(judged, lambda target, _: _strength(target)),
-        lying=_lying(by_method),
+        lying=_lying(everything),
         views=_views(judged),
         confusion=_confusion(judged),
         delays=_delays(by_method, ours),
         calibration=error,
         reliability=reliability,
+        time=FIGURES["time"](judged),
         unjudged=sum(case.verdict == "unjudged" for each in judged for case in each.raised),
     )
 
@@ -241,9 +248,11 @@ def _labels(outcomes: Sequence[Outcome], judged: Judgements) -> dict[str, list[R
 
 
 def _lying(by_method: Mapping[str, Judgements]) -> list[Row]:
+    """The same cases twice, heard as they are and with lies: what a client gains by lying."""
     found = []
     for method, judged in by_method.items():
-        faulty = [each for each in judged if each.culprits]
+        lied = {each.outcome.case.removesuffix(LYING) for each in judged if each.outcome.lying}
+        faulty = [each for each in judged if each.culprits and each.outcome.case.removesuffix(LYING) in lied]
         for word, lies in (("honest", False), ("lying", True)):
             runs = [each for each in faulty if each.outcome.lying == lies]
             if runs:

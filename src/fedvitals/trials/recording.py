@@ -2,7 +2,8 @@
 """What detectors can see of a run, as one small file: a `History` to examine again without training again.
 
 It holds no configuration, no fault and no truth. Numbers keep 12 binary digits (1 in 4,096), which is far below what
-they scatter by; zeros, NaN, infinities and equal numbers stay what they are. Of layer statistics it keeps `KEPT`.
+they scatter by; zeros, NaN, infinities and equal numbers stay what they are. The server's own keep all 24, since
+detectors look at small differences between them. Of layer statistics it keeps `KEPT`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Small = npt.NDArray[np.float32]
 KEPT: dict[str, tuple[str, ...]] = {
     "gradient": ("rms", "absmax", "nans", "infs", "sparsity", "count"),
     "gradient.steps": ("norm_max", "norm_max_step", "norm_last", "change_max"),
-    "weight": ("rms", "absmax", "nans", "infs"),
-    "update": ("l2", "nans", "infs", "sparsity"),
+    "weight": ("rms", "absmax", "nans", "infs", "sum", "count"),
+    "update": ("l2", "nans", "infs", "sparsity", "sum", "count"),
     "update.alignment": ("cosine_mean", "cosine_previous", "share"),
     "update.peers": (
         *("cosine", "first", "head", "step", "back", "nearest", "signs", "classes", "classes_min"),
@@ -38,6 +39,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 }
 ABSENT = np.float32(-3e38)  # where there is no value; NaN is a value
 DIGITS = 12
+SERVER = "server"
 
 
 def rounded(values: Any) -> Small:
@@ -49,7 +51,7 @@ def rounded(values: Any) -> Small:
     return np.where(np.isfinite(small) & (small != np.round(small)), kept.view(np.float32), small)
 
 
-@dataclass
+@dataclass(eq=False)
 class Recording:
     """A `protocols.History` of one run, from arrays [rounds × nodes]."""
 
@@ -89,8 +91,8 @@ class Recording:
             block = np.full((len(numbers), len(names), len(layers), len(statistics)), ABSENT)
             for i, number in enumerate(numbers):
                 nodes, block_values = history.across(family, statistics, number)
-                if len(nodes):
-                    block[i, [place[node] for node in nodes]] = rounded(block_values)
+                for node, values in zip(nodes, block_values, strict=True):
+                    block[i, place[node]] = values.astype(np.float32) if node == SERVER else rounded(values)
             families[family], tables[family] = block, layers
         return cls(numbers, names, found, whole, families, tables, list(history.events()))
 
@@ -122,6 +124,7 @@ class Recording:
         for name, table in arrays.items():
             kind, _, rest = name.partition("/")
             kinds[kind][rest] = table
+        _complete(kinds["family"], kinds["metric"].get("steps"))
         events = msgspec.convert(about["events"], list[Event])
         tables = {family: tuple(layers) for family, layers in about["tables"].items()}
         return cls(about["numbers"], about["names"], kinds["metric"], kinds["whole"], kinds["family"], tables, events)
@@ -199,6 +202,24 @@ def _column(family: str, statistic: str) -> int:
         raise ConfigError(
             f"A recording keeps of '{family}' only {', '.join(KEPT[family])}; got '{statistic}'. Add it to KEPT."
         ) from None
+
+
+def _complete(families: dict[str, Small], steps: Small | None) -> None:
+    """Files of before «sum» and «count» were kept: the sums are unknown, the counts are those of the gradients."""
+    for family in ("weight", "update"):
+        block = families.get(family)
+        if block is None or block.shape[-1] == len(KEPT[family]):
+            continue
+        padded = np.full((*block.shape[:-1], len(KEPT[family])), np.nan, dtype=np.float32)
+        padded[..., : block.shape[-1]] = block
+        if steps is not None and "gradient" in families and families["gradient"].shape[2] == block.shape[2]:
+            counts = families["gradient"][..., _column("gradient", "count")]
+            taken = (counts != ABSENT) & (steps != ABSENT)[:, :, None] & (steps > 0)[:, :, None]
+            sizes = np.where(taken, counts / np.where(steps > 0, steps, 1)[:, :, None], np.nan)
+            if taken.any():
+                padded[..., -1] = np.nanmax(sizes, axis=(0, 1))
+        padded[(block == ABSENT).all(axis=-1)] = ABSENT
+        families[family] = padded
 
 
 def _planes(table: Small) -> Small:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many recorded cases examined in several processes; each outcome is kept until something that makes it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from fedvitals import diagnosis
+from fedvitals.trials import (
+    baselines_history,
+    baselines_sagemaker,
+    baselines_updates,
+    faultbank_lying,
+    faultbank_outcome,
+    faultbank_pool,
+    faultbank_score,
+    recording,
+)
+from fedvitals.trials.faultbank_cases import Case
+from fedvitals.trials.faultbank_pool import Done
+from fedvitals.trials.faultbank_score import Outcome
+
+# What an outcome is made by, besides the diagnosis as a whole.
+MAKERS = (
+    *(baselines_history, baselines_sagemaker, baselines_updates),
+    *(faultbank_lying, faultbank_outcome, faultbank_score, recording),
+)
+Task = tuple[Case, Path, Path, str]
+
+
+class Kept(msgspec.Struct):
+    """On disk: the outcomes of one case (as it is, and with lying culprits), and of what they are made."""
+
+    sources: str
+    outcomes: list[Outcome]
+
+
+@cache
+def sources() -> str:
+    """The digest of everything that has a say in an outcome: source files, and tables that are shipped with them."""
+    folder = Path(diagnosis.__file__ or "").parent
+    files = [file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    files += [Path(module.__file__ or "") for module in MAKERS]
+    found = hashlib.blake2b(digest_size=16)
+    for file in sorted(files):
+        found.update(f"{file.name}\n".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def examine_all(cases: Sequence[Case], runs: Path, folder: Path, workers: int, done: Done) -> list[Outcome]:
+    """The outcomes of all cases whose runs are there, in their order; one that fails is told, and left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = [case for case in cases if faultbank_pool.is_there(runs, case)]
+    left = [case for case in there if _kept(folder, case) is None]
+    # The longest first, so that no process is left alone with one at the end.
+    left.sort(key=lambda case: -case.experiment.rounds * case.experiment.clients)
+    for name, error in in_processes([(case, runs, folder, sources()) for case in left], workers):
+        done(name, error)
+    return [outcome for case in there for outcome in _kept(folder, case) or ()]
+
+
+def to_examine(cases: Iterable[Case], folder: Path) -> int:
+    """For how many of the cases the outcome is not there, or not by these sources."""
+    return sum(_kept(folder, case) is None for case in cases)
+
+
+def in_processes(tasks: Sequence[Task], workers: int) -> Iterator[tuple[str, str | None]]:
+    if workers <= 1 or len(tasks) <= 1:
+        yield from map(_one, tasks)
+        return
+    # Set here: a process that is spawned has its threads before it could be told otherwise.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        with multiprocessing.get_context("spawn").Pool(min(workers, len(tasks))) as pool:
+            yield from pool.imap_unordered(_one, tasks)
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _file(folder: Path, case: Case) -> Path:
+    path = faultbank_pool.place(folder, case)
+    return path.with_name(f"{path.name}.outcome")
+
+
+def _kept(folder: Path, case: Case) -> list[Outcome] | None:
+    try:
+        # Not JSON, which has no infinity and no NaN.
+        kept = msgspec.msgpack.decode(_file(folder, case).read_bytes(), type=Kept)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return kept.outcomes if kept.sources == sources() else None
+
+
+def _one(task: Task) -> tuple[str, str | None]:
+    case, runs, folder, made_by = task
+    try:
+        outcomes = _outcomes(case, runs)
+        draft = _file(folder, case).with_suffix(".part")
+        draft.write_bytes(msgspec.msgpack.encode(Kept(made_by, outcomes)))
+        draft.replace(_file(folder, case))
+    except Exception:  # noqa: BLE001 - whatever one case does, the others go on
+        return case.name, traceback.format_exc(limit=-4)
+    return case.name, None
+
+
+def _outcomes(case: Case, runs: Path) -> list[Outcome]:
+    recorded, about = faultbank_pool.load(runs, case)
+    twin = None
+    if case.faulty and faultbank_pool.is_there(runs, case.twin):
+        twin = faultbank_pool.load(runs, case.twin)
+    found = [faultbank_outcome.outcome_of(case, recorded, about, twin)]
+    if faultbank_outcome.liars(found[0].faults):
+        found.append(faultbank_outcome.outcome_of(case, recorded, about, twin, lies=True))
+    return found

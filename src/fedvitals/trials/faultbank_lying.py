@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recording in which some clients lie: what they tell of themselves is what everybody tells.
+
+No training is needed for it, since nothing of it changes: only what is heard. What the server computes from the updates
+that it holds stays as it is. This is the naive lie of a client that knows what is usual; nobody has shaped an update or
+a report against our detectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.protocols import Node
+from fedvitals.trials.recording import ABSENT, Recording, Small, rounded
+
+CLAIMED = "update.samples"  # what the aggregation weighs the client by
+COUNTED = "samples"  # what the client says that it has trained on
+
+
+def from_update(name: str) -> bool:
+    """Whether the server has it from the update itself; of metrics and of families."""
+    return name.partition(".")[0] == "update"
+
+
+def lying(recording: Recording, liars: Collection[Node]) -> Recording:
+    """The same run with the liars' own words replaced, in every round: by the round's median over the other clients.
+
+    Their sample count is the one that they claim, so that it fits. Where they said nothing, they go on saying nothing;
+    which labels they have they keep to themselves.
+    """
+    guilty = np.array([name in liars for name in recording.names], dtype=bool)
+    metrics = {name: table if from_update(name) else _usual(table, guilty) for name, table in recording.metrics.items()}
+    if COUNTED in metrics and CLAIMED in metrics:
+        claimed = guilty & (metrics[COUNTED] != ABSENT) & (metrics[CLAIMED] != ABSENT)
+        metrics[COUNTED] = np.where(claimed, metrics[CLAIMED], metrics[COUNTED])
+    families = {
+        name: block if from_update(name) else _usual(block, guilty) for name, block in recording.families.items()
+    }
+    told = [event for event in recording.told if event.name != "labels" or event.where.node not in liars]
+    return replace(recording, metrics=metrics, families=families, told=told)
+
+
+def _usual(table: Small, guilty: npt.NDArray[np.bool_]) -> Small:
+    """[rounds, nodes, ...] with the guilty ones' values replaced by the median of the others' finite ones."""
+    told = np.where((table == ABSENT) | ~np.isfinite(table), np.nan, table)[:, ~guilty]
+    middle = np.full((len(table), 1, *table.shape[2:]), np.nan)
+    known = ~np.isnan(told).all(axis=1)
+    ordered = np.moveaxis(told, 1, -1)
+    middle[:, 0][known] = np.nanmedian(ordered[known], axis=-1)
+    # Nobody else has said it: there is nothing to hide behind, and the client leaves it out.
+    lie = np.where(np.isnan(middle), ABSENT, rounded(middle))
+    struck = guilty.reshape(1, -1, *(1,) * (table.ndim - 2)) & (table != ABSENT)
+    return np.where(struck, lie, table).astype(np.float32)
