@@ -10,13 +10,17 @@ import pytest
 
 from fedvitals import lab
 from fedvitals.diagnosis import evidence
+from fedvitals.diagnosis.examine import DETECTORS, choose
+from fedvitals.diagnosis.finding import finding
 from fedvitals.diagnosis.issues import ISSUES_BY_CODE
 from fedvitals.diagnosis.kinds import ISSUE_OF, WORDS
-from fedvitals.diagnosis.locate import Locator, cohort_of, probability, suspicion, verdicts
+from fedvitals.diagnosis.locate import Locator, by_group, cohort_of, probability, suspicion, verdicts
 from fedvitals.diagnosis.scores import FEWEST, Scorer
 from fedvitals.diagnosis.student import normal_scores
 from fedvitals.diagnosis.vitals import ABSOLUTE, SIGNS, Vitals, vitals
+from fedvitals.errors import ConfigError
 from fedvitals.monitor import Monitor
+from fedvitals.records import Finding, Suspect
 from fedvitals.store import MemoryStore
 from fedvitals.trials.faultbank_run import bank_preset
 
@@ -37,8 +41,8 @@ def found(history, locator: Locator | None = None) -> dict[str, set[str]]:
     locator = locator or Locator()
     accused: dict[str, set[str]] = {}
     for number in history.rounds():
-        for finding in locator(history, number):
-            accused.setdefault(finding.where.node or "", set()).add(finding.issue)
+        for one in locator(history, number):
+            accused.setdefault(one.where.node or "", set()).add(one.issue)
     return accused
 
 
@@ -118,6 +122,7 @@ def test_cohorts_are_told_apart_by_who_takes_part() -> None:
     assert cohort_of(10, 10) == "small"
     assert cohort_of(50, 50) == "large"
     assert cohort_of(9, 30) == "partial"
+    assert cohort_of(50, 50, exchanged=True) == "exchanging"
 
 
 def test_every_kind_has_an_issue_and_words() -> None:
@@ -145,7 +150,7 @@ def test_trees_answer_as_scikit_learns_do() -> None:
 
 def test_limits_grow_as_fewer_alarms_are_allowed() -> None:
     for view in evidence.shipped().views.values():
-        for cohort in ("partial", "small", "large"):
+        for cohort in ("partial", "small", "large", "exchanging"):
             limits = [view.limit(cohort, allowed) for allowed in (0.05, 0.2, 1.0, 5.0)]
             assert limits == sorted(limits, reverse=True)
         assert (np.diff(view.probability(np.linspace(0, 20, 30))) >= 0).all()
@@ -159,7 +164,7 @@ def test_nobody_is_accused_where_nobody_is_faulty() -> None:
     ("fault", "issue"),
     [
         (lab.label_noise(nodes=["c4"], rate=1.0), "LABEL_NOISE"),
-        (lab.sign_flip(nodes=["c4"], strength=2.0), "BYZANTINE"),
+        (lab.sign_flip(nodes=["c4"]), "BYZANTINE"),
         (lab.scaling(nodes=["c4"], factor=10.0), "BYZANTINE"),
         (lab.wrong_learning_rate(nodes=["c4"], factor=20.0), "WRONG_LEARNING_RATE"),
     ],
@@ -199,3 +204,32 @@ def test_tiny_cohorts_are_examined_without_complaint(clients: int) -> None:
     history = watched(clients=clients, rounds=5)
     assert len(vitals(history, 4).nodes) == clients
     assert found(history) == {}
+
+
+def accusation(node: str, confidence: float) -> Finding:
+    suspects = [Suspect(node, confidence)]
+    return finding("LABEL_NOISE", 5, f"{node} is odd.", confidence=confidence, node=node, suspects=suspects)
+
+
+def test_a_group_that_is_ill_as_a_whole_is_accused_as_one() -> None:
+    groups = {f"c{i}": f"ring-{i // 3}" for i in range(9)}
+    found = [accusation("c3", 0.8), accusation("c4", 0.9), accusation("c8", 0.7)]
+    told = list(by_group(found, [f"c{i}" for i in range(9)], groups))
+    assert [(one.where.node, one.where.group) for one in told] == [("c8", None), (None, "ring-1")]
+    assert [suspect.node for suspect in told[1].suspects] == ["c4", "c3"]
+
+
+def test_accusations_everywhere_are_no_matter_of_groups() -> None:
+    groups = {f"c{i}": f"ring-{i // 3}" for i in range(6)}
+    found = [accusation(f"c{i}", 0.8) for i in range(6)]
+    assert list(by_group(found, [f"c{i}" for i in range(6)], groups)) == found
+
+
+def test_the_user_says_how_many_false_alarms_are_allowed() -> None:
+    assert choose("standard") == DETECTORS
+    stricter = choose("standard", 0.1)
+    assert len(stricter) == len(DETECTORS)
+    assert stricter[-1] is not DETECTORS[-1]
+    for wrong in (0.0, -1.0, 50.0):
+        with pytest.raises(ConfigError, match="per 100 healthy rounds"):
+            choose("standard", wrong)

@@ -201,6 +201,13 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure(
+        "update.differs",
+        "0/1",
+        "1 if what arrived is not what the client says that it sent, by the nine sums of each layer; absent otherwise.",
+        needs="updates that the host hands over, and clients that tell of theirs",
+        rare=True,
+    ),
+    Measure(
         "update.samples",
         "samples",
         "How many samples the client says it trained on, as the aggregation weighs it.",

@@ -65,7 +65,8 @@ class Monitor:
 
     `store`: a file or `postgresql://...`; None leaves records to `sinks` alone. `run`: a name for people, which several
     runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `detectors`: «standard», a
-    list of your own (which may have "standard" in it), or () for none. `privacy`: from 0 (timings only) to 4, by
+    list of your own (which may have "standard" in it), or () for none; `false_alarms`: how many per 100 healthy rounds
+    you allow. `privacy`: from 0 (timings only) to 4, by
     default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
     from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
     between updates. `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
@@ -80,6 +81,7 @@ class Monitor:
         *,
         probes: Any = "standard",
         detectors: str | Sequence[Detector | str] = STANDARD,
+        false_alarms: float = 1.0,
         cure: str | Mapping[str, str] | Policy = "suggest",
         sinks: Sequence[Sink] = (),
         privacy: int | None = None,
@@ -95,7 +97,7 @@ class Monitor:
     ) -> None:
         self._policy = policy_for(host, privacy, cohort, tracebacks)
         self._kit = Instruments(resolve(probes), update_memory)
-        self._detectors = choose(detectors)
+        self._detectors = choose(detectors, false_alarms)
         self._cure = policy_of(cure)
         described = Run(
             id=id or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",

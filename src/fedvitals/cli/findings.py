@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fedvitals.store.reader import Reader
 
 ROWS = 20  # of the list, unless --all
+MOST_ROUNDS = 500  # that are read again for the verdicts
+WORDS = ("faulty", "different", "not yet decidable", "healthy")
 
 
 @click.command(epilog="Exit code: 1 if there is a case of severity warning or critical, 0 if not, 2 for wrong use.")
@@ -42,12 +44,37 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
         actions = queries.records(reader, chosen, Action)
         described = queries.get_run(reader, chosen)
         installed = detectors_of(described)
+        clients = _verdicts(reader, chosen, number)
     if as_json:
         told = [case_cards.as_json(case, _about(case, actions)) for case in found]
-        print_json("findings", {"run": chosen, "name": described.name, "detectors": installed, "cases": told})
+        print_json(
+            "findings",
+            {"run": chosen, "name": described.name, "detectors": installed, "cases": told, "clients": clients},
+        )
     else:
         _print(found, [_about(case, actions) for case in found], installed, chosen, full=everything or node is not None)
+        _print_verdicts(clients, node)
     return int(any(is_trouble(case) for case in found))
+
+
+def _verdicts(reader: Reader, run: str, number: int | None) -> dict[str, str]:
+    """What is to be thought of each client; nothing of a run so long that reading it all would keep people waiting."""
+    from fedvitals.diagnosis.locate import verdicts
+
+    history = reader.history(run)
+    rounds = [r for r in history.rounds() if number is None or r <= number]
+    return verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
+
+
+def _print_verdicts(clients: dict[str, str], node: str | None) -> None:
+    if node is not None:
+        if node in clients:
+            click.echo(f"\nVerdict on {node}: {clients[node]}")
+        return
+    counts = {word: [c for c, said in clients.items() if said == word] for word in WORDS}
+    told = [f"{len(those)} {word}" for word, those in counts.items() if those]
+    if told:
+        click.echo(f"\nClients: {', '.join(told)}.")
 
 
 def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> list[Case]:

@@ -13,6 +13,7 @@ from fedvitals.diagnosis import (
     detect_convergence,
     detect_gradient,
     detect_guards,
+    detect_labels,
     detect_system,
     locate,
 )
@@ -22,22 +23,34 @@ from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 
 STANDARD = "standard"
+MOST_ALARMS = 10.0
 Failed = Callable[[Exception, str], None]
 """Hears of a detector that raised: the error, and which one it was."""
 
-DETECTORS: tuple[Detector, ...] = (
+RULES: tuple[Detector, ...] = (
     *detect_guards.DETECTORS,
     *detect_convergence.DETECTORS,
     *detect_gradient.DETECTORS,
     *detect_aggregation.DETECTORS,
+    *detect_labels.DETECTORS,
     *detect_system.DETECTORS,
-    *locate.DETECTORS,
 )
+DETECTORS: tuple[Detector, ...] = (*RULES, *locate.DETECTORS)
 """What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""
 
 
-def choose(detectors: str | Sequence[Detector | str]) -> tuple[Detector, ...]:
-    """The detectors that a person means: «standard», a list of functions, or a list with «standard» in it."""
+def choose(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0) -> tuple[Detector, ...]:
+    """The detectors that a person means: «standard», a list of functions, or a list with «standard» in it.
+
+    `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together. What can be wrong only seldom,
+    and is then plainly so, costs the same at any setting; the search for faulty clients takes what is left.
+    """
+    if not 0 < false_alarms <= MOST_ALARMS:
+        raise ConfigError(
+            f"false_alarms= is how many alarms per 100 healthy rounds you allow: above 0, up to {MOST_ALARMS:g}; "
+            f"got {false_alarms!r}."
+        )
+    standard: tuple[Detector, ...] = DETECTORS if false_alarms == 1 else (*RULES, locate.Locator(false_alarms))
     if callable(detectors):
         raise ConfigError(
             'detectors= takes a list of functions: detectors=[my_detector], or ["standard", my_detector].'
@@ -47,7 +60,7 @@ def choose(detectors: str | Sequence[Detector | str]) -> tuple[Detector, ...]:
         if callable(one):
             chosen.append(one)
         elif one == STANDARD:
-            chosen += DETECTORS
+            chosen += standard
         else:
             raise ConfigError(unknown("set of detectors", str(one), [STANDARD]))
     return tuple(chosen)

@@ -11,11 +11,12 @@ nothing by lying in its telemetry; and one looks for a single flipped class, whi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from fedvitals.diagnosis.attendance import groups_of
 from fedvitals.diagnosis.detect_copies import duplicates, free_riders
 from fedvitals.diagnosis.evidence import VIEWS, Model, features, shipped
 from fedvitals.diagnosis.finding import Number, finding
@@ -29,9 +30,11 @@ from fedvitals.stats import Array
 DRIFT = 1.5  # log-odds added to each round's evidence: what a single healthy-looking round takes away is limited by it
 LEAST, MOST = -3.0, 4.0  # that one round can add
 CAP = 20.0  # so that a cured client is believed again before long
-# Of the alarms that the user allows; the other half belongs to all other rules together.
-SHARES = {"telemetry": 0.2, "server": 0.2, "flip": 0.1}
+# Of the alarms that the user allows; they overlap, and the rest belongs to all other rules together.
+SHARES = {"telemetry": 0.35, "server": 0.2, "flip": 0.1}
 SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients that take part in a round
+MANY = 1 / 3  # of a cohort: more than are faulty in any federation that still learns
+WHOLE = 3  # the fewest members of a group that is accused as one
 REMEMBERED = 6  # participations from which the kind of the fault is told
 NOT_TRAINED = 0.01  # relative difference of two sizes that are equal: 0 of 323,377 healthy client-rounds had as much
 CERTAIN = 0.99  # of an equality that does not hold: telemetry itself may be broken
@@ -79,12 +82,14 @@ class Locator:
         if course.round != round or course.scores is None:
             return
         named = {found.where.node for rule in (duplicates, free_riders) for found in rule(history, round)}
+        found: list[Finding] = []
         for place, node in enumerate(course.scores.nodes):
             fired = [name for name in VIEWS if node in course.views[name].accused]
             if node in course.swapped and node not in named:
-                yield self._exact(course, place, node)
+                found.append(self._exact(course, place, node))
             elif fired and node not in named:
-                yield self._finding(course, place, node, fired)
+                found.append(self._finding(course, place, node, fired))
+        yield from by_group(found, course.scores.nodes, groups_of(history, round))
 
     def course(self, history: History, round: int) -> _Course:  # noqa: A002
         """The run up to this round: gone on with where it was left, or read from its beginning."""
@@ -107,7 +112,8 @@ class Locator:
         accuracy = seen.values[:, SIGNS.index("accuracy_before")]
         course.accuracy = float(np.nanmedian(accuracy)) if np.isfinite(accuracy).any() else float("nan")
         self._compare(course, seen)
-        cohort = cohort_of(len(seen.nodes), len(course.clients))
+        exchanged = exchanging(seen.absolute[:, ABSOLUTE.index("told")])
+        cohort = cohort_of(len(seen.nodes), len(course.clients), exchanged=exchanged)
         for name, view in course.views.items():
             learnt, found = model.views[name], features(course.scores, seen, name)
             gained = np.clip(learnt.evidence(found) + DRIFT, LEAST, MOST)
@@ -123,9 +129,7 @@ class Locator:
         Where it fails for many, updates are changed on their way and everybody knows: compressed, clipped, averaged.
         """
         told = seen.absolute[:, ABSOLUTE.index("told")]
-        other = np.flatnonzero(told > NOT_TRAINED)
-        usable = len(other) <= max(1, np.isfinite(told).sum() * 2 / 3)
-        struck = {seen.nodes[i] for i in other} if usable else set()
+        struck = set() if exchanging(told) else {seen.nodes[i] for i in np.flatnonzero(told > NOT_TRAINED)}
         for node in seen.nodes:
             if node in struck:
                 course.swapped.setdefault(node, course.round or 0)
@@ -202,7 +206,48 @@ class Locator:
         )
 
 
-def cohort_of(present: int, known: int) -> str:
+def by_group(found: list[Finding], present: Sequence[Node], groups: Mapping[Node, str]) -> Iterator[Finding]:
+    """Members' findings, but one for the group where nearly all of an edge, cluster or ring are accused.
+
+    A ring passes models on, so one ill member makes the others look ill; and an edge may be ill as a whole. Not where
+    the accused are everywhere: then it is no matter of groups.
+    """
+    members: dict[str, list[Node]] = {}
+    for node in present:
+        if node in groups:
+            members.setdefault(groups[node], []).append(node)
+    accused = {one.where.node: one for one in found}
+    ill = [
+        group
+        for group, nodes in members.items()
+        if len(nodes) >= WHOLE and sum(node in accused for node in nodes) >= len(nodes) - 1
+    ]
+    ill = ill if 2 * len(ill) <= len(members) else []
+    for one in found:
+        if groups.get(one.where.node or "") not in ill:
+            yield one
+    for group in ill:
+        own = [accused[node] for node in members[group] if node in accused]
+        worst = max(own, key=lambda one: one.confidence)
+        text = f"Nearly all of {group} are unlike the others: {', '.join(one.where.node or '' for one in own)}."
+        suspects = sorted((s for one in own for s in one.suspects), key=lambda s: -s.score)
+        yield replace(
+            worst,
+            where=replace(worst.where, node=None, group=group),
+            message=f"{text} {worst.message}",
+            suspects=tuple(suspects),
+        )
+
+
+def exchanging(told: Array) -> bool:
+    """Whether members of groups pass their models on: then what most of them sent is not what they trained."""
+    return bool(np.sum(told > NOT_TRAINED) > max(1, np.isfinite(told).sum() * MANY))
+
+
+def cohort_of(present: int, known: int, *, exchanged: bool = False) -> str:
+    """Which limits hold: cohorts of these kinds raise false alarms at very different rates."""
+    if exchanged:
+        return "exchanging"
     if present < PARTIAL * known:
         return "partial"
     return "small" if present <= SMALL else "large"

@@ -95,19 +95,35 @@ def vitals(history: History, number: int) -> Vitals:
     signs = _of_update(history, number, nodes, metric) | _of_training(history, number, nodes, metric)
     claimed, told = metric("update.samples"), metric("samples")
     size = _log(np.where(np.isfinite(claimed), claimed, told), 1.0)
-    diversity = metric("label.entropy")
+    diversity = _diversity(history, number, nodes)
     alone = signs | {
         "size": size - _middle(size),
         "cohort": np.full(len(nodes), np.log(max(len(nodes), 1))),
         "accuracy": np.full(len(nodes), _middle(signs["accuracy_before"])),
         "diversity": diversity - _middle(diversity),
         # What was sent against what training changed, by the client's own word: equal, unless one of them is not so.
-        "told": np.abs(signs["norm"] - _log(metric("weight.drift"))),
+        "told": np.fmax(np.abs(signs["norm"] - _log(metric("weight.drift"))), metric("update.differs")),
     }
     absolute = np.stack([alone[name] for name in ABSOLUTE], axis=1) if nodes else np.empty((0, len(ABSOLUTE)))
     values = np.stack([signs[name] for name in SIGNS], axis=1) if nodes else np.empty((0, len(SIGNS)))
     pairs = np.stack([metric("fit.confused_label"), metric("fit.confused_guess")], axis=1)
     return Vitals(nodes, values, size, diversity, absolute, pairs)
+
+
+def _diversity(history: History, number: int, nodes: list[Node]) -> Array:
+    """Entropy of each client's labels as it told them last: they are told when they change."""
+    told: dict[Node | None, Mapping[str, int]] = {
+        event.where.node: event.data.get("histogram", {})
+        for event in history.events("labels")
+        if event.where.round is None or event.where.round <= number
+    }
+    return np.array([_entropy(told[node]) if told.get(node) else np.nan for node in nodes])
+
+
+def _entropy(histogram: Mapping[str, int]) -> float:
+    shares = np.array([count for count in histogram.values() if count > 0], dtype=np.float64)
+    shares /= max(shares.sum(), 1.0)
+    return float(-(shares * np.log(shares)).sum())
 
 
 def _of_update(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:

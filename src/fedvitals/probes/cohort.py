@@ -73,7 +73,13 @@ class Cohort:
             others = self._others(sent)
         for node in strangers:
             self.add(node, None, _of_sums(sent[node], {}), failed=False)
-        return [((n, self._groups[n]), _of_sums(sent[n], self._tables[n])) for n in (*strangers, *others)]
+        found: list[tuple[Key, Results]] = [
+            ((n, self._groups[n]), _of_sums(sent[n], self._tables[n])) for n in (*strangers, *others)
+        ]
+        for (_, results), node in zip(found, (*strangers, *others), strict=True):
+            if node in others:
+                results.take({"update.differs": 1.0})
+        return found
 
     def _others(self, sent: Mapping[str, Array]) -> list[str]:
         """Whose own sums of their update are of another one; what was sent is put in the place of these."""

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from fedvitals.diagnosis.evidence import VIEWS, features, linear
 from fedvitals.diagnosis.kinds import ISSUE_OF
-from fedvitals.diagnosis.locate import CAP, DRIFT, LEAST, MOST, cohort_of
+from fedvitals.diagnosis.locate import CAP, DRIFT, LEAST, MOST, cohort_of, exchanging
 from fedvitals.diagnosis.scores import Scorer
-from fedvitals.diagnosis.vitals import SERVER, SIGNS, vitals
+from fedvitals.diagnosis.vitals import ABSOLUTE, SERVER, SIGNS, vitals
 from fedvitals.stats import Array
 from fedvitals.trials.faultbank_cases import Case, read_bank
 from fedvitals.trials.faultbank_pool import is_there, load
@@ -37,6 +37,7 @@ FOLDS = (
 )
 BUDGETS = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)  # alarms per 100 healthy rounds
 SMALL_MORE = 4.0
+NEVER = 1e9
 NEGATIVES = 0.2  # share of the healthy client-rounds that is learnt from; weighted up to all of them
 SCORED = {"telemetry": 3 * len(SIGNS), "server": 3 * len(SERVER), "flip": 3 * len(SIGNS)}
 
@@ -74,7 +75,8 @@ def rows_of(case: Case, folder: Path) -> Rows | None:
         known |= set(seen.nodes)
         if scores is None:
             continue
-        cohort = cohort_of(len(seen.nodes), len(known))
+        exchanged = exchanging(seen.absolute[:, ABSOLUTE.index("told")])
+        cohort = cohort_of(len(seen.nodes), len(known), exchanged=exchanged)
         for view in VIEWS:
             found[view].append(features(scores, seen, view))
         nodes += seen.nodes
@@ -147,12 +149,14 @@ def limits_of(runs: Iterable[Rows], view: str) -> dict[str, list[list[float]]]:
     """For each kind of cohort and number of alarms allowed, the smallest limit that keeps to it on clean runs."""
     clean = [(run, totals(run, view)) for run in runs if run.clean]
     found: dict[str, list[list[float]]] = {}
-    for cohort in ("partial", "small", "large"):
+    for cohort in ("partial", "small", "large", "exchanging"):
         # Too few runs of a kind tell nothing of one alarm in a thousand rounds: small cohorts lean on all others.
         these = [(run, sums) for run, sums in clean if run.cohort == cohort]
         rounds = sum(run.rounds for run, _ in these)
         rates = [(h, 100 * sum(alarms(run, sums, h) for run, sums in these) / max(1, rounds)) for h in _grid()]
         found[cohort] = [[budget, next((h for h, rate in rates if rate <= budget), CAP)] for budget in BUDGETS]
+    if view == "server":  # what a client of such a group sent is its neighbours' doing as well: nobody is accused of it
+        found["exchanging"] = [[budget, NEVER] for budget in BUDGETS]
     small = sum(run.rounds for run, _ in clean if run.cohort == "small")
     found["small"] = [
         # Fewer alarms than one cannot be counted: there, so much more is asked for than of large cohorts.

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes that a client should have and has not: from the label histograms that clients tell, where they do.
+
+Among clients whose data differ anyway it means nothing, and is said of nobody. Where all others have every common
+class, a client without one was cut off from it: by a filter, a mapping or a broken import.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Finding
+
+CHANCE = 1e-6  # of missing a class by bad luck
+ALIKE = 0.8  # share of the clients that must hold every common class, for its absence to mean anything
+UNEQUAL = 2.0  # how much more the others' labels may scatter than by chance (χ² over its degrees of freedom)
+COMMON = 0.02  # share of all samples that makes a class one that everybody should have
+FEWEST = 5  # clients
+
+Histogram = Mapping[str, int]
+
+
+def histograms(history: History, now: int) -> dict[Node, Histogram]:
+    """Each client's labels as it told them last."""
+    return {
+        event.where.node: event.data["histogram"]
+        for event in history.events("labels")
+        if event.where.node is not None and (event.where.round or 0) <= now and event.data.get("histogram")
+    }
+
+
+def missing_classes(history: History, now: int) -> Iterator[Finding]:
+    """MISSING_CLASSES of a client among clients that all have them."""
+    told = histograms(history, now)
+    present = set(history.latest("update.norm", now)) | set(history.latest("steps", now))
+    total: dict[str, int] = {}
+    for histogram in told.values():
+        for label, count in histogram.items():
+            total[label] = total.get(label, 0) + count
+    samples = sum(total.values())
+    common = {label: count / samples for label, count in total.items() if count > COMMON * samples}
+    lacking = {node: _lacking(histogram, common) for node, histogram in told.items()}
+    few = {node: labels for node, labels in lacking.items() if labels}
+    others = [histogram for node, histogram in told.items() if node not in few]
+    if len(told) < FEWEST or len(few) > (1 - ALIKE) * len(told) or _scatter(others, common) > UNEQUAL:
+        return
+    for node, labels in few.items():
+        if node not in present:
+            continue
+        names = ", ".join(sorted(labels, key=lambda label: (len(label), label)))
+        yield finding(
+            "MISSING_CLASSES",
+            now,
+            f"{node} has no sample of class {names}, which nearly all others have.",
+            confidence=1 - CHANCE,
+            node=node,
+            severity="warning",
+            numbers=[Number("classes missing", len(labels), 0.0)],
+            more={"classes": sorted(labels), "clients with all classes": len(told) - len(few)},
+        )
+
+
+def _lacking(histogram: Histogram, common: Mapping[str, float]) -> list[str]:
+    """Common classes that it has none of, though it has too many samples for that to be chance."""
+    absent = [label for label in common if not histogram.get(label)]
+    share = min(sum(common[label] for label in absent), 0.999)
+    return absent if sum(histogram.values()) * math.log1p(-share) < math.log(CHANCE) else []
+
+
+def _scatter(histograms: Sequence[Histogram], common: Mapping[str, float]) -> float:
+    """How unlike each other they are: 1 for samples dealt at random, more for clients with labels of their own kind."""
+    ratios = []
+    for histogram in histograms:
+        size = sum(histogram.get(label, 0) for label in common)
+        whole = sum(common.values())
+        expected = {label: size * share / whole for label, share in common.items()}
+        distance = sum((histogram.get(label, 0) - count) ** 2 / max(count, 1e-9) for label, count in expected.items())
+        ratios.append(distance / max(1, len(common) - 1))
+    return sorted(ratios)[len(ratios) // 2] if ratios else math.inf
+
+
+DETECTORS: tuple[Detector, ...] = (missing_classes,)
