@@ -27,7 +27,8 @@ from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 from fedvitals.stats import Array
 
-DRIFT = 1.5  # log-odds added to each round's evidence: what a single healthy-looking round takes away is limited by it
+# Log-odds added to each round's evidence: what a single healthy-looking round takes away is limited by it.
+DRIFT = {"telemetry": 1.5, "server": 1.5, "flip": 3.0}
 LEAST, MOST = -3.0, 4.0  # that one round can add
 CAP = 20.0  # so that a cured client is believed again before long
 # Of the alarms that the user allows; they overlap, and the rest belongs to all other rules together.
@@ -112,11 +113,11 @@ class Locator:
         accuracy = seen.values[:, SIGNS.index("accuracy_before")]
         course.accuracy = float(np.nanmedian(accuracy)) if np.isfinite(accuracy).any() else float("nan")
         self._compare(course, seen)
-        exchanged = exchanging(seen.absolute[:, ABSOLUTE.index("told")])
+        exchanged = exchanging(groups_of(history, number))
         cohort = cohort_of(len(seen.nodes), len(course.clients), exchanged=exchanged)
         for name, view in course.views.items():
             learnt, found = model.views[name], features(course.scores, seen, name)
-            gained = np.clip(learnt.evidence(found) + DRIFT, LEAST, MOST)
+            gained = np.clip(learnt.evidence(found) + DRIFT[name], LEAST, MOST)
             likely = learnt.likely(found)
             limit = learnt.limit(cohort, self._allowed * SHARES[name]) + self._excess(course, name)
             course.limits[name] = limit
@@ -129,7 +130,8 @@ class Locator:
         Where it fails for many, updates are changed on their way and everybody knows: compressed, clipped, averaged.
         """
         told = seen.absolute[:, ABSOLUTE.index("told")]
-        struck = set() if exchanging(told) else {seen.nodes[i] for i in np.flatnonzero(told > NOT_TRAINED)}
+        other = np.flatnonzero(told > NOT_TRAINED)
+        struck = {seen.nodes[i] for i in other} if len(other) <= max(1, MANY * np.isfinite(told).sum()) else set()
         for node in seen.nodes:
             if node in struck:
                 course.swapped.setdefault(node, course.round or 0)
@@ -239,9 +241,9 @@ def by_group(found: list[Finding], present: Sequence[Node], groups: Mapping[Node
         )
 
 
-def exchanging(told: Array) -> bool:
-    """Whether members of groups pass their models on: then what most of them sent is not what they trained."""
-    return bool(np.sum(told > NOT_TRAINED) > max(1, np.isfinite(told).sum() * MANY))
+def exchanging(groups: Mapping[Node, str]) -> bool:
+    """Whether clients pass their models on to each other within their groups: edges and rings do, clusters do not."""
+    return any(not group.startswith("cluster") for group in groups.values())
 
 
 def cohort_of(present: int, known: int, *, exchanged: bool = False) -> str:

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.diagnosis.attendance import groups_of
 from fedvitals.diagnosis.evidence import VIEWS, features, linear
 from fedvitals.diagnosis.kinds import ISSUE_OF
 from fedvitals.diagnosis.locate import CAP, DRIFT, LEAST, MOST, cohort_of, exchanging
 from fedvitals.diagnosis.scores import Scorer
-from fedvitals.diagnosis.vitals import ABSOLUTE, SERVER, SIGNS, vitals
+from fedvitals.diagnosis.vitals import SERVER, SIGNS, vitals
 from fedvitals.stats import Array
 from fedvitals.trials.faultbank_cases import Case, read_bank
 from fedvitals.trials.faultbank_pool import is_there, load
@@ -75,7 +76,7 @@ def rows_of(case: Case, folder: Path) -> Rows | None:
         known |= set(seen.nodes)
         if scores is None:
             continue
-        exchanged = exchanging(seen.absolute[:, ABSOLUTE.index("told")])
+        exchanged = exchanging(groups_of(recording, number))
         cohort = cohort_of(len(seen.nodes), len(known), exchanged=exchanged)
         for view in VIEWS:
             found[view].append(features(scores, seen, view))
@@ -125,7 +126,7 @@ def judge(models: tuple[Any, Any], found: Array, view: str) -> Array:
 
 def totals(run: Rows, view: str) -> Array:
     """The running sums of `locate`, client-round by client-round."""
-    gained = np.clip(run.evidence[view] + DRIFT, LEAST, MOST)
+    gained = np.clip(run.evidence[view] + DRIFT[view], LEAST, MOST)
     now: dict[str, float] = {}
     found = np.empty(len(gained))
     for i, node in enumerate(run.nodes):
@@ -216,7 +217,7 @@ def told(models: tuple[Any, Any], view: str) -> dict[str, Any]:
         rest = most - len(tree)
         columns = {
             "feature": tree["feature_idx"],
-            "limit": np.round(tree["num_threshold"].astype(np.float64), 6),
+            "limit": tree["num_threshold"].astype(np.float64),
             "left": tree["left"],
             "right": tree["right"],
             "missing_left": tree["missing_go_to_left"],
