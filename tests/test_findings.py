@@ -348,7 +348,8 @@ def test_json_has_the_whole_case(store, capsys):
 
 def test_runs_without_findings(store, capsys):
     code, out, _ = run(capsys, "findings", "well", "--store", store)
-    assert (code, out) == (0, "No findings by 1 detectors.\n")
+    assert code == 0
+    assert out.startswith("No findings by 1 detectors.\n")
     code, out, _ = run(capsys, "findings", "unjudged", "--store", store)
     assert code == 0
     assert "Not judged: no detector was installed." in out

@@ -47,7 +47,7 @@ CLAIM = {
         "nonlinearity.nlc", "samples", "scale.from_batch", "scale.gsc", "scale.gsc_error", "scale.gsc_median",
         "scale.gsc_spread", "scale.images", "scale.nonfinite_samples", "scale.sensitivity", "scale.sensitivity_error",
         "scale.sensitivity_median", "scale.sensitivity_spread", "scale.zero_samples", "update.cosine_mean",
-        "update.cosine_previous", "update.duplicates", "update.norm", "update.samples", "update.zero",
+        "update.cosine_previous", "update.differs", "update.duplicates", "update.norm", "update.samples", "update.zero",
         "weight.difference", "weight.difference_absolute", "weight.drift", "weight.drift_init", "weight.nonfinite",
         "weight.norm", "weight.update_ratio",
     },

@@ -16,7 +16,7 @@ from fedvitals.records import Finding
 
 CHANCE = 1e-6  # of missing a class by bad luck
 ALIKE = 0.8  # share of the clients that must hold every common class, for its absence to mean anything
-UNEQUAL = 2.0  # how much more the others' labels may scatter than by chance (χ² over its degrees of freedom)
+UNEQUAL = 3.0  # how much more than by chance the others' labels may scatter together, in standard deviations of χ²
 COMMON = 0.02  # share of all samples that makes a class one that everybody should have
 FEWEST = 5  # clients
 
@@ -71,15 +71,15 @@ def _lacking(histogram: Histogram, common: Mapping[str, float]) -> list[str]:
 
 
 def _scatter(histograms: Sequence[Histogram], common: Mapping[str, float]) -> float:
-    """How unlike each other they are: 1 for samples dealt at random, more for clients with labels of their own kind."""
-    ratios = []
+    """How unlike each other they are, as a normal score: about 0 for samples that were dealt at random."""
+    whole, distance = sum(common.values()), 0.0
     for histogram in histograms:
         size = sum(histogram.get(label, 0) for label in common)
-        whole = sum(common.values())
-        expected = {label: size * share / whole for label, share in common.items()}
-        distance = sum((histogram.get(label, 0) - count) ** 2 / max(count, 1e-9) for label, count in expected.items())
-        ratios.append(distance / max(1, len(common) - 1))
-    return sorted(ratios)[len(ratios) // 2] if ratios else math.inf
+        for label, share in common.items():
+            expected = max(size * share / whole, 1e-9)
+            distance += (histogram.get(label, 0) - expected) ** 2 / expected
+    freedom = len(histograms) * max(1, len(common) - 1)
+    return (distance - freedom) / math.sqrt(2 * freedom) if histograms else math.inf
 
 
 DETECTORS: tuple[Detector, ...] = (missing_classes,)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,11 +134,18 @@ class View:
 @dataclass(frozen=True)
 class Model:
     views: dict[str, View]
+    certainty: tuple[Array, Array]  # the surest view's probability, and the share of such clients that were faulty
     bank: str  # digest of the bank it was learnt on
+
+    def probability(self, totals: Mapping[str, float]) -> float:
+        """That a client is faulty, by its sums of evidence. The surest of three views is surer than it should be."""
+        surest = max((float(self.views[name].probability(np.array([t]))[0]) for name, t in totals.items()), default=0.0)
+        return float(np.interp(surest, *self.certainty))
 
 
 @functools.cache
 def shipped() -> Model:
     text = importlib.resources.files("fedvitals.diagnosis").joinpath("evidence.json").read_text(encoding="utf-8")
     told = json.loads(text)
-    return Model({name: View.of(told["views"][name]) for name in VIEWS}, told["bank"])
+    views = {name: View.of(told["views"][name]) for name in VIEWS}
+    return Model(views, (np.array(told["certainty"][0]), np.array(told["certainty"][1])), told["bank"])

@@ -182,9 +182,7 @@ class Locator:
         view = course.views[likeliest]
         chances = kinds_of(np.mean(view.kinds[node], axis=0) * len(view.kinds[node]), model.views[likeliest].kinds)
         kind = max(chances, key=lambda name: chances[name])
-        probability = max(
-            float(model.views[name].probability(np.array([course.views[name].totals[node]]))[0]) for name in fired
-        )
+        probability = model.probability(_totals(course, node))
         since = min(course.views[name].began[node] for name in fired)
         numbers = _numbers(course.scores, course.vitals, place, telemetry=fired != ["server"])
         text = f"{node} is unlike its peers since round {since}: most likely {WORDS[kind]} ({chances[kind]:.0%})."
@@ -271,6 +269,10 @@ def _add(view: _View, node: Node, number: int, gained: float, likely: Array, lim
         view.withdrawn += 1
 
 
+def _totals(course: _Course, node: Node) -> dict[str, float]:
+    return {name: view.totals.get(node, 0.0) for name, view in course.views.items()}
+
+
 def kinds_of(logs: Array, kinds: tuple[str, ...]) -> dict[str, float]:
     """Probability of each kind from summed log-probabilities."""
     shares = np.exp(logs - logs.max())
@@ -314,12 +316,10 @@ def suspicion(history: History, round: int) -> dict[Node, float]:  # noqa: A002
 def probability(history: History, round: int) -> dict[Node, float]:  # noqa: A002
     """Every client's probability of being faulty, as it would be stated now."""
     course, model = LOCATE.course(history, round), shipped()
-    found: dict[Node, float] = {}
-    for name, view in course.views.items():
-        for node, total in view.totals.items():
-            stated = float(model.views[name].probability(np.array([total]))[0])
-            found[node] = max(found.get(node, 0.0), stated, CERTAIN * (node in course.swapped))
-    return found
+    nodes = {node for view in course.views.values() for node in view.totals}
+    return {
+        node: CERTAIN if node in course.swapped else model.probability(_totals(course, node)) for node in sorted(nodes)
+    }
 
 
 def verdicts(history: History, round: int) -> dict[Node, str]:  # noqa: A002

@@ -184,7 +184,7 @@ def _of_training(history: History, number: int, nodes: list[Node], metric: Calla
 def _aligned(history: History, family: str, statistics: tuple[str, ...], number: int, nodes: list[Node]) -> Array:
     """[nodes, layers, statistics] in the order of `nodes`; at least one layer, NaN where there is nothing."""
     found, values = history.across(family, statistics, number)
-    layers = max(1, values.shape[1]) if len(found) else 1
+    layers = max(1, values.shape[1] if len(found) else len(history.layers(family)))
     aligned = np.full((len(nodes), layers, len(statistics)), np.nan)
     place = {node: i for i, node in enumerate(found)}
     known = [(i, place[node]) for i, node in enumerate(nodes) if node in place]

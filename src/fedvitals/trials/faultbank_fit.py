@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ import numpy.typing as npt
 from fedvitals.diagnosis.attendance import groups_of
 from fedvitals.diagnosis.evidence import VIEWS, features, linear
 from fedvitals.diagnosis.kinds import ISSUE_OF
-from fedvitals.diagnosis.locate import CAP, DRIFT, LEAST, MOST, cohort_of, exchanging
+from fedvitals.diagnosis.locate import CAP, DRIFT, LEAST, MOST, NOT_TRAINED, cohort_of, exchanging
 from fedvitals.diagnosis.scores import Scorer
-from fedvitals.diagnosis.vitals import SERVER, SIGNS, vitals
+from fedvitals.diagnosis.vitals import ABSOLUTE, SERVER, SIGNS, vitals
 from fedvitals.stats import Array
 from fedvitals.trials.faultbank_cases import Case, read_bank
 from fedvitals.trials.faultbank_pool import is_there, load
@@ -183,6 +183,24 @@ def certainty_of(runs: Sequence[Rows], view: str) -> list[list[float]]:
     return [at.round(3).tolist(), fitted.predict(at).round(4).tolist()]
 
 
+def together_of(runs: Sequence[Rows], views: Mapping[str, Any]) -> list[list[float]]:
+    """The share of clients that were faulty, by the probability of the surest view; those known exactly left aside."""
+    from sklearn.isotonic import IsotonicRegression  # noqa: PLC0415
+
+    surest, right = [], []
+    told = SCORED["telemetry"] + ABSOLUTE.index("told")
+    for run in runs:
+        stated = [np.interp(totals(run, view), *views[view]["certainty"]) for view in views]
+        target = run.target("telemetry")
+        kept = (target >= 0) & ~(run.found["telemetry"][:, told] > NOT_TRAINED)
+        surest.append(np.max(stated, axis=0)[kept])
+        right.append(target[kept])
+    x, y = np.concatenate(surest), np.concatenate(right)
+    fitted = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(x, y)
+    at = np.unique(np.concatenate([np.quantile(x, np.linspace(0, 1, 30)), np.linspace(0, 1, 41)]))
+    return [at.round(5).tolist(), fitted.predict(at).round(4).tolist()]
+
+
 def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
     """A linear model of which kind of fault it is, learnt on faulty client-rounds."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
@@ -251,11 +269,11 @@ def main(folder: str, target: str) -> None:
                 if run.domain in fold:
                     run.evidence[view] = judge(models, run.found[view], view)
             say(f"{view}: scored {', '.join(fold)}")
-        np.save(f"{target}.{view}.npy", np.concatenate([run.evidence[view] for run in runs]))
         views[view] = {**told(learn(runs, view), view), **kinds_of(runs, view)}
         views[view] |= {"limits": limits_of(runs, view), "certainty": certainty_of(runs, view)}
         say(f"{view}: limits {views[view]['limits']}")
-    Path(target).write_text(json.dumps({"bank": bank.digest, "views": views}) + "\n", encoding="utf-8")
+    model = {"bank": bank.digest, "certainty": together_of(runs, views), "views": views}
+    Path(target).write_text(json.dumps(model) + "\n", encoding="utf-8")
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ a report against our detectors.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -26,13 +26,15 @@ def from_update(name: str) -> bool:
     return name.partition(".")[0] == "update"
 
 
-def lying(recording: Recording, liars: Collection[Node]) -> Recording:
-    """The same run with the liars' own words replaced, in every round: by the round's median over the other clients.
+def lying(recording: Recording, liars: Mapping[Node, int]) -> Recording:
+    """The same run with the liars' own words replaced, from a round on: by the round's median over the other clients.
 
     Their sample count is the one that they claim, so that it fits. Where they said nothing, they go on saying nothing;
     which labels they have they keep to themselves.
     """
-    guilty = np.array([name in liars for name in recording.names], dtype=bool)
+    never = max(recording.numbers, default=0) + 1
+    since = np.array([liars.get(name, never) for name in recording.names])
+    guilty = np.array(recording.numbers)[:, None] >= since[None]
     metrics = {name: table if from_update(name) else _usual(table, guilty) for name, table in recording.metrics.items()}
     if COUNTED in metrics and CLAIMED in metrics:
         claimed = guilty & (metrics[COUNTED] != ABSENT) & (metrics[CLAIMED] != ABSENT)
@@ -46,12 +48,13 @@ def lying(recording: Recording, liars: Collection[Node]) -> Recording:
 
 def _usual(table: Small, guilty: npt.NDArray[np.bool_]) -> Small:
     """[rounds, nodes, ...] with the guilty ones' values replaced by the median of the others' finite ones."""
-    told = np.where((table == ABSENT) | ~np.isfinite(table), np.nan, table)[:, ~guilty]
+    told = np.where((table == ABSENT) | ~np.isfinite(table), np.nan, table)
+    told = np.where(guilty.reshape(*guilty.shape, *(1,) * (table.ndim - 2)), np.nan, told)
     middle = np.full((len(table), 1, *table.shape[2:]), np.nan)
     known = ~np.isnan(told).all(axis=1)
     ordered = np.moveaxis(told, 1, -1)
     middle[:, 0][known] = np.nanmedian(ordered[known], axis=-1)
     # Nobody else has said it: there is nothing to hide behind, and the client leaves it out.
     lie = np.where(np.isnan(middle), ABSENT, rounded(middle))
-    struck = guilty.reshape(1, -1, *(1,) * (table.ndim - 2)) & (table != ABSENT)
+    struck = guilty.reshape(*guilty.shape, *(1,) * (table.ndim - 2)) & (table != ABSENT)
     return np.where(struck, lie, table).astype(np.float32)

@@ -35,6 +35,7 @@ from fedvitals.trials.faultbank_run import About
 from fedvitals.trials.faultbank_score import Alarm, Outcome, Planted
 from fedvitals.trials.recording import Recording
 
+NAMED = 100.0  # more than any sum of evidence
 LAST_ROUNDS = 3  # over whose accuracy the damage is taken: that of one round jumps
 DIFFERENTIAL_ALARMS = 0.01  # per round: as `differential_scores` has it
 NAMES = {KRUM: "Multi-Krum", "feddebug": "FedDebug, count told", DIFFERENTIAL: "differential activations"}
@@ -131,9 +132,14 @@ def _affected(fault: Mapping[str, Any], clean: Recording | None) -> float | None
     return float(np.mean(shares)) if shares else None
 
 
-def liars(faults: Iterable[Planted]) -> set[Node]:
-    """Who has a reason to lie: culprits whose own doing it is. A slow line or a full disk has none."""
-    return {node for fault in faults if fault.family == "client" and fault.strikes == "clients" for node in fault.nodes}
+def liars(faults: Iterable[Planted]) -> dict[Node, int]:
+    """Who has a reason to lie, and since when: culprits whose own doing it is. A slow line or a full disk has none."""
+    return {
+        node: fault.since
+        for fault in faults
+        if fault.family == "client" and fault.strikes == "clients"
+        for node in fault.nodes
+    }
 
 
 def _damage(about: About, clean: About) -> float | None:
@@ -185,8 +191,9 @@ class _Examined:
         found = [finding for number in rounds for finding in examination.of(number)]
         self.seconds = time.process_time() - began - self._seconds_asked
         self.alarms = [alarm_of(finding) for finding in found]
-        if self._suspicion is None:
-            self.scores = suspects_of(self.alarms, clients)
+        # Who was named by any rule stands before all who were not; among these, by the evidence.
+        named = suspects_of(self.alarms, clients)
+        self.scores = {node: self.scores.get(node, 0.0) + NAMED * score for node, score in named.items()}
 
     def _ask(self, history: History, number: int) -> Iterator[Finding]:
         """As the last of the detectors, so that it is asked with the view that they have; it finds nothing."""
