@@ -263,7 +263,7 @@ def test_a_liar_tells_what_is_usual_and_its_update_stays_what_it_is():
         },
         {"gradient": ("w",), "update": ("w",)},
     )
-    heard = lying(recording, {"c1"})
+    heard = lying(recording, {"c1": 0})
     np.testing.assert_array_equal(heard.metrics["loss"], table([[1, 2, 2, 3], [1, ABSENT, 2, math.nan]]))
     assert heard.metrics["samples"][:, 1].tolist() == [50, 50]
     assert heard.metrics["update.norm"] is recording.metrics["update.norm"]
@@ -277,7 +277,7 @@ def test_a_liar_tells_what_is_usual_and_its_update_stays_what_it_is():
 
 def test_what_a_liar_holds_is_not_told_and_the_others_words_are_untouched(bank, runs):
     recording, _ = faultbank_pool.load(runs, bank.cases[0])
-    heard = lying(recording, {"c2"})
+    heard = lying(recording, {"c2": 0})
     assert {event.where.node for event in heard.events("labels")} == {"c0", "c1", "c3", "c4", "c5"}
     others = [place for place, name in enumerate(recording.names) if name != "c2"]
     for name, values in recording.metrics.items():

@@ -14,6 +14,7 @@ from statistics import median
 import msgspec
 
 from fedvitals import lab
+from fedvitals.diagnosis.examine import choose
 from fedvitals.diagnosis.policy import Policy
 from fedvitals.lab.experiment import Experiment
 from fedvitals.monitor import Monitor
@@ -99,3 +100,52 @@ def recovered(cures: Sequence[Cure]) -> float:
 def worst_harm(cures: Sequence[Cure]) -> float:
     """The most points of accuracy that a correction has cost."""
     return max(cure.harm for cure in cures)
+
+
+# -- the study of docs/cure.md: python -m fedvitals.trials.cures ------------------------------------------------------
+
+CURABLE = (
+    lab.not_finite(nodes=["c3"], since=3),
+    lab.wrong_learning_rate(nodes=["c3"], factor=30.0, since=3),
+    lab.scaling(nodes=["c3", "c5"], factor=20.0, since=3),
+    lab.sign_flip(nodes=["c3", "c5"], strength=5.0, since=3),
+    lab.gaussian(nodes=["c3", "c5"], strength=10.0, since=3),
+    lab.server_rate_too_high(factor=8.0),
+)
+
+
+def study(seeds: Sequence[int]) -> list[Cure]:
+    """Faults that hurt, found by the shipped detectors, not planted ones; and as many runs without a fault."""
+    plain = lab.Experiment(
+        dataset="digits",
+        model=lab.MLP(hidden=(32,)),
+        local=lab.Local(iterations=10, optimizer=lab.SGD(0.2)),
+        clients=12,
+        rounds=24,
+    )
+    ill = [
+        msgspec.structs.replace(plain, name=type(fault).__name__, faults=(fault,), seed=seed)
+        for fault in CURABLE
+        for seed in seeds
+    ]
+    well = [msgspec.structs.replace(plain, name="healthy", seed=100 + seed) for seed in range(len(ill))]
+    return measure([*ill, *well], choose("standard"), engine="stacked")
+
+
+def main() -> None:
+    cures = study((1, 2))
+    for cure in cures:
+        done = ", ".join(f"{a.kind} {a.target or ''} {a.status}" for a in cure.actions if a.status != "suggested")
+        say(f"{cure.name:18} clean {cure.clean:.3f} ill {cure.faulty:.3f} treated {cure.cured:.3f}  {done[:110]}")
+    ill = [cure for cure in cures if cure.name != "healthy"]
+    well = [cure for cure in cures if cure.name == "healthy"]
+    say(f"recovered, median of {len(ill)}: {recovered(ill):.1%}")
+    say(f"most harm to any of {len(well)} healthy runs: {worst_harm(well):.2f} points")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - a study that is run by hand
+
+
+if __name__ == "__main__":
+    main()
