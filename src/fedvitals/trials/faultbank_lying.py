@@ -2,8 +2,8 @@
 """A recording in which some clients lie: what they tell of themselves is what everybody tells.
 
 No training is needed for it, since nothing of it changes: only what is heard. What the server computes from the updates
-that it holds stays as it is. This is the naive lie of a client that knows what is usual; nobody has shaped an update or
-a report against our detectors.
+that it holds stays as it is. The lie fits what was sent, since a client knows the size of its update and its own count.
+It is still a naive one, of a client that knows what is usual: nobody has shaped an update or a report against us.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fedvitals.protocols import Node
 from fedvitals.trials.recording import ABSENT, Recording, Small, rounded
 
 CLAIMED = "update.samples"  # what the aggregation weighs the client by
+SENT, MOVED = "update.norm", "weight.drift"  # how far the update goes, and how far training went, by its own word
 COUNTED = "samples"  # what the client says that it has trained on
 
 
@@ -35,10 +36,14 @@ def lying(recording: Recording, liars: Mapping[Node, int]) -> Recording:
     never = max(recording.numbers, default=0) + 1
     since = np.array([liars.get(name, never) for name in recording.names])
     guilty = np.array(recording.numbers)[:, None] >= since[None]
-    metrics = {name: table if from_update(name) else _usual(table, guilty) for name, table in recording.metrics.items()}
+    heard = {name: table for name, table in recording.metrics.items() if name != "update.differs"}
+    metrics = {name: table if from_update(name) else _usual(table, guilty) for name, table in heard.items()}
     if COUNTED in metrics and CLAIMED in metrics:
         claimed = guilty & (metrics[COUNTED] != ABSENT) & (metrics[CLAIMED] != ABSENT)
         metrics[COUNTED] = np.where(claimed, metrics[CLAIMED], metrics[COUNTED])
+    if MOVED in metrics and SENT in metrics:  # or it would be caught by its own words
+        known = guilty & (metrics[MOVED] != ABSENT) & (metrics[SENT] != ABSENT)
+        metrics[MOVED] = np.where(known, metrics[SENT], metrics[MOVED])
     families = {
         name: block if from_update(name) else _usual(block, guilty) for name, block in recording.families.items()
     }
