@@ -45,7 +45,8 @@ def choose(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0)
     `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together. What can be wrong only seldom,
     and is then plainly so, costs the same at any setting; the search for faulty clients takes what is left.
     """
-    if not 0 < false_alarms <= MOST_ALARMS:
+    number = isinstance(false_alarms, int | float) and not isinstance(false_alarms, bool)
+    if not number or not 0 < false_alarms <= MOST_ALARMS:
         raise ConfigError(
             f"false_alarms= is how many alarms per 100 healthy rounds you allow: above 0, up to {MOST_ALARMS:g}; "
             f"got {false_alarms!r}."

@@ -38,6 +38,8 @@ MANY = 1 / 3  # of a cohort: more than are faulty in any federation that still l
 WHOLE = 3  # the fewest members of a group that is accused as one
 REMEMBERED = 6  # participations from which the kind of the fault is told
 NOT_TRAINED = 0.01  # relative difference of two sizes that are equal: 0 of 323,377 healthy client-rounds had as much
+SURE, LIKELY = 0.9, 0.5  # probabilities of a critical finding and of a warning; below, it is a note
+UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of another, at which the name is changed
 CERTAIN = 0.99  # of an equality that does not hold: telemetry itself may be broken
 LEARNT = 0.35  # median accuracy of the received model under which wrong labels cannot be seen
 
@@ -47,6 +49,7 @@ class _View:
     totals: dict[Node, float] = field(default_factory=dict)
     began: dict[Node, int] = field(default_factory=dict)  # round since when the total has been above 0
     kinds: dict[Node, list[Array]] = field(default_factory=dict)
+    named: dict[Node, str] = field(default_factory=dict)  # what each accused client is accused of
     accused: set[Node] = field(default_factory=set)
     withdrawn: int = 0  # accusations that the following rounds did not bear out
 
@@ -180,12 +183,16 @@ class Locator:
         model = self._model or shipped()
         likeliest = max(fired, key=lambda name: course.views[name].totals[node])
         view = course.views[likeliest]
-        chances = kinds_of(np.mean(view.kinds[node], axis=0) * len(view.kinds[node]), model.views[likeliest].kinds)
-        kind = max(chances, key=lambda name: chances[name])
+        logs = np.sum(view.kinds[node], axis=0)
+        if fired != ["server"] and course.vitals.absolute[place, ABSOLUTE.index("told")] <= NOT_TRAINED:
+            # It sent what it trained: whatever is wrong was wrong before. (The server's view believes no such word.)
+            logs = np.where([kind in AFTER_TRAINING for kind in model.views[likeliest].kinds], -np.inf, logs)
+        chances = kinds_of(logs, model.views[likeliest].kinds)
+        kind = _settled(view.named, node, chances)
         probability = model.probability(_totals(course, node))
         since = min(course.views[name].began[node] for name in fired)
         numbers = _numbers(course.scores, course.vitals, place, telemetry=fired != ["server"])
-        text = f"{node} is unlike its peers since round {since}: most likely {WORDS[kind]} ({chances[kind]:.0%})."
+        text = f"{node} is unlike its peers since round {since}: if something is wrong, most likely {WORDS[kind]}."
         return finding(
             ISSUE_OF[kind],
             course.round or 0,
@@ -193,7 +200,7 @@ class Locator:
             confidence=probability,
             since=since,
             node=node,
-            severity="critical" if probability > 0.9 else "warning",
+            severity="critical" if probability > SURE else "warning" if probability >= LIKELY else "note",
             numbers=numbers,
             suspects=[Suspect(node, probability, WORDS[kind])],
             more={
@@ -266,6 +273,7 @@ def _add(view: _View, node: Node, number: int, gained: float, likely: Array, lim
         view.accused.add(node)
     elif node in view.accused and total < limit / 2:  # not at the limit itself: a case shall not flicker
         view.accused.discard(node)
+        view.named.pop(node, None)
         view.withdrawn += 1
 
 
@@ -277,6 +285,15 @@ def kinds_of(logs: Array, kinds: tuple[str, ...]) -> dict[str, float]:
     """Probability of each kind from summed log-probabilities."""
     shares = np.exp(logs - logs.max())
     return {kind: float(share) for kind, share in zip(kinds, shares / shares.sum(), strict=True)}
+
+
+def _settled(named: dict[Node, str], node: Node, chances: Mapping[str, float]) -> str:
+    """The likeliest kind; but what a client was accused of first stays, unless it has become plainly untenable."""
+    likeliest = max(chances, key=lambda kind: chances[kind])
+    before = named.get(node)
+    if before is None or (chances.get(before, 0.0) < UNTENABLE and chances[likeliest] > PLAIN):
+        named[node] = likeliest
+    return named[node]
 
 
 def _ordered(chances: Mapping[str, float]) -> list[tuple[str, float]]:

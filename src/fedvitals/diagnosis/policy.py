@@ -29,6 +29,8 @@ class Policy:
         term: int = 5,
         confidence: float = 0.8,
     ) -> None:
+        if not isinstance(cure, str | Mapping):
+            raise ConfigError(f'cure= takes "off", "suggest" or "auto", or a mapping of issues to these; got {cure!r}.')
         words = {ALL: cure} if isinstance(cure, str) else dict(cure)
         for name, word in words.items():
             if name not in (ALL, *FAMILIES, *ISSUES_BY_CODE, *KINDS):

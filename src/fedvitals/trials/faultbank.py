@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,17 @@ def take(bank: Bank, folder: Path, data: Path | None, workers: int, stage: Stage
         raise ConfigError(f"Every case failed. The first, {next(iter(failed))}:\n{next(iter(failed.values()))}")
     summary = summarise(outcomes)
     files = write_page(summary, outcomes, folder, _remarks(bank, absent, failed))
+    files = (*files, write_rates(summary, bank, folder))
     return Taken(bank, summary, files, absent, tuple(failed.items()))
+
+
+def write_rates(summary: Summary, bank: Bank, folder: Path) -> Path:
+    """Each rule's false alarms, as `diagnosis/rates.json` ships them for docs/issues.md: copied there by hand."""
+    rates = {row.name: round(row.figures["alarms"].value or 0.0, 3) for row in summary.rules}
+    told = {"bank": bank.digest, "healthy_rounds": summary.counts["healthy rounds"], "per_100_rounds": rates}
+    path = folder / "rates.json"
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def _noting(failed: dict[str, str], told: Done) -> Done:
