@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedvitals.diagnosis.issues import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data_sources import places
 from fedvitals.lab.description import kind_of
@@ -99,7 +100,9 @@ def take(bank: Bank, folder: Path, data: Path | None, workers: int, stage: Stage
 
 def write_rates(summary: Summary, bank: Bank, folder: Path) -> Path:
     """Each rule's false alarms, as `diagnosis/rates.json` ships them for docs/issues.md: copied there by hand."""
-    rates = {row.name: round(row.figures["alarms"].value or 0.0, 3) for row in summary.rules}
+    rates = dict.fromkeys(ISSUES_BY_CODE, 0.0) | {
+        row.name: round(row.figures["alarms"].value or 0.0, 3) for row in summary.rules
+    }
     told = {"bank": bank.digest, "healthy_rounds": summary.counts["healthy rounds"], "per_100_rounds": rates}
     path = folder / "rates.json"
     path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
