@@ -211,7 +211,9 @@ def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path):
     how = ["--store", store, "--workers", "2", "--engine", "reuse"]
     command = [sys.executable, "-c", program, "lab", path, *how]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+    # A shell that starts us in the background has SIGINT ignored, which children inherit.
+    usual = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, **usual) as started:
         for line in started.stderr:
             if line.startswith("round 5/"):
                 started.send_signal(signal.SIGINT)
@@ -224,7 +226,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on_bit_for_bit(tmp_path):
     rounds = int(rest.split("Stopped after ")[1].split(" of")[0])
     assert 5 <= rounds < 20000
     # The same experiment with few rounds more would be another one; so go on for a moment, and compare the states.
-    with subprocess.Popen([*command, "--resume"], stderr=subprocess.PIPE, text=True, env=environment) as again:
+    with subprocess.Popen([*command, "--resume"], stderr=subprocess.PIPE, text=True, env=environment, **usual) as again:
         lines = [next(again.stderr) for _ in range(3)]
         again.send_signal(signal.SIGINT)
         told = again.stderr.read()
