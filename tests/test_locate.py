@@ -10,11 +10,12 @@ import pytest
 
 from fedvitals import lab
 from fedvitals.diagnosis import evidence
+from fedvitals.diagnosis.course import cohort_of
 from fedvitals.diagnosis.examine import DETECTORS, choose
 from fedvitals.diagnosis.finding import finding
 from fedvitals.diagnosis.issues import ISSUES_BY_CODE
 from fedvitals.diagnosis.kinds import ISSUE_OF, WORDS
-from fedvitals.diagnosis.locate import Locator, by_group, cohort_of, probability, suspicion, verdicts
+from fedvitals.diagnosis.locate import Locator, by_group, probability, suspicion, verdicts
 from fedvitals.diagnosis.scores import FEWEST, Scorer
 from fedvitals.diagnosis.student import normal_scores
 from fedvitals.diagnosis.vitals import ABSOLUTE, SIGNS, Vitals, vitals
@@ -233,3 +234,13 @@ def test_the_user_says_how_many_false_alarms_are_allowed() -> None:
     for wrong in (0.0, -1.0, 50.0):
         with pytest.raises(ConfigError, match="per 100 healthy rounds"):
             choose("standard", wrong)
+
+
+@pytest.mark.parametrize("fault", [lab.label_noise(nodes=["c4"], since=2), lab.sign_flip(nodes=["c4"], since=2)])
+def test_what_is_said_of_a_round_does_not_depend_on_which_rounds_were_asked_before(fault) -> None:
+    history = watched(faults=[fault], rounds=10)
+    going = Locator()
+    each = {number: [(f.where.node, f.issue, f.message) for f in going(history, number)] for number in history.rounds()}
+    assert any(each.values())
+    for number in (3, 6, 9):
+        assert [(f.where.node, f.issue, f.message) for f in Locator()(history, number)] == each[number]

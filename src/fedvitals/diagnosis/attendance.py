@@ -35,6 +35,15 @@ def groups_of(history: History, round: int) -> Mapping[Node, str]:  # noqa: A002
     return {node: group for group, nodes in members.items() for node in nodes}
 
 
+def labels_of(history: History, round: int) -> Mapping[Node, Mapping[str, int]]:  # noqa: A002
+    """How many samples of each label each client has, as it told last: it is told when it changes."""
+    return {
+        event.where.node: event.data["histogram"]
+        for event in history.events("labels")
+        if event.where.node is not None and (event.where.round or 0) <= round and event.data.get("histogram")
+    }
+
+
 def events_in(history: History, round: int, *names: str) -> list[Event]:  # noqa: A002
     """The events of these names in one round."""
     return [event for event in history.events(None, round) if event.name in names and event.where.round == round]

@@ -14,36 +14,16 @@ import numpy as np
 
 from fedvitals.diagnosis.attendance import clients_of, groups_of, rounds_until
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.sent import MANY, trained, untrained
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
-MANY = 1 / 3
-HONEST = 0.01  # share by which what arrived may differ in size from what training changed, by the client's telemetry
 COPY, COPY_UNSEEN = 0.94, 0.998  # cosine of a copy to its peer's: where telemetry tells that it was not trained, else
 STEP, STEP_UNSEEN = 0.94, 0.99  # the same of the server's last step, sent back
 STANDS_OUT = 0.5  # of the distance from 1 that the next nearest have
 UNLIKE = 0.9  # up to which the others' must stay where telemetry tells nothing
 
 Pair = tuple[Node, Node]
-
-
-def untrained(history: History, round: int) -> set[Node]:  # noqa: A002 - the domain's word
-    """Clients whose update is not of the size by which, as their own telemetry says, their training moved the weights.
-
-    Nobody, where that is so for many: then updates are compressed, or clipped on their way.
-    """
-    drift, norms = history.latest("weight.drift", round), history.latest("update.norm", round)
-    both = [node for node in norms if drift.get(node, 0.0) > 0]
-    found = {node for node in both if abs(norms[node] - drift[node]) > HONEST * drift[node]}
-    return found if len(found) <= max(1, 2 * MANY * len(both)) else set()
-
-
-def honest(history: History, round: int) -> set[Node]:  # noqa: A002
-    """Clients of whom telemetry tells that they sent what they trained."""
-    drift = history.latest("weight.drift", round)
-    return {node for node in history.latest("update.norm", round) if drift.get(node, 0.0) > 0} - untrained(
-        history, round
-    )
 
 
 def duplicates(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
@@ -100,7 +80,7 @@ def _nearly_equal(history: History, round: int) -> dict[Pair, float]:  # noqa: A
     values = _column(history, "nearest", round)
     if max(values.values(), default=0.0) <= COPY:
         return {}
-    liars, known, groups = untrained(history, round), honest(history, round), groups_of(history, round)
+    liars, known, groups = untrained(history, round), trained(history, round), groups_of(history, round)
     steps = _column(history, "step", round)  # what several send back is nearer to the server's step than to each other
     alike: dict[float, list[Node]] = {}
     for node, value in values.items():
@@ -151,7 +131,7 @@ def free_riders(history: History, round: int) -> Iterator[Finding]:  # noqa: A00
         number = Number("update.norm", 0.0, _median(history.latest("update.norm", round), node))
         yield finding("FREE_RIDER", round, text, confidence=1.0, node=node, numbers=[number])
     steps = _column(history, "step", round)
-    liars, known = untrained(history, round), honest(history, round)
+    liars, known = untrained(history, round), trained(history, round)
     nearest = _column(history, "nearest", round)
     for node, cosine in steps.items():
         others = [value for other, value in steps.items() if other != node and other not in liars]

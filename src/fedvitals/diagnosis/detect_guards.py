@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fedvitals.diagnosis.attendance import clients_of, events_in, rounds_until, value_before
-from fedvitals.diagnosis.detect_copies import duplicates, free_riders, honest
+from fedvitals.diagnosis.detect_copies import duplicates, free_riders
 from fedvitals.diagnosis.detect_nonfinite import nonfinite
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.sent import trained
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 
@@ -162,9 +163,9 @@ def old_updates(history: History, round: int) -> Iterator[Finding]:  # noqa: A00
     usual = _median_of_others(cosines, near) if near else None
     # Where everybody's updates hardly change, as with whole batches and small steps, a repetition is nothing; nor is it
     # where the client trained what it sent.
-    trained = honest(history, round) if near else set()
+    unchanged = trained(history, round) if near else set()
     for node in near if usual is not None and usual < SMOOTH and len(near) < MANY * len(cosines) else ():
-        if node not in trained and _same_norm(history, node, norms.get(node, 0.0), round):
+        if node not in unchanged and _same_norm(history, node, norms.get(node, 0.0), round):
             text = f"{node} sent its previous update again."
             number = Number("update.cosine_previous", cosines[node], usual)
             yield finding("STALE_UPDATE", round, text, confidence=0.97, node=node, numbers=[number])

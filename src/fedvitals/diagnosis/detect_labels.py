@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from fedvitals.diagnosis.attendance import clients_of, labels_of
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.protocols import Detector, History, Node
+from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 
 CHANCE = 1e-6  # of missing a class by bad luck
@@ -23,19 +24,10 @@ FEWEST = 5  # clients
 Histogram = Mapping[str, int]
 
 
-def histograms(history: History, now: int) -> dict[Node, Histogram]:
-    """Each client's labels as it told them last."""
-    return {
-        event.where.node: event.data["histogram"]
-        for event in history.events("labels")
-        if event.where.node is not None and (event.where.round or 0) <= now and event.data.get("histogram")
-    }
-
-
 def missing_classes(history: History, now: int) -> Iterator[Finding]:
     """MISSING_CLASSES of a client among clients that all have them."""
-    told = histograms(history, now)
-    present = set(history.latest("update.norm", now)) | set(history.latest("steps", now))
+    told = labels_of(history, now)
+    present = clients_of(history, now)
     total: dict[str, int] = {}
     for histogram in told.values():
         for label, count in histogram.items():

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedvitals.diagnosis.attendance import clients_of, labels_of
+from fedvitals.diagnosis.sent import mismatch
 from fedvitals.protocols import History, Node
-from fedvitals.stats import Array
+from fedvitals.stats import PEER_COLUMNS, Array
 
 SERVER = (
     *("norm", "share_first", "share_head", "cosine", "cosine_first", "cosine_head", "previous", "step", "back"),
@@ -24,20 +26,6 @@ TELEMETRY = (
     *("gain", "gradient", "gradient_last", "gradient_ratio", "gradient_first", "rate", "samples_per_step"),
 )
 SIGNS = (*SERVER, *TELEMETRY)
-PEERS = (
-    "cosine",
-    "first",
-    "head",
-    "step",
-    "back",
-    "nearest",
-    "signs",
-    "classes",
-    "classes_min",
-    "class_entropy",
-    "bias",
-)
-
 # Spread that peers always have: keeps a cohort of near-equal values from turning rounding into scores.
 FLOOR = {
     **dict.fromkeys(SIGNS, 0.05),
@@ -85,39 +73,28 @@ def _closeness(cosines: Array) -> Array:
 
 def vitals(history: History, number: int) -> Vitals:
     """The signs of every client that sent an update, or trained, in this round."""
-    norms = history.latest("update.norm", number)
-    nodes = list(norms) or list(history.latest("steps", number))
+    nodes = list(history.latest("update.norm", number)) or clients_of(history, number)
 
     def metric(name: str) -> Array:
-        found: Mapping[Node, float] = norms if name == "update.norm" else history.latest(name, number)
+        found = history.latest(name, number)
         return np.array([found.get(node, np.nan) for node in nodes], dtype=np.float64)
 
     signs = _of_update(history, number, nodes, metric) | _of_training(history, number, nodes, metric)
-    claimed, told = metric("update.samples"), metric("samples")
-    size = _log(np.where(np.isfinite(claimed), claimed, told), 1.0)
-    diversity = _diversity(history, number, nodes)
+    claimed, counted = metric("update.samples"), metric("samples")
+    size = _log(np.where(np.isfinite(claimed), claimed, counted), 1.0)
+    labels, told = labels_of(history, number), mismatch(history, number)
+    diversity = np.array([_entropy(labels[node]) if node in labels else np.nan for node in nodes])
     alone = signs | {
         "size": size - _middle(size),
         "cohort": np.full(len(nodes), np.log(max(len(nodes), 1))),
         "accuracy": np.full(len(nodes), _middle(signs["accuracy_before"])),
         "diversity": diversity - _middle(diversity),
-        # What was sent against what training changed, by the client's own word: equal, unless one of them is not so.
-        "told": np.fmax(np.abs(signs["norm"] - _log(metric("weight.drift"))), metric("update.differs")),
+        "told": np.array([told.get(node, np.nan) for node in nodes]),
     }
     absolute = np.stack([alone[name] for name in ABSOLUTE], axis=1) if nodes else np.empty((0, len(ABSOLUTE)))
     values = np.stack([signs[name] for name in SIGNS], axis=1) if nodes else np.empty((0, len(SIGNS)))
     pairs = np.stack([metric("fit.confused_label"), metric("fit.confused_guess")], axis=1)
     return Vitals(nodes, values, size, diversity, absolute, pairs)
-
-
-def _diversity(history: History, number: int, nodes: list[Node]) -> Array:
-    """Entropy of each client's labels as it told them last: they are told when they change."""
-    told: dict[Node | None, Mapping[str, int]] = {
-        event.where.node: event.data.get("histogram", {})
-        for event in history.events("labels")
-        if event.where.round is None or event.where.round <= number
-    }
-    return np.array([_entropy(told[node]) if told.get(node) else np.nan for node in nodes])
 
 
 def _entropy(histogram: Mapping[str, int]) -> float:
@@ -128,14 +105,13 @@ def _entropy(histogram: Mapping[str, int]) -> float:
 
 def _of_update(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:
     """What the server sees."""
-    columns = _aligned(history, "update.peers", PEERS, number, nodes)[:, 0]
-    peers = {name: columns[:, i] for i, name in enumerate(PEERS)}
+    columns = _aligned(history, "update.peers", PEER_COLUMNS, number, nodes)[:, 0]
+    peers = {name: columns[:, i] for i, name in enumerate(PEER_COLUMNS)}
     nearest = peers["nearest"]
     if len(nodes) and np.nanmedian(np.where(np.isnan(nearest), -1.0, nearest)) > _EXCHANGED:
         nearest = np.full(len(nodes), np.nan)  # members of an edge that averages send the same: that is no copy
     shares = _aligned(history, "update.alignment", ("share",), number, nodes)[:, :, 0]
     head = _head(history.layers("update.alignment"))
-    spread = _aligned(history, "update.peers", ("spread",), number, nodes)[:, 0, 0]
     return {
         "norm": _log(metric("update.norm")),
         "share_first": _log(shares[:, 0], 1e-3),
@@ -152,7 +128,7 @@ def _of_update(history: History, number: int, nodes: list[Node], metric: Callabl
         "classes_min": _turn(peers["classes_min"]),
         "class_entropy": peers["class_entropy"],
         "bias": _turn(peers["bias"]),
-        "spread": _log(spread),
+        "spread": _log(peers["spread"]),
     }
 
 

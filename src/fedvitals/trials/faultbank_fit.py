@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.diagnosis.attendance import groups_of
+from fedvitals.diagnosis.course import CAP, DRIFT, LEAST, MOST, cohort_of, exchanging
 from fedvitals.diagnosis.evidence import VIEWS, features, linear
 from fedvitals.diagnosis.kinds import ISSUE_OF
-from fedvitals.diagnosis.locate import CAP, DRIFT, LEAST, MOST, NOT_TRAINED, cohort_of, exchanging
 from fedvitals.diagnosis.scores import Scorer
+from fedvitals.diagnosis.sent import NOT_TRAINED
 from fedvitals.diagnosis.vitals import ABSOLUTE, SERVER, SIGNS, vitals
 from fedvitals.stats import Array
 from fedvitals.trials.faultbank_cases import Case, read_bank

