@@ -112,6 +112,7 @@ class Monitor:
         self._record, self._guard = self._chart.record, self._chart.guard
         self._lock = threading.Lock()
         self._closed = False
+        self._asked = False  # whether the host has ever asked what to do
         self._round: _Open | None = None
         self._clients = Clients(self._chart, self._kit, self._kit.updates.add, self._joined)
         self._arrivals = Arrivals(self._chart, self._kit, self._policy)
@@ -291,6 +292,7 @@ class Monitor:
 
     def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
         """The corrections in force in the coming round. Waits for the detectors, if anything may be done unasked."""
+        self._asked = True
         if not self._cure.automatic:
             return ()
         self.flush()
@@ -376,8 +378,17 @@ class Monitor:
                 self._finish_round(opened, global_state if hasattr(global_state, "named_parameters") else None)
             finally:
                 self._chart.leave(opened.scope, opened.token)
+            self._tell_unasked(opened.scope)
 
         self._guard(f"closing round {round}", end)
+
+    def _tell_unasked(self, scope: Scope) -> None:
+        """Once: corrections are the host's to apply, and a plain loop that does not ask for them applies none."""
+        if self._cure.automatic and not self._asked:
+            self._asked = True
+            why = "Nothing is corrected by itself: this host does not ask what to do."
+            cure = 'Call monitor.prescribed(round) before each round, or take cure="suggest".'
+            self._record.event(scope, "warning", "cure.unasked", f"{why} {cure}")
 
     # -- scopes -------------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ ROWS = 8  # findings that it closes with
 
 
 @click.command()
-@click.option("--rounds", default=20, show_default=True, help="Rounds of training.")
-@click.option("--clients", default=20, show_default=True, help="Clients of the federation.")
+@click.option("--rounds", type=int, help="Rounds of training.  [default: 20]")
+@click.option("--clients", type=int, help="Clients of the federation.  [default: 20]")
 @click.option("--seed", default=7, show_default=True, help="Same seed, same run.")
-@click.option("--quick", is_flag=True, help="A small version: 8 rounds, 10 clients.")
+@click.option("--quick", is_flag=True, help="A small version: 8 rounds, 10 clients, unless said otherwise.")
 @store_option
 @json_option
-def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None, as_json: bool) -> None:
+def command(rounds: int | None, clients: int | None, seed: int, quick: bool, store: str | None, as_json: bool) -> None:
     """Train twenty clients on hand-written digits; one gets wrong labels from round 5 on. Watch it stand out.
 
     A plain PyTorch loop with the monitor attached; the result stays in the store.
@@ -41,7 +41,9 @@ def command(rounds: int, clients: int, seed: int, quick: bool, store: str | None
     from fedvitals.store.memory import MemoryStore
     from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE, Settings, federate
 
-    settings = Settings(clients=10 if quick else clients, rounds=8 if quick else rounds, seed=seed)
+    usual = (10, 8) if quick else (20, 20)
+    chosen = [default if given is None else given for given, default in zip((clients, rounds), usual, strict=True)]
+    settings = Settings(clients=chosen[0], rounds=chosen[1], seed=seed)
     datasets.load("digits")  # a missing extra is told before anything is made
     torch.set_num_threads(1)
     memory = MemoryStore()

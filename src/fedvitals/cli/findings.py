@@ -44,7 +44,7 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
         actions = queries.records(reader, chosen, Action)
         described = queries.get_run(reader, chosen)
         installed = detectors_of(described)
-        clients = _verdicts(reader, chosen, number)
+        clients = _verdicts(reader, chosen, number, found)
     if as_json:
         told = [case_cards.as_json(case, _about(case, actions)) for case in found]
         print_json(
@@ -57,13 +57,19 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
     return int(any(is_trouble(case) for case in found))
 
 
-def _verdicts(reader: Reader, run: str, number: int | None) -> dict[str, str]:
-    """What is to be thought of each client; nothing of a run so long that reading it all would keep people waiting."""
+def _verdicts(reader: Reader, run: str, number: int | None, found: list[Case]) -> dict[str, str]:
+    """What is to be thought of each client; nothing of a run so long that reading it all would keep people waiting.
+
+    Who has a case that is more than a note is faulty, whatever the evidence as a whole says: NaN needs no peers.
+    """
+    from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.diagnosis.locate import verdicts
 
     history = reader.history(run)
     rounds = [r for r in history.rounds() if number is None or r <= number]
-    return verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
+    said = verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
+    ill = [case.node for case in found if case.still_there and case.node in said and is_trouble(case)]
+    return said | {node: "faulty" for node in ill if node is not None}
 
 
 def _print_verdicts(clients: dict[str, str], node: str | None) -> None:

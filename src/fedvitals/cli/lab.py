@@ -227,7 +227,8 @@ def _closing(said: dict[str, Any], store: str, alarms: _Alarms) -> None:
     if alarms.count:
         click.echo(f"{alarms.count} warnings and errors; the first: {alarms.first}")
     if said["run"] is not None:
-        click.echo(f"Look at it:  fedvitals show {said['run']} --store {store}")
+        click.echo(f"What was found:  fedvitals findings {said['run']} --store {store}")
+        click.echo(f"Look at it:      fedvitals show {said['run']} --store {store}")
 
 
 class _Alarms:

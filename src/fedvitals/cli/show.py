@@ -48,7 +48,7 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
     if as_json:
         print_json("show", {**{name: getattr(card, name) for name in card.__slots__}, "cases": _cases(card)})
     else:
-        _print(card, everything)
+        _print(card, everything, store)
 
 
 def _cases(card: Card) -> list[dict[str, Any]]:
@@ -57,11 +57,11 @@ def _cases(card: Card) -> list[dict[str, Any]]:
     return [case_cards.as_json(case) for case in card.cases]
 
 
-def _print(card: Card, everything: bool) -> None:
+def _print(card: Card, everything: bool, store: str | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    _head(console, card)
+    _head(console, card, store)
     console.print(_signs(card))
     rows = None if everything else ROWS
     if card.clients:
@@ -75,7 +75,7 @@ def _print(card: Card, everything: bool) -> None:
             console.print(f"  {names}: [dim]needs {needs}[/dim]", soft_wrap=True)
 
 
-def _head(console: Any, card: Card) -> None:
+def _head(console: Any, card: Card, store: str | None) -> None:
     from fedvitals.cli.screen import number, seconds, shown
 
     run, summary = card.run, card.summary
@@ -88,10 +88,10 @@ def _head(console: Any, card: Card) -> None:
     cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
     console.print(f"[dim]Privacy level {level}: {allowed}.{cohort}{tracebacks}[/dim]", soft_wrap=True)
-    _health(console, card)
+    _health(console, card, store)
 
 
-def _health(console: Any, card: Card) -> None:
+def _health(console: Any, card: Card, store: str | None) -> None:
     """What the detectors said, each trouble once, worst first; or plainly that none looked."""
     from fedvitals.cli.case_cards import print_list
 
@@ -106,7 +106,8 @@ def _health(console: Any, card: Card) -> None:
     count = f"{len(card.cases)} case{'s' * (len(card.cases) != 1)}, {there} still there"
     console.print(f"[bold]Health[/bold]: {count}; {card.detectors} detectors looked.")
     print_list(console, card.cases, ROWS)
-    console.print(f"[dim]Why, and what to do: fedvitals findings {card.run.id} --all[/dim]\n", soft_wrap=True)
+    where = f" --store {store}" if store else ""
+    console.print(f"[dim]Why, and what to do: fedvitals findings {card.run.id} --all{where}[/dim]\n", soft_wrap=True)
 
 
 def _signs(card: Card) -> Any:
