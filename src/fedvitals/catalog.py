@@ -27,6 +27,8 @@ class Measure:
 _LABELLED = "`data` that yields (x, y), and `loss`"
 _MODEL = "a model"
 _INPUTS = "a classifier: one row of outputs per sample"
+_JOURNEY = "`monitor.exchange`, or the lab with a network"
+_PARTS = "`monitor.part`, or the lab"
 
 MEASURES: tuple[Measure, ...] = (
     Measure(
@@ -295,6 +297,14 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure("time.client", "seconds", "Length of the client's scope.", level=0),
+    Measure("time.download", "seconds", "Until the model had arrived there.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.queue", "seconds", "That the client waited for its turn.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.data", "seconds", "That the client loaded data.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.upload", "seconds", "Until the client's update had arrived.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.wait", "seconds", "From there to the end of the round.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.aggregate", "seconds", "Aggregation at the server.", level=0, needs=_PARTS, rare=True),
+    Measure("time.evaluate", "seconds", "Evaluation at the server.", level=0, needs=_PARTS, rare=True),
+    Measure("throughput.samples", "samples/s", "Samples that the client trained on, per second of training.", level=2),
     Measure("time.step", "seconds", "Mean time from one optimiser step to the next.", level=0),
     Measure("memory.resident", "bytes", "Resident memory of the process at the end of the scope.", level=0),
     Measure("memory.peak", "bytes", "Largest resident memory of the process so far.", level=0),
@@ -312,7 +322,12 @@ HOSTS = (
     "time.client_virtual",
     "time.clock_error",
     "time.compute_virtual",
+    "time.data",
+    "time.download",
+    "time.queue",
     "time.round_virtual",
+    "time.upload",
+    "time.wait",
     "update.samples",
     "update.staleness",
 )

@@ -29,6 +29,7 @@ from fedvitals import kernels
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.probes.results import Results
+from fedvitals.profiling.parts import edge_span
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Event, Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope, current
@@ -146,15 +147,21 @@ class Chart:
         self, node: Node | None, *, group: str | None = None, client: bool = False, inside: Scope | None = None
     ) -> tuple[Scope, Token[Scope | None]]:
         """A scope inside the caller's, and what `leave` needs. Opens the run: log lines inside belong to it."""
-        self._ready()
-        parent = inside or self.here()
-        scope = replace(parent, node=node, group=group or parent.group, span=new_span_id(), parent=parent.span)
+        self.open()
+        around = inside or self.here()
+        own, parent = new_span_id(), around.span
+        if group is not None and around.node is None and parent is not None:  # a group's Span is known to all by name
+            if client:
+                parent = edge_span(around.span, group)
+            else:
+                own = edge_span(around.span, group)
+        scope = replace(around, node=node, group=group or around.group, span=own, parent=parent)
         if client:
             self._training[scope.span] = threading.get_ident()
         return scope, current.set(scope)
 
     def enter_round(self, number: int) -> tuple[Scope, Token[Scope | None]]:
-        self._ready()
+        self.open()
         parent = self.here()
         self.round = replace(parent, round=number, node=None, span=new_span_id(), parent=parent.span)
         self.last_round = number
@@ -181,7 +188,8 @@ class Chart:
 
     # -- opening and closing ------------------------------------------------------------------------------------------
 
-    def _ready(self) -> None:
+    def open(self) -> None:
+        """The run has begun: now, unless it has already. Log lines belong to it from here on."""
         if self._outlet is None and not self._closed:
             self.guard("opening the store", self._open)
 

@@ -24,7 +24,12 @@ from fedvitals.probes.session import ClientSession, Instruments, tables_of
 from fedvitals.probes.stack import StackSession, unmeasured
 from fedvitals.probes.stack_fit import StackFit
 from fedvitals.probes.view import View
+from fedvitals.profiling.capture import OPERATORS, Capture, Captures, Recording
+from fedvitals.profiling.client_memory import ClientMemory, OpenMemory
+from fedvitals.profiling.leak import CENSUS
 from fedvitals.profiling.memory import resident_bytes
+from fedvitals.profiling.parts import CLIENT, edge_span
+from fedvitals.profiling.phases import StepClock
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import Span, Transfer
 from fedvitals.scope import Scope
@@ -43,7 +48,11 @@ class OpenClient:
     scope: Scope
     token: Token[Scope | None]
     began: float = field(default_factory=time.perf_counter)
+    at: float = field(default_factory=time.time)
     session: ClientSession | None = None  # of a client with a model
+    clock: StepClock | None = None
+    memory: OpenMemory | None = None
+    recording: Recording | None = None  # of single operators
     tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
 
@@ -58,20 +67,29 @@ class OpenStack:
     session: StackSession | None = None
     tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[tuple[Node, str]] = field(default_factory=set)
+    at: float = field(default_factory=time.time)
     began: float = field(default_factory=time.perf_counter)
 
 
 class Clients:
-    """`sent` takes a client's update as one vector with its nine sums per layer, `joined` its scope and results."""
+    """`sent` takes a client's update as one vector with its nine sums per layer, `joined` its scope and results.
+
+    `profile`: whether to tell what its time and memory went to. `capture`: whose operators to record.
+    """
 
     def __init__(
         self,
         chart: Chart,
         kit: Instruments,
         sent: Callable[[Node, Tensor, Array | None], Any],
-        joined: Callable[[Scope, Results, bool], None],
+        joined: Callable[[Span, Results], None],
+        *,
+        profile: bool,
+        capture: Capture | None = None,
     ) -> None:
         self._chart, self._kit, self._sent, self._joined = chart, kit, sent, joined
+        self._profile = profile
+        self._memory, self._captures = ClientMemory(), Captures(capture)
         self._open: dict[Node, OpenClient] = {}
         self._stack: OpenStack | None = None
         self._stack_fit = StackFit(kit.preset.fit_percent)
@@ -111,7 +129,12 @@ class Clients:
                 self._chart.know(tables)
                 opened.tables = {rows: table.digest for rows, table in tables.items()}
             report = functools.partial(self._chart.report, scope=opened.scope)
-            opened.session = ClientSession(self._kit, view, report)
+            # Who measures nothing at steps has no hooks there, which the clock would need.
+            opened.clock = StepClock() if self._profile and not self._kit.preset.brief else None
+            opened.session = ClientSession(self._kit, view, report, opened.clock)
+            if self._profile:
+                opened.memory = self._memory.begin(model)
+            opened.recording = self._captures.begin(node, opened.scope.round, model, report)
 
         def begin() -> OpenClient:
             if node in self._open:
@@ -133,6 +156,7 @@ class Clients:
                     self._chart.exception(opened.scope, "client.failed", outcome)
                 self._finish(opened, failed=outcome is not None)
             finally:
+                self._let_go(opened)
                 self._chart.leave(opened.scope, opened.token)
 
         if opened is not None and self._open.get(opened.scope.node or "") is opened:
@@ -145,6 +169,13 @@ class Clients:
         for node in list(self._open):
             self.end_of(node)
         self.end_stack({})
+
+    def _let_go(self, opened: OpenClient) -> None:
+        """Nothing of the profiling stays behind, however the client was closed."""
+        if opened.memory is not None:
+            self._memory.close(opened.memory)
+        if opened.recording is not None:
+            opened.recording.close()
 
     # -- clients that train as one batch ------------------------------------------------------------------------------
 
@@ -185,6 +216,7 @@ class Clients:
     def _finish_stack(self, opened: OpenStack, failed: Mapping[Node, BaseException]) -> None:
         stack = opened.stack
         found = [Results() for _ in stack.nodes]
+        cost = 0.0
         if opened.session is not None:
             found, updates, rows = opened.session.finish()
             started = time.perf_counter()
@@ -195,11 +227,13 @@ class Clients:
             for results in found:
                 results.take({"monitor.cost": cost / len(found)})
         resident = resident_bytes()
+        self._tell_growth(opened.scope, resident)
         seconds = time.perf_counter() - opened.began
         for node, group, results in zip(stack.nodes, stack.groups, found, strict=True):
             if node in stack.silent:
                 continue
-            scope = replace(opened.scope, node=node, group=group, span=new_span_id())
+            parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
+            scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
             results.tables = opened.tables
             results.take({"time.client": seconds / len(found)})
             if resident is not None:
@@ -208,8 +242,9 @@ class Clients:
             if node in failed:
                 self._chart.exception(scope, "client.failed", failed[node])
             self._chart.tell(scope, results)
-            self._chart.record.span(scope, "client", seconds, failed=node in failed, stacked=len(found))
-            self._joined(scope, results, node in failed)
+            parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
+            told = {"failed": node in failed, "stacked": len(found), **parts}
+            self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
 
     def _tell_unmeasured(self, scope: Scope) -> None:
         """Once: what a preset measures of clients that train alone, and not of these."""
@@ -224,6 +259,7 @@ class Clients:
         for opened in self._open.values():
             if opened.session is not None:
                 opened.session.abandon()
+            self._let_go(opened)
             self._chart.leave(opened.scope, opened.token)
         self._open.clear()
         if self._stack is not None:
@@ -259,14 +295,23 @@ class Clients:
 
         self._chart.guard("log()", emit)
 
-    def span(self, node: Node | None, name: str, began: float, seconds: float, attributes: Mapping[str, Any]) -> None:
-        """A stretch of the host's own clock, which stood at 0 when the run began."""
-        scope, token = self._chart.enter(node, inside=self.at(node))  # opens the run, which then knows its start
-        self._chart.leave(scope, token)
+    def span(
+        self,
+        node: Node | None,
+        name: str,
+        began: float,
+        seconds: float,
+        parent: str | None,
+        attributes: Mapping[str, Any],
+    ) -> str:
+        """A stretch of the host's own clock, which stood at 0 when the run began. Gives its id."""
+        self._chart.open()  # which then knows its start
+        scope, own = self.at(node), new_span_id()
+        place = where(scope) if "group" not in attributes else replace(where(scope), group=str(attributes["group"]))
+        kept = {key: value for key, value in attributes.items() if key != "group"}
         at = self._chart.run.started + float(began)
-        own = scope.span or new_span_id()
-        told = Span(where(scope), at, name, float(seconds), scope.trace, own, scope.parent, dict(attributes))
-        self._chart.emit(told)
+        self._chart.emit(Span(place, at, name, float(seconds), scope.trace, own, parent or scope.span, kept))
+        return own
 
     def event(self, level: str, name: str, message: str, node: Node | None, data: Mapping[str, Any] | None) -> None:
         if level not in LEVELS:
@@ -283,20 +328,52 @@ class Clients:
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:
         results = Results()
         scope, node = opened.scope, opened.scope.node or ""
+        told: dict[str, Any] = {"failed": failed}
         if opened.session is not None:
             results, update, rows = opened.session.finish()
             results.tables = opened.tables
             started = time.perf_counter()
             self._sent(node, update, rows)
-            results.take({"monitor.cost": opened.session.cost + time.perf_counter() - started})
-        results.take({"time.client": time.perf_counter() - opened.began})
-        resident = resident_bytes()
-        if resident is not None:
-            results.take({"memory.resident": resident})
+            cost = opened.session.cost + time.perf_counter() - started
+            results.take({"monitor.cost": cost})
+            if opened.clock is not None:
+                told |= _phases(opened.clock, cost, results)
+        seconds = time.perf_counter() - opened.began
+        results.take({"time.client": seconds})
+        results.take(self._memory_of(opened, failed=failed))
+        recorded = None if opened.recording is None else opened.recording.finish()
+        if recorded is not None:
+            results.remarks.append((OPERATORS, *recorded))
         _tell_loss(results, logged="loss" in opened.logged)
         self._chart.tell(scope, results)
-        self._chart.record.span(scope, "client", time.perf_counter() - opened.began, failed=failed)
-        self._joined(scope, results, failed)
+        self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
+
+
+    def _memory_of(self, opened: OpenClient, *, failed: bool) -> Mapping[str, float]:
+        session, scope = opened.session, opened.scope
+        if opened.memory is None or session is None:
+            resident = resident_bytes()
+            return {} if resident is None else {"memory.resident": resident}
+        own = (opened.memory, scope.node or "", scope.round, session.optimizers, session.held_bytes)
+        found = self._memory.end(*own, failed=failed)
+        self._tell_growth(scope, found.get("memory.resident"))
+        return found
+
+    def _tell_growth(self, scope: Scope, resident: float | None) -> None:
+        """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""
+        grown = self._memory.grown(scope.round, resident) if self._profile else None
+        if grown is not None:
+            self._chart.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
+
+
+def _phases(clock: StepClock, cost: float, results: Results) -> dict[str, Any]:
+    """What a client's Span tells of its time; its throughput goes to the results."""
+    parts = clock.parts(cost)
+    working = sum(parts.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer", "compute"))
+    if clock.samples and working:
+        results.take({"throughput.samples": clock.samples / working})
+    told: dict[str, Any] = {"parts": parts, "folded": True}
+    return {**told, "samples": clock.samples, "batch": clock.batch} if clock.samples else told
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:

@@ -40,13 +40,19 @@ from fedvitals.probes.session import Instruments, tables_of
 from fedvitals.probes.updates import measured
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import check_initialisation
+from fedvitals.profiling.ledger import Ledger
 from fedvitals.profiling.memory import peak_bytes
+from fedvitals.profiling.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.protocols import Detector, Node, Sink, Stack
-from fedvitals.records import Action, Run, Truth, Where
+from fedvitals.records import Action, Run, Span, Truth, Where
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.privacy import LEAST_CLIENTS, described_policy, policy_for
+from fedvitals.telemetry.timing import new_span_id
 from fedvitals.worker import Arrivals, WorkerObserver
+
+# Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
+TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "upload", "wait")}
 
 
 @dataclass(slots=True)
@@ -56,6 +62,7 @@ class _Open:
     scope: Scope
     token: Token[Scope | None]
     began: float = field(default_factory=time.perf_counter)
+    at: float = field(default_factory=time.time)
     cohort: Cohort = field(default_factory=Cohort)  # of a round
     sent: dict[Node, Array] = field(default_factory=dict)  # nine sums per layer of the updates that the host gave
 
@@ -69,7 +76,8 @@ class Monitor:
     you allow. `privacy`: from 0 (timings only) to 4, by
     default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
     from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
-    between updates. `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
+    between updates. `profile`: whether to tell what the time of rounds and clients went to (docs/profile.md).
+    `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
     kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md. `strict` raises what is otherwise counted: for tests.
     `id`: of a run that the store may have already, which is then continued.
     """
@@ -91,6 +99,7 @@ class Monitor:
         seed: int | None = None,
         topology: str | None = None,
         host: str = "torch",
+        profile: bool = True,
         update_memory: int = 512 << 20,
         strict: bool = False,
         id: str | None = None,  # noqa: A002 - the domain's word
@@ -114,8 +123,9 @@ class Monitor:
         self._closed = False
         self._asked = False  # whether the host has ever asked what to do
         self._round: _Open | None = None
-        self._clients = Clients(self._chart, self._kit, self._kit.updates.add, self._joined)
-        self._arrivals = Arrivals(self._chart, self._kit, self._policy)
+        self._ledger = Ledger() if profile else None
+        self._clients = Clients(self._chart, self._kit, self._kit.updates.add, self._joined, profile=profile)
+        self._arrivals = Arrivals(self._chart, self._kit, self._policy, self._ledger)
         self._care = Care(described.id, self._cure, self._chart.emit, self._chart.history)
         self._chart.heard = self._care.hear
         self._unusable = Unusable()
@@ -174,6 +184,15 @@ class Monitor:
             if opened is not None:
                 self._guard("closing an edge", lambda: self._leave_edge(opened, model, before))
 
+    @contextlib.contextmanager
+    def part(self, name: str, node: Node = "server") -> Iterator[None]:
+        """A stretch of the round that goes to «aggregate», «evaluate», ... (see docs/profile.md)."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent(name, time.perf_counter() - began, node)
+
     def log(self, values: Mapping[str, float] | None = None, /, *, node: Node | None = None, **more: float) -> None:
         """Metrics of your own, for a node, or for the client or the round that is open (or was open last)."""
         self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
@@ -231,6 +250,8 @@ class Monitor:
                 self._record.event(self._chart.here(), "warning", "round.unclosed", f"Round {unclosed} was still open.")
                 self.round_end(unclosed or 0)
             self._round = _Open(*self._chart.enter_round(round))
+            if self._ledger is not None:
+                self._ledger.begin(self._round.scope.span, self._round.at)
             self._round.cohort = Cohort(approximate_before=self._kit.updates.approximate)
             if hasattr(global_state, "named_parameters"):
                 self._kit.updates.begin_round(round, [*global_state.parameters()])
@@ -329,9 +350,39 @@ class Monitor:
 
         self._guard("truth()", emit)
 
-    def span(self, node: Node | None, name: str, began: float, seconds: float, **attributes: Any) -> None:
+    def span(
+        self,
+        node: Node | None,
+        name: str,
+        began: float,
+        seconds: float,
+        *,
+        parent: str | None = None,
+        **attributes: Any,
+    ) -> str | None:
         """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
-        self._guard("span()", lambda: self._clients.span(node, name, began, seconds, attributes))
+        own: str | None = self._guard(
+            "span()", lambda: self._clients.span(node, name, began, seconds, parent, attributes)
+        )
+        return own
+
+    def spent(self, part: str, seconds: float, node: Node = "server") -> None:
+        """A node spent so many seconds of the open round on a part (see `profiling.parts`); what is told adds up."""
+        if self._ledger is not None:
+            self._guard("spent()", functools.partial(self._ledger.spent, part, float(seconds), node))
+
+    def exchange(self, node: Node, sent: float, received: float, replied: float, returned: float) -> None:
+        """A client elsewhere was asked and has answered; before `absorb`. Times since the epoch, of the two clocks."""
+        ledger = self._ledger
+
+        def take() -> None:
+            assert ledger is not None  # noqa: S101 - asked below
+            error = ledger.exchange(node, sent, received, replied, returned).beyond_doubt
+            if error:
+                self._record.metric(self._clients.at(node), "time.clock_error", error)
+
+        if ledger is not None:
+            self._guard("exchange()", take)
 
     def event(
         self, level: str, name: str, message: str, *, node: Node | None = None, data: Mapping[str, Any] | None = None
@@ -392,11 +443,15 @@ class Monitor:
 
     # -- scopes -------------------------------------------------------------------------------------------------------
 
-    def _joined(self, scope: Scope, results: Results, failed: bool) -> None:
+    def _joined(self, span: Span, results: Results) -> None:
         """A client has finished in this process."""
-        if self._round is not None:
-            self._round.cohort.add(scope.node or "", scope.group, results, failed=failed)
-            self._round.cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+        if self._round is None:
+            return
+        cohort, node = self._round.cohort, span.where.node or ""
+        cohort.add(node, span.where.group, results, failed=bool(span.attributes["failed"]))
+        cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+        if self._ledger is not None:
+            self._ledger.trained(span)
 
     def _finish_round(self, opened: _Open, model: Any) -> None:
         started = time.perf_counter()
@@ -415,8 +470,18 @@ class Monitor:
         self._record.metric(scope, "monitor.lost", self.lost)
         self._record.metric(scope, "monitor.cost", cohort.cost + time.perf_counter() - started)
         seconds = time.perf_counter() - opened.began
-        self._record.span(scope, "round", seconds)
+        self._tell_time(scope, opened.at + seconds)
+        self._record.span(scope, ROUND, opened.at, seconds, {})
         self._record.metric(scope, "time.round", seconds)  # last: it marks the round as complete
+
+    def _tell_time(self, scope: Scope, ended: float) -> None:
+        """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
+        for told in () if self._ledger is None else self._ledger.close(ended):
+            own = replace(scope, node=told.node, group=told.group, span=told.id or new_span_id(), parent=told.parent)
+            self._record.span(own, told.name, told.began, told.seconds, {"parts": told.parts, **told.attributes})
+            for part in TOLD_PARTS.get(told.name, ()):
+                if part in told.parts:
+                    self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
 
     def _leave_edge(self, opened: _Open, model: Any, before: torch.Tensor | None) -> None:
         self._chart.leave(opened.scope, opened.token)
@@ -427,7 +492,9 @@ class Monitor:
             self._chart.tell(opened.scope, results)
             if self._round is not None:
                 self._round.cohort.measured_edges.add(opened.scope.node or "")
-        self._record.span(opened.scope, "edge", time.perf_counter() - opened.began)
+        if self._ledger is not None:
+            self._ledger.told_edges.add(opened.scope.node or "")
+        self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
     def _first_model(self, model: torch.nn.Module) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""

@@ -195,8 +195,32 @@ class Observer(Protocol):
         """Scalars of a node (None: of the round)."""
         ...
 
-    def span(self, node: Node | None, name: str, began: float, seconds: float, **attributes: Any) -> None:
-        """A stretch of time that the host knows of: on its own clock where that is a virtual one."""
+    def span(
+        self,
+        node: Node | None,
+        name: str,
+        began: float,
+        seconds: float,
+        *,
+        parent: str | None = None,
+        **attributes: Any,
+    ) -> str | None:
+        """A stretch of time that the host knows of: on its own clock where that is a virtual one.
+
+        Gives its id, if it was kept, as the `parent` of what lies inside. `parts`: what it consists of, as in
+        `profiling.parts`.
+        """
+        ...
+
+    def spent(self, part: str, seconds: float, node: Node = "server") -> None:
+        """A node spent so many (real) seconds of this round on a part that is named in `profiling.parts`; adds up."""
+        ...
+
+    def exchange(self, node: Node, sent: float, received: float, replied: float, returned: float) -> None:
+        """A client elsewhere was asked and has answered: before `absorb` and `client_end`, as times since the epoch.
+
+        `sent` and `returned` by the server's clock, `received` and `replied` by the client's.
+        """
         ...
 
     def event(
@@ -269,7 +293,11 @@ class NullObserver:
     def truth(self, *_: Any) -> None: ...
     def expect(self, *_: Any) -> None: ...
     def log(self, *_: Any, **__: Any) -> None: ...
-    def span(self, *_: Any, **__: Any) -> None: ...
+    def span(self, *_: Any, **__: Any) -> str | None:
+        return None
+
+    def spent(self, *_: Any, **__: Any) -> None: ...
+    def exchange(self, *_: Any, **__: Any) -> None: ...
     def event(self, *_: Any, **__: Any) -> None: ...
     def stack_begin(self, *_: Any) -> None: ...
     def stack_step(self, *_: Any) -> None: ...

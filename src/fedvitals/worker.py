@@ -35,6 +35,8 @@ from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
+from fedvitals.profiling.ledger import Ledger
+from fedvitals.profiling.parts import CLIENT, edge_span
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import Event, LayerStats, Metric, Record, Run, Span, Transfer, run_of
 from fedvitals.scope import Scope
@@ -60,7 +62,7 @@ class _Desk:
         self.kit = Instruments(worker.preset, update_memory=0)
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
-        self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None)
+        self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, profile=worker.profile)
 
 
 @functools.lru_cache(maxsize=1)
@@ -86,6 +88,7 @@ class WorkerObserver:
     span: str | None
     known: frozenset[str]  # layer tables that the parent has
     initial: bytes | None  # the run's first model, float32
+    profile: bool = True  # whether to tell what a client's time went to
 
     @contextlib.contextmanager
     def client(
@@ -188,8 +191,8 @@ class WorkerObserver:
 class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
-    def __init__(self, chart: Chart, kit: Instruments, policy: Policy) -> None:
-        self._chart, self._kit, self._policy = chart, kit, policy
+    def __init__(self, chart: Chart, kit: Instruments, policy: Policy, ledger: Ledger | None) -> None:
+        self._chart, self._kit, self._policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()
         self._delivered: dict[tuple[str, str], Intervals] = {}
         self._expected: dict[Node, None] = {}
@@ -213,6 +216,7 @@ class Arrivals:
             span=None if here is None else here.span,
             known=frozenset(chart.tables),
             initial=None if initial is None else initial.numpy().tobytes(),
+            profile=self._ledger is not None,
         )
 
     def expect(self, nodes: Iterable[Node]) -> None:
@@ -273,10 +277,13 @@ class Arrivals:
     def _placed(self, record: Record) -> Record:
         """In the round that is open, where the worker did not know it."""
         here = self._chart.round
+        if self._ledger is not None:
+            record = _by_our_clock(record, self._ledger)
         if isinstance(record, Run) or here is None or record.where.round is not None:
             return record
         if isinstance(record, Span) and record.parent is None:
-            record = replace(record, parent=here.span)
+            group = record.where.group
+            record = replace(record, parent=here.span if group is None else edge_span(here.span, group))
         return replace(record, where=replace(record.where, round=here.round))
 
     def _without_known_labels(self, records: list[Record]) -> list[Record]:
@@ -306,6 +313,8 @@ class Arrivals:
         for node, (span, results) in finished.items():
             self._expected.pop(node, None)
             self._compare(span, results)
+            if self._ledger is not None:
+                self._ledger.trained(span)
             if cohort is not None:
                 cohort.add(node, span.where.group, results, failed=bool(span.attributes.get("failed")))
                 cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
@@ -326,6 +335,17 @@ class Arrivals:
         going = functools.partial(self._chart.guard, "for_worker()")
         probes = tuple(planned for planned in preset.probes if going(functools.partial(_goes, planned)))
         return preset if len(probes) == len(preset.probes) else replace(preset, probes=probes)
+
+
+def _by_our_clock(record: Record, ledger: Ledger) -> Record:
+    """With the times of the server's clock, and inside of the client's journey, where the host told of one."""
+    if isinstance(record, Run):
+        return record
+    node = record.where.node
+    if isinstance(record, Span) and record.name == CLIENT and node is not None:
+        record = replace(record, parent=ledger.journey(node) or record.parent)
+    ahead = ledger.ahead(node)
+    return replace(record, at=record.at - ahead) if ahead else record
 
 
 def _goes(planned: Planned) -> bool:

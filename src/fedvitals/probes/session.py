@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,18 @@ from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
 
 LABEL_ROUNDS = 5
+
+
+class Clock(Protocol):
+    """Told of a client's steps, to say what its time went to (`profiling.phases.StepClock`)."""
+
+    def start(self, model: Any) -> None: ...
+    def begin_step(self, at: float) -> None: ...
+    def measured(self, at: float) -> None: ...
+    def end_step(self) -> None: ...
+    def remove(self) -> None: ...
+
+
 Report = Callable[[Exception, str], None]
 
 
@@ -65,9 +77,9 @@ class Instruments:
 class ClientSession:
     """Begins when it is made; `finish` ends it and gives the results; `abandon` ends it without."""
 
-    def __init__(self, kit: Instruments, view: View, report: Report) -> None:
+    def __init__(self, kit: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
         began = time.perf_counter()
-        self._kit, self._view, self._report = kit, view, report
+        self._kit, self._view, self._report, self._clock = kit, view, report, clock
         self._results = Results()
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in kit.preset.probes]
         self._takes: dict[int, Take] = {}
@@ -78,6 +90,7 @@ class ClientSession:
         self._differences = kit.preset.difference_each_step
         self._batch: tuple[Tensor, Tensor] | None = None
         self._fit_cost = 0.0
+        self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         view.before = self._last = flatten(view.parameters)
         if view.data is not None:
             self._guarded("fit", self._fit_before)
@@ -87,19 +100,24 @@ class ClientSession:
         self._stepwise = [(i, p) for i, p in at_steps if p.probe is not gradients and not hasattr(p.probe, "prepare")]
         self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if hasattr(p.probe, "prepare")]
         self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen and bool(at_steps))
+        measure, stepped = (self._measure, None) if clock is None else (self._measure_timed, clock.end_step)
         self._hooks: StepHooks | StepCounter = (
-            StepHooks(view.parameters, self._measure, self._clip.look) if at_steps else StepCounter(view.parameters)
+            StepHooks(view.parameters, measure, self._clip.look, stepped) if at_steps else StepCounter(view.parameters)
         )
         self._last_input = _catch_input(view) if kit.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
         try:
             self._arm(0)
+            if clock is not None:
+                clock.start(view.model)
         except BaseException:
             self.abandon()  # nobody would hold this session, and its hooks would stay for ever
             raise
 
     def abandon(self) -> None:
+        if self._clock is not None:
+            self._clock.remove()
         if self._last_input is not None:
             self._last_input.remove()
         self._hooks.remove()
@@ -111,6 +129,7 @@ class ClientSession:
     def finish(self) -> tuple[Results, Tensor, Array | None]:
         """The results; the client's update as one vector; and its nine sums per layer, unless the preset is brief."""
         ended = time.perf_counter()
+        self.optimizers = self._hooks.optimizers()  # before the hooks are gone
         self.abandon()
         training = ended - self._began - self.cost
         kit, view, results = self._kit, self._view, self._results
@@ -140,6 +159,11 @@ class ClientSession:
         self.cost += time.perf_counter() - ended
         return results, update, rows
 
+    def held_bytes(self) -> int:
+        """What we hold for this client and for the run: copies of its weights, and updates to compare it with."""
+        held = [t for t in (self._view.before, self._last, self._kit.initial) if t is not None]
+        return sum(t.nbytes for t in {id(t): t for t in held}.values()) + self._kit.updates.held_bytes
+
     def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
         """Run a probe of the scope's end, if it is its round and its turn."""
         allowance, spent = self._kit.allowances[index], 0.0
@@ -164,6 +188,12 @@ class ClientSession:
             self._difference(self._steps - 1)
 
     # -- at each step -------------------------------------------------------------------------------------------------
+
+    def _measure_timed(self, *step: Any) -> None:
+        assert self._clock is not None  # noqa: S101 - asked where this was chosen
+        self._clock.begin_step(time.perf_counter())
+        self._measure(*step)
+        self._clock.measured(time.perf_counter())
 
     def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor) -> None:
         """Called before each optimiser step, on the thread that trains."""

@@ -87,6 +87,11 @@ class Updates:
         self._lock = threading.Lock()
         self.approximate = False
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the updates themselves."""
+        return self._held
+
     def add(self, node: str, vector: Tensor, rows: Array | None) -> Update:
         """Take in one update: as one vector, and its nine sums per layer (not needed when brief).
 

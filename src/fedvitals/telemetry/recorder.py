@@ -8,6 +8,7 @@ import struct
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Span, Where
@@ -43,10 +44,12 @@ class Recorder:
         digest = hashlib.blake2b(struct.pack(f"{len(values)}d", *values), digest_size=8).hexdigest()
         self.emit(Sketch(where(scope), time.time(), values, digest))
 
-    def span(self, scope: Scope, name: str, seconds: float, **attributes: Any) -> None:
-        began = time.time() - seconds
+    def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
+        """The Span of a scope, and what it was told as: a copy, since what is emitted gets an identity."""
         own = scope.span or new_span_id()
-        self.emit(Span(where(scope), began, name, seconds, scope.trace, own, scope.parent, attributes))
+        told = Span(where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
+        self.emit(replace(told))
+        return told
 
     def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         self.emit(Event(where(scope), time.time(), level, name, message, data or {}))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two clocks: by how much another machine's is ahead, and how sure that is, from the four times of each exchange.
+
+    server   sent ─────────────────────────────── returned
+    client          received ──────── replied
+
+No message arrives before it is sent: so each exchange bounds the offset θ of the client's clock,
+
+    replied − returned ≤ θ ≤ received − sent,
+
+and all exchanges together bound it by the narrowest (NTP's minimum filter, as an interval). Within the bounds no
+duration is negative, whatever θ is taken. Taken is 0 where it is possible: two machines that keep time by NTP differ by
+less than a slow upload does from a fast download, which is what the middle (NTP's own choice) would mistake for an
+offset. Where 0 is impossible the middle is taken.
+
+Clocks drift: bounds widen with the time since they were measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from fedvitals.errors import RecordError
+
+DRIFT = 100e-6  # seconds per second that a bad quartz goes wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """The client's clock less the server's lies in [low, high] seconds."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    at: float = 0.0  # when it was measured, by the server's clock
+
+    @property
+    def seconds(self) -> float:
+        """What is taken for the offset."""
+        if self.low <= 0 <= self.high or math.isinf(self.high - self.low):
+            return min(max(0.0, self.low), self.high)
+        return (self.low + self.high) / 2
+
+    @property
+    def error(self) -> float:
+        """By how much it may be wrong at most."""
+        return max(self.high - self.seconds, self.seconds - self.low)
+
+    @property
+    def beyond_doubt(self) -> float:
+        """By how much the clock is wrong at least, with its sign; 0 where it may be right."""
+        return self.low if self.low > 0 else min(self.high, 0.0)
+
+    def learn(self, sent: float, received: float, replied: float, returned: float) -> Offset:
+        """What is known after one more exchange. What contradicts all before is a clock that was set: begin anew."""
+        _check(sent, received, replied, returned)
+        low, high = replied - returned, received - sent
+        wider = DRIFT * abs(returned - self.at)
+        both = replace(self, low=max(low, self.low - wider), high=min(high, self.high + wider), at=returned)
+        return both if both.low <= both.high else Offset(low, high, returned)
+
+
+def _check(sent: float, received: float, replied: float, returned: float) -> None:
+    times = (sent, received, replied, returned)
+    if not all(isinstance(t, int | float) and math.isfinite(t) for t in times):
+        raise RecordError(f"The four times of an exchange are seconds since the epoch; got {times}.")
+    if returned < sent or replied < received:
+        raise RecordError(f"An exchange ended before it began, by one and the same clock: {times}.")
+    if replied - received > returned - sent:
+        # Two clocks that run at different rates, or a client that says it worked longer than it was away.
+        raise RecordError(f"A client worked longer than it was away, {times}: one of its clocks is wrong.")

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the nodes' time of one round went, as it becomes known; and the Spans of it when the round is over.
+
+Real seconds only: a host with a virtual clock tells its own Spans.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.profiling.clock import Offset
+from fedvitals.profiling.parts import EDGE, JOURNEY, REST, SERVER, WORK, edge_span, parts_of
+from fedvitals.records import Span
+
+NODES = 100_000  # whose clocks are known; a bound against hosts that name every message's sender anew
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A Span to be: of a node, from when, for how long, of what."""
+
+    node: str
+    name: str
+    began: float  # since the epoch, by the server's clock
+    seconds: float
+    parts: dict[str, float]
+    group: str | None = None
+    id: str | None = None
+    parent: str | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Trained:
+    """A client's own stretch, by the server's clock."""
+
+    began: float
+    ended: float
+    data: float
+    group: str | None
+
+
+class Ledger:
+    """`begin` opens a round; `close` gives its Spans. Clocks are known from round to round."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clocks: dict[str, Offset] = {}
+        self.begin(None, 0.0)
+
+    def begin(self, span: str | None, at: float) -> None:
+        with self._lock:
+            self._round, self._at = span, at
+            self._spent: dict[str, dict[str, float]] = {}
+            self._exchanges: dict[str, tuple[float, float, float, float]] = {}
+            self._trained: dict[str, _Trained] = {}
+            self.told_edges: set[str] = set()  # whose own Span was written
+
+    def spent(self, part: str, seconds: float, node: str) -> None:
+        if part not in WORK and part not in REST:
+            raise ConfigError(unknown("part of a round", part, [*WORK, *REST]))
+        with self._lock:
+            own = self._spent.setdefault(node, {})
+            own[part] = own.get(part, 0.0) + max(0.0, seconds)
+
+    def exchange(self, node: str, sent: float, received: float, replied: float, returned: float) -> Offset:
+        """What is known of the client's clock now."""
+        offset = self._clocks.get(node, Offset()).learn(sent, received, replied, returned)
+        with self._lock:
+            if node in self._clocks or len(self._clocks) < NODES:
+                self._clocks[node] = offset
+            self._exchanges[node] = (sent, received, replied, returned)
+        return offset
+
+    def trained(self, span: Span) -> None:
+        """A client's own Span, its times by the server's clock (see `ahead`)."""
+        data = parts_of(span).get("data", 0.0)
+        with self._lock:
+            self._trained[span.where.node or ""] = _Trained(span.at, span.at + span.seconds, data, span.where.group)
+
+    def ahead(self, node: str | None) -> float:
+        """Seconds to take off the times that a client tells; 0 unless it has exchanged messages in this round."""
+        return self._clocks[node].seconds if node in self._exchanges and node is not None else 0.0
+
+    def journey(self, node: str) -> str | None:
+        """The id of the Span of a client's way in this round, where there will be one."""
+        return edge_span(self._round, f"journey/{node}") if node in self._exchanges else None
+
+    def _server(self, ended: float) -> Told:
+        """Unless the host told it, the server waits while a client is under way, or trains in its own process."""
+        seconds = max(0.0, ended - self._at)
+        parts = dict(self._spent.get("server", {}))
+        if "wait" not in parts:
+            away = [(sent, returned) for sent, _, _, returned in self._exchanges.values()]
+            away = away or [(one.began, one.ended) for one in self._trained.values()]
+            parts = {"wait": min(_covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
+        return Told("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
+
+    def close(self, ended: float) -> list[Told]:
+        """The round's Spans: the server's, each group's, each journey."""
+        with self._lock:
+            spans = [self._server(ended)] if self._spent or self._trained or self._exchanges else []
+            for node, times in self._exchanges.items():
+                spans.append(self._journey(node, *times, ended))
+            groups: dict[str, list[_Trained]] = {}
+            for one in self._trained.values():
+                if one.group is not None and one.group not in self.told_edges:
+                    groups.setdefault(one.group, []).append(one)
+            for group, members in groups.items():
+                began, last = min(m.began for m in members), max(m.ended for m in members)
+                parts = self._spent.get(group, {})
+                own = edge_span(self._round, group)
+                spans.append(Told(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
+            return spans
+
+    def _journey(self, node: str, sent: float, received: float, replied: float, returned: float, ended: float) -> Told:
+        offset = self._clocks.get(node, Offset(0.0, 0.0))
+        here, away = received - offset.seconds, replied - offset.seconds
+        own = self._trained.get(node)
+        group = None if own is None else own.group
+        # Its own times may lie: they count only as far as they are inside of what the server saw.
+        began, over = (here, away) if own is None else (own.began, own.ended)
+        began = min(max(began, here), away)
+        over = min(max(over, began), away)
+        data = 0.0 if own is None else min(own.data, over - began)
+        parts = {
+            "download": here - sent,
+            "queue": began - here,
+            "data": data,
+            "compute": over - began - data,
+            "upload": returned - over,
+            "wait": ended - returned,
+        }
+        parts = {name: max(0.0, seconds) for name, seconds in parts.items()}
+        told = {"clock_offset": offset.seconds, "clock_error": offset.error}
+        parent = self._round if group is None else edge_span(self._round, group)
+        whole = sum(parts.values())
+        return Told(node, JOURNEY, sent, whole, parts, group, self.journey(node), parent, told)
+
+
+def _covered(stretches: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one of them was under way."""
+    covered, until = 0.0, float("-inf")
+    for began, ended in sorted(stretches):
+        covered += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return covered

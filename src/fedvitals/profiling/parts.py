@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts that a round's time is made of, and how a Span holds them.
+
+One Span tells of one node in one round; what its time went to stands in its attribute `parts`, seconds by name, in
+their order. That is a fifth of the records that a Span for each part would be, at the same content: `unfold` gives the
+nested Spans wherever they are shown or exported.
+
+    round                      node None: the whole
+    ├ server                   node «server»: wait, receive, aggregate, evaluate
+    ├ edge                     an edge node, cluster or ring: wait, aggregate
+    │ └ journey                a client as its parent sees it: queue, download, data, compute, upload, wait
+    └ journey
+      └ client                 the client's own training: data, forward, backward, optimizer, measure, wait
+
+Parts follow each other from the Span's beginning, unless `folded` says that each is the sum of many short stretches, as
+the phases of local steps are. The attribute `clock` is «virtual» where the lab's clock tells, and absent otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from fedvitals.records import Span
+
+ROUND, SERVER, EDGE, JOURNEY, CLIENT = "round", "server", "edge", "journey", "client"  # names of Spans
+NESTED = (ROUND, SERVER, EDGE, JOURNEY, CLIENT)  # from the outside in
+
+WORK = {  # parts in which something is done, and what a round is bound by that consists of them
+    "download": "download",
+    "data": "data loading",
+    "forward": "compute",
+    "backward": "compute",  # with the loss, and clipping
+    "optimizer": "compute",
+    "compute": "compute",  # where no more is known, as on the virtual clock
+    "measure": "compute",  # what fedvitals itself takes
+    "upload": "upload",
+    "receive": "server",  # updates: reading, checking, measuring them
+    "aggregate": "aggregation",
+    "evaluate": "server",
+}
+REST = {  # parts in which a node waits, and for what
+    "queue": "for its turn: a free worker, or the server, which serves one after the other",
+    "wait": "for others, until the round is closed",
+    "idle": "between two rounds",
+    "away": "not there at all",
+}
+PHASES = ("data", "forward", "backward", "optimizer")  # of a local step
+
+
+def clock_of(span: Span) -> str:
+    """«real», or «virtual» where the lab's clock tells."""
+    return "virtual" if span.attributes.get("clock") == "virtual" else "real"
+
+
+def parts_of(span: Span) -> dict[str, float]:
+    """What the Span's time went to; only what can be true: it may come from a machine that lies."""
+    told = span.attributes.get("parts")
+    if not isinstance(told, Mapping):
+        return {}
+    known = {name: value for name, value in told.items() if name in WORK or name in REST}
+    return {name: float(v) for name, v in known.items() if isinstance(v, int | float) and 0 <= v < math.inf}
+
+
+def unfold(span: Span) -> list[Span]:
+    """The Span's parts as Spans of their own, one after the other from its beginning; their ids follow from its own."""
+    children, at = [], span.at
+    folded = {"folded": True} if span.attributes.get("folded") else {}
+    clock = {"clock": "virtual"} if clock_of(span) == "virtual" else {}
+    for name, seconds in parts_of(span).items():
+        own = hashlib.blake2b(f"{span.id}/{name}".encode(), digest_size=8).hexdigest()
+        told = {**clock, **folded}
+        children.append(replace(span, at=at, name=name, seconds=seconds, id=own, parent=span.id, attributes=told))
+        at += seconds
+    return children
+
+
+def unfolded(spans: Iterable[Span]) -> list[Span]:
+    """All of them, each followed by its parts."""
+    return [one for span in spans for one in (span, *unfold(span))]
+
+
+def edge_span(round_span: str | None, group: str) -> str:
+    """The id of a group's Span in a round: known to every process, so that what is inside can name it as its parent."""
+    return hashlib.blake2b(f"{round_span}/{group}".encode(), digest_size=8).hexdigest()
