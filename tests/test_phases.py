@@ -67,9 +67,9 @@ def train(model, source, make=torch.optim.SGD, accumulate=1, between=0.0):
 
 def parts_when(training, model, **settings):
     sink = MemorySink()
-    with Monitor(None, sinks=[sink], detectors=(), strict=True, **settings) as monitor, monitor.round(0, model):
-        with monitor.client("c0", model):
-            training(model)
+    monitor = Monitor(None, sinks=[sink], detectors=(), strict=True, **settings)
+    with monitor, monitor.round(0, model), monitor.client("c0", model):
+        training(model)
     (span,) = sink.of(Span, "client")
     return span, parts_of(span), sink
 
