@@ -29,14 +29,15 @@ def run(e, observer=None, **more):
 
 
 class Watcher(NullObserver):
-    """Transfers and events as they were told, by round."""
+    """Transfers and events as they were told, by round; spans with their parents' numbers."""
 
     def __init__(self):
-        self.transfers, self.told, self.trained, self.spans, self.logged = [], [], [], [], []
+        self.transfers, self.told, self.trained, self.spans, self.logged, self.hours = [], [], [], [], [], []
 
     def round_begin(self, *_, **__):
         self.transfers.append([])
         self.trained.append([])
+        self.hours.append({})
 
     def expect(self, *nodes):
         self.trained[-1] += nodes
@@ -47,8 +48,12 @@ class Watcher(NullObserver):
     def event(self, level, name, message, *, node=None, data=None):
         self.told.append((name, node, data))
 
-    def span(self, node, name, began, seconds, **attributes):
-        self.spans.append((node, name, began, seconds))
+    def span(self, node, name, began, seconds, *, parent=None, **attributes):
+        self.spans.append((node, name, began, seconds, parent, attributes))
+        return str(len(self.spans) - 1)
+
+    def spent(self, part, seconds, node="server"):
+        self.hours[-1][part] = self.hours[-1].get(part, 0.0) + seconds
 
     def log(self, values, /, *, node=None):
         self.logged.append((node, values))

@@ -35,6 +35,14 @@ def test_first_snippet_runs_as_shown(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs.db").exists()
 
 
+def test_network_snippet_makes_a_network():
+    snippet = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[2]
+    scope = {"lab": lab}
+    exec(snippet, scope)
+    e = lab.Experiment(network=scope["network"])
+    assert lab.read(e.to_toml()) == e
+
+
 def test_lines_of_the_gossip_snippet_stand_in_the_example():
     snippet = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
     example = (ROOT / "examples" / "gossip.py").read_text(encoding="utf-8")

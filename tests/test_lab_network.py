@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.network import (
+    EdgeWay,
     Journey,
     Network,
     aggregation_seconds,
+    edge_way,
     journey,
     profile_of,
-    synchronous,
+    sending_seconds,
     tick,
 )
 from fedvitals.lab.profiles import DEVICES, LINKS, Device, Link
+from fedvitals.lab.timetable import journey_parts, synchronous
 
 MIXED = Network(links={"4g": 0.5, "3g": 0.5}, devices={"phone": 0.8, "laptop": 0.2}, spread=0.5, jitter=0.3)
 
@@ -43,6 +46,9 @@ def cohorts(draw):
             available=draw(st.booleans()),
             lost=draw(st.booleans()),
             corrupted=draw(st.booleans()),
+            queue=draw(seconds),
+            data=draw(seconds),
+            group=draw(st.sampled_from([None, "edge-0", "edge-1"])),
         )
         for number in range(count)
     ]
@@ -64,6 +70,32 @@ def test_each_message_pays_the_latency_and_lora_waits_for_its_turn():
     assert one.began == 100
     lora = journey(Network(links="lora"), "c0", 0, 547, 5470, 0, seed=1)
     assert (lora.download, lora.upload) == (1 + 0.8 / 0.01, 1 + 8 / 0.01)
+
+
+def test_a_device_reads_its_samples_and_a_slow_server_line_holds_up_who_is_quicker():
+    own = {"desk": Device(1e9, 2**30, samples_per_second=50.0)}
+    one = journey(Network(devices="desk", profiles=own), "c0", 0, 0, 0, 0, seed=1, samples=160)
+    assert one.data == tick(3.2)
+    assert one.total == one.download + one.data + one.upload
+    slow = Network(links="4g", server_bits_per_second=1e6)
+    one = journey(slow, "c0", 0, 1_000_000, 0, 0, seed=1, queue=3.0, line=slow.server_bits_per_second)
+    assert (one.queue, one.download) == (3, tick(0.085 + 8))
+    assert sending_seconds(slow, 1_000_000, 3) == 24
+    assert sending_seconds(Network(), 1_000_000, 3) == 0
+    ringer = journey(slow, "c0", 0, 3_000_000, 0, 0, seed=1, messages=3, line=1e6)  # two thirds come from a neighbour
+    assert ringer.download == pytest.approx(3 * 0.085 + 8 + 2 * 8 / 9, abs=1e-6)
+
+
+def test_edges_have_a_way_of_their_own_where_the_network_says_so():
+    assert edge_way(Network(links="3g"), "edge-0", 0, 10**6, seed=1) == EdgeWay()
+    assert edge_way(Network(edge_links="4g"), "edge-0", 0, 9 * 10**6, seed=1) == EdgeWay(
+        0.0, tick(0.085 + 8), tick(0.085 + 8)
+    )
+    one = Network(overrides={"edge-1": "3g"}, jitter=0.5)
+    assert edge_way(one, "edge-0", 0, 10**6, seed=1) == EdgeWay()
+    ways = [edge_way(one, "edge-1", number, 10**6, seed=1) for number in range(3)]
+    assert len({way.upload for way in ways}) == 3
+    assert edge_way(Network(server_bits_per_second=8e6), "edge-0", 0, 10**6, 1, queue=2.0) == EdgeWay(2.0, 1.0, 0.0)
 
 
 def test_a_journey_depends_on_seed_round_and_node_and_on_nothing_else():
@@ -144,6 +176,8 @@ def test_overrides_and_own_profiles():
         ({"availability": 1.5}, "availability of network"),
         ({"deadline_seconds": 0}, "deadline_seconds of network"),
         ({"over_selection": 0.9}, "over_selection of network"),
+        ({"server_bits_per_second": 0}, "server_bits_per_second of network"),
+        ({"edge_links": "5g"}, "Unknown link '5g'"),
         ({"jitter": -1}, "jitter of network"),
         ({"spread": math.nan}, "spread of network"),
     ],
@@ -155,7 +189,13 @@ def test_impossible_networks_are_refused(settings, message):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Link(0, 1), lambda: Link(1, 1, latency_seconds=-1), lambda: Link(1, 1, duty=0), lambda: Device(1, 0)],
+    [
+        lambda: Link(0, 1),
+        lambda: Link(1, 1, latency_seconds=-1),
+        lambda: Link(1, 1, duty=0),
+        lambda: Device(1, 0),
+        lambda: Device(1, 1, 0),
+    ],
 )
 def test_impossible_profiles_are_refused(make):
     with pytest.raises(ConfigError, match="cannot be"):
@@ -178,26 +218,22 @@ def test_over_selection_asks_more_but_not_more_than_there_are():
     needed=st.none() | st.integers(1, 8),
     aggregate=st.floats(0, 10),
 )
-def test_every_nodes_stretches_add_up_to_the_round_exactly(journeys, began, deadline, needed, aggregate):
-    table = synchronous(journeys, began=began, needed=needed, deadline=deadline, aggregate=aggregate)
-    of: dict[str, list] = {}
-    for stretch in table.stretches:
-        of.setdefault(stretch.node, []).append(stretch)
-    assert set(of) == {"server", *(one.node for one in journeys)}
-    for parts in of.values():
-        assert sum(part.seconds for part in parts) == table.seconds
-        assert all(part.seconds >= 0 for part in parts)
-        at = table.began
-        for part in parts:  # one after the other, without a gap
-            assert part.began == at
-            at += part.seconds
-        assert at == table.ends
-    everybody = [*table.accepted, *table.late, *table.failed, *table.absent]
-    assert sorted(everybody) == sorted(one.node for one in journeys)
-    if deadline is not None:
-        assert table.seconds <= tick(deadline) + tick(aggregate)
-    if needed is not None:
-        assert len(table.accepted) <= needed
+def test_every_nodes_parts_add_up_to_the_round_exactly(journeys, began, deadline, needed, aggregate):
+    ways = {"edge-0": EdgeWay(0.0, 0.5, 2.0)}
+    limits = {"began": began, "needed": needed, "deadline": deadline, "aggregate": aggregate}
+    for table in (synchronous(journeys, **limits), synchronous(journeys, **limits, ways=ways)):
+        table = dataclasses.replace(table, evaluate=tick(1.7))  # noqa: PLW2901
+        for parts in (table.server_parts(), *(table.parts(one) for one in journeys)):
+            assert sum(parts.values()) == table.seconds
+            assert min(parts.values()) > 0
+        for group in table.groups:
+            assert 0 <= group.seconds <= table.closed
+        everybody = [*table.accepted, *table.late, *table.failed, *table.absent]
+        assert sorted(everybody) == sorted(one.node for one in journeys)
+        if deadline is not None:
+            assert table.collected <= tick(deadline)
+        if needed is not None:
+            assert len(table.accepted) <= needed
 
 
 @given(journeys=cohorts(), deadline=st.none() | st.floats(0.001, 1e5), shuffled=st.randoms(use_true_random=False))
@@ -216,23 +252,25 @@ def test_a_round_does_not_depend_on_the_order_of_its_journeys(journeys, deadline
 def test_a_round_ends_with_its_slowest_client():
     table = synchronous([trip("c0", 1, 2, 1), trip("c1", 1, 7, 2)], began=50.0, aggregate=0.5)
     assert (table.accepted, table.seconds, table.ends) == (("c0", "c1"), 10.5, 60.5)
-    spans = {(part.node, part.name): (part.began, part.seconds) for part in table.stretches}
-    assert spans["c0", "compute"] == (51, 2)
-    assert spans["c0", "wait"] == (54, 6.5)
-    assert spans["c1", "wait"] == (60, 0.5)
-    assert spans["server", "wait"] == (50, 10)
-    assert spans["server", "aggregate"] == (60, 0.5)
+    fast, slow = table.journeys
+    assert table.parts(fast) == {"download": 1, "compute": 2, "upload": 1, "wait": 6.5}
+    assert table.parts(slow) == {"download": 1, "compute": 7, "upload": 2, "wait": 0.5}
+    assert table.server_parts() == {"wait": 10, "aggregate": 0.5}
+    assert table.waited_for == "c1"
 
 
 def test_a_deadline_cuts_the_straggler_off_in_the_middle_of_its_work():
     table = synchronous([trip("c0", 1, 2, 1), trip("c1", 1, 70, 2)], deadline=10)
     assert (table.accepted, table.late, table.seconds) == (("c0",), ("c1",), 10)
-    assert [(part.name, part.seconds) for part in table.stretches if part.node == "c1"] == [
-        ("download", 1),
-        ("compute", 9),
-        ("upload", 0),
-        ("wait", 0),
-    ]
+    assert (table.waited_for, table.cut_off) == ("c1", True)
+    assert table.parts(table.journeys[1]) == {"download": 1, "compute": 9}
+
+
+def test_the_parts_of_a_journey_come_in_their_order():
+    one = trip("c0", 2, 8, 32, queue=1, data=4)
+    assert [*journey_parts(one, 100, 100).items()] == [
+        ("queue", 1), ("download", 2), ("data", 4), ("compute", 8), ("upload", 32), ("wait", 53),
+    ]  # fmt: skip
 
 
 def test_over_selection_ends_the_round_with_the_last_one_that_is_needed():
@@ -246,11 +284,37 @@ def test_the_lost_are_waited_for_and_the_absent_are_not():
     assert synchronous(journeys, deadline=10).seconds == 10
     table = synchronous(journeys)
     assert (table.accepted, table.failed, table.absent, table.seconds) == (("c0",), ("c1",), ("c2",), 3)
-    assert [part.name for part in table.stretches if part.node == "c2"] == ["away"]
+    assert table.parts(journeys[2]) == {"away": 3}
+    assert table.waited_for == "c1"
     assert synchronous(journeys[::2], deadline=10).seconds == 1
     broken = dataclasses.replace(journeys[0], corrupted=True)
     assert synchronous([broken], deadline=10).failed == ("c0",)
     assert synchronous([broken], deadline=10).seconds == 1  # it came, and was no use
+
+
+def test_groups_wait_for_their_last_and_edges_send_what_they_have():
+    members = [trip("c0", 1, 2, 1, group="edge-0"), trip("c1", 1, 7, 2, group="edge-0"), trip("c2", 1, group="edge-1")]
+    table = synchronous(members)
+    assert [(g.name, dict(g.parts), g.waited_for) for g in table.groups] == [
+        ("edge-0", {"wait": 10}, "c1"),
+        ("edge-1", {"wait": 1}, "c2"),
+    ]
+    assert (table.closed, table.waited_for) == (10, "c1")
+    far = synchronous(
+        [dataclasses.replace(one, queue=0.5 if one.group == "edge-1" else 0.0) for one in members],
+        ways={"edge-1": EdgeWay(0.0, 0.5, 20.0)},
+        deadline=9,
+    )
+    assert (far.collected, far.closed, far.waited_for, far.accepted) == (9, 21.5, "edge-1", ("c2", "c0"))
+    assert far.groups[1].parts == {"download": 0.5, "wait": 1, "upload": 20}
+    assert far.groups[0].waited_for == "c1"  # which is late
+    assert far.parts(far.journeys[0]) == {"download": 1, "compute": 2, "upload": 1, "wait": 17.5}
+
+
+def test_over_selected_groups_wait_until_enough_are_there():
+    journeys = [trip("c0", compute=1.0, group="edge-0"), trip("c1", compute=5.0, group="edge-1")]
+    table = synchronous(journeys, needed=1)
+    assert [(g.name, g.seconds, g.waited_for) for g in table.groups] == [("edge-0", 1, "c0"), ("edge-1", 1, "c0")]
 
 
 def test_nobody_there_is_an_empty_round():

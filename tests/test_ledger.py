@@ -35,7 +35,7 @@ def test_the_servers_parts_fill_the_round():
     rounds = {span.where.round: span for span in sink.of(Span, "round")}
     for span in sink.of(Span, "server"):
         parts, whole = parts_of(span), rounds[span.where.round]
-        assert list(parts) == ["wait", "aggregate", "evaluate"]
+        assert list(parts) == ["wait", "aggregate", "evaluate", "measure"]
         assert sum(parts.values()) == pytest.approx(whole.seconds, rel=0.1)
         assert parts["wait"] >= 2 * NAP
         assert (span.parent, span.attributes["folded"]) == (whole.id, True)

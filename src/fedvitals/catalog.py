@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Snapshot
 from fedvitals.stats import DERIVED, FAMILIES
@@ -29,6 +30,11 @@ _MODEL = "a model"
 _INPUTS = "a classifier: one row of outputs per sample"
 _JOURNEY = "`monitor.exchange`, or the lab with a network"
 _PARTS = "`monitor.part`, or the lab"
+_SHARES: dict[str, Any] = {"level": 0, "needs": "a model; the shares: told when they change", "rare": True}
+_CUDA: dict[str, Any] = {"level": 0, "needs": "a model on CUDA; its peak statistics are reset", "rare": True}
+_BOTTLENECK: dict[str, Any] = {"level": 0, "needs": "profiling; told when the next round has begun"}
+_MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; each second", "rare": True}
+_GPU: dict[str, Any] = {"level": 0, "needs": "a GPU, and nvidia-ml-py; each second", "rare": True}
 
 MEASURES: tuple[Measure, ...] = (
     Measure(
@@ -291,7 +297,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "time.client_virtual",
         "seconds",
-        "The client's whole way on the lab's virtual clock: download, training, upload.",
+        "The client's whole way on the lab's virtual clock: queue, download, data, training, upload.",
         level=0,
         needs="the lab, with a network",
         rare=True,
@@ -306,8 +312,55 @@ MEASURES: tuple[Measure, ...] = (
     Measure("time.evaluate", "seconds", "Evaluation at the server.", level=0, needs=_PARTS, rare=True),
     Measure("throughput.samples", "samples/s", "Samples that the client trained on, per second of training.", level=2),
     Measure("time.step", "seconds", "Mean time from one optimiser step to the next.", level=0),
+    Measure(
+        "time.critical",
+        "seconds",
+        "Of the client that the round waited for: until it was done; of clients that take turns, of the longest.",
+        level=0,
+        needs="profiling",
+        rare=True,
+    ),
+    Measure("bottleneck.compute", "share", "Of the round, computing on its critical path.", **_BOTTLENECK),
+    Measure("bottleneck.data_loading", "share", "The same for loading data.", **_BOTTLENECK),
+    Measure("bottleneck.download", "share", "The same for sending the model to clients.", **_BOTTLENECK),
+    Measure("bottleneck.upload", "share", "The same for sending updates to the server.", **_BOTTLENECK),
+    Measure("bottleneck.aggregation", "share", "The same for aggregating.", **_BOTTLENECK),
+    Measure("bottleneck.server", "share", "The same for the server's receiving and evaluating.", **_BOTTLENECK),
+    Measure(
+        "bottleneck.straggler",
+        "share",
+        "By which the round would be shorter without its slowest client, or its slowest tenth.",
+        **_BOTTLENECK,
+    ),
     Measure("memory.resident", "bytes", "Resident memory of the process at the end of the scope.", level=0),
     Measure("memory.peak", "bytes", "Largest resident memory of the process so far.", level=0),
+    Measure("memory.growth", "bytes", "By how much the process grew while this client alone trained in it.", **_SHARES),
+    Measure(
+        "memory.kept", "bytes", "Heap in use at its end less at its begin; only where a leak is suspected.", **_SHARES
+    ),
+    Measure("memory.model", "bytes", "The model's parameters; as in all these, each storage once.", **_SHARES),
+    Measure("memory.buffers", "bytes", "The model's buffers.", **_SHARES),
+    Measure("memory.gradients", "bytes", "The parameters' gradients.", **_SHARES),
+    Measure("memory.optimizer", "bytes", "The state of the optimisers that stepped.", **_SHARES),
+    Measure("memory.activations", "bytes", "What autograd holds as the backward pass begins, and outputs.", **_SHARES),
+    Measure("memory.batch", "samples", "Samples in the client's first batch, on which it was measured.", **_SHARES),
+    Measure("memory.telemetry", "bytes", "What fedvitals holds: copies of weights, updates to compare.", **_SHARES),
+    Measure("memory.tensors", "bytes", "The sum of these: a step's peak, as predicted.", **_SHARES),
+    Measure("memory.limit", "bytes", "What there is: of the GPU, the container or the machine.", **_SHARES),
+    Measure("memory.cuda_allocated", "bytes", "Peak of tensors on the GPU since the client began.", **_CUDA),
+    Measure("memory.cuda_reserved", "bytes", "Peak that torch took there, in use or not.", **_CUDA),
+    Measure("machine.cpu", "percent", "Work of all processors together, of the server's machine.", **_MACHINE),
+    Measure("machine.memory", "bytes", "Memory that is not available there.", **_MACHINE),
+    Measure("machine.memory_free", "bytes", "Memory that is available there.", **_MACHINE),
+    Measure("machine.disk_read", "bytes/s", "Read from disks there.", **_MACHINE),
+    Measure("machine.disk_written", "bytes/s", "Written to disks there.", **_MACHINE),
+    Measure("machine.sent", "bytes/s", "Sent over the network there, by all programs.", **_MACHINE),
+    Measure("machine.received", "bytes/s", "Received over the network there.", **_MACHINE),
+    Measure("machine.oom_kills", "processes", "Killed there for want of memory; absent if none.", **_MACHINE),
+    Measure("process.cpu", "percent", "Work of this process, of one core.", **_MACHINE),
+    Measure("process.resident", "bytes", "Resident memory of this process.", **_MACHINE),
+    Measure("gpu.utilisation", "percent", "Share of time in which the GPUs computed, their mean.", **_GPU),
+    Measure("gpu.memory", "bytes", "Memory in use on all GPUs, by all programs.", **_GPU),
     Measure("traffic.sent", "bytes", "Bytes that the node sent in this round.", level=0, needs="`monitor.transfer`"),
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),

@@ -29,6 +29,7 @@ from fedvitals import kernels
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.probes.results import Results
+from fedvitals.profiling.machine import MachineSampler
 from fedvitals.profiling.parts import edge_span
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Event, Finding, LayerTable, Record, Run
@@ -84,6 +85,7 @@ class Chart:
         self._lock = threading.RLock()
         self._reported: set[str] = set()
         self._stop: Callable[[], None] = lambda: None
+        self._machine: MachineSampler | None = None
 
     def emit(self, record: Record, clients: int | None = None) -> None:
         """Into the queues; the first record opens them, unless the run has ended without any.
@@ -219,7 +221,18 @@ class Chart:
             self._stop = lambda: logging.getLogger().removeHandler(handler)
             self.run = replace(self.run, started=self.run.started or time.time(), versions=_versions())
             outlet.emit(self.run)
+            if self._machine is not None:
+                self.guard("watching the machine", self._machine.start)
             return outlet
+
+    def watch_machine(self) -> None:
+        """From the first event to the end, sample the machine that this process is on."""
+
+        def tell(found: Mapping[str, float]) -> None:
+            here = self.round or Scope(self.run.id, self.emit, self.last_round)
+            self.record.metrics(replace(here, node="server"), [(name, value, None) for name, value in found.items()])
+
+        self._machine = MachineSampler(tell, lambda error: self.report(error, "sampling the machine"))
 
     def _continue(self) -> None:
         """Begin where the run of this id ended, if the store has it: the same start, the same layers."""
@@ -259,6 +272,8 @@ class Chart:
 
     def close(self) -> None:
         self._closed = True
+        if self._machine is not None:
+            self._machine.stop()
         outlet = self._outlet
         if outlet is None:
             return

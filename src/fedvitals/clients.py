@@ -133,7 +133,7 @@ class Clients:
             opened.clock = StepClock() if self._profile and not self._kit.preset.brief else None
             opened.session = ClientSession(self._kit, view, report, opened.clock)
             if self._profile:
-                opened.memory = self._memory.begin(model)
+                opened.memory = self._memory.begin(model, view.parameters)
             opened.recording = self._captures.begin(node, opened.scope.round, model, report)
 
         def begin() -> OpenClient:
@@ -329,6 +329,7 @@ class Clients:
         results = Results()
         scope, node = opened.scope, opened.scope.node or ""
         told: dict[str, Any] = {"failed": failed}
+        self._let_go(opened)  # before probes look through the model
         if opened.session is not None:
             results, update, rows = opened.session.finish()
             results.tables = opened.tables
@@ -347,7 +348,6 @@ class Clients:
         _tell_loss(results, logged="loss" in opened.logged)
         self._chart.tell(scope, results)
         self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
-
 
     def _memory_of(self, opened: OpenClient, *, failed: bool) -> Mapping[str, float]:
         session, scope = opened.session, opened.scope

@@ -40,8 +40,9 @@ from fedvitals.probes.session import Instruments, tables_of
 from fedvitals.probes.updates import measured
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import check_initialisation
+from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
-from fedvitals.profiling.memory import peak_bytes
+from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.profiling.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.protocols import Detector, Node, Sink, Stack
 from fedvitals.records import Action, Run, Span, Truth, Where
@@ -76,7 +77,8 @@ class Monitor:
     you allow. `privacy`: from 0 (timings only) to 4, by
     default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
     from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
-    between updates. `profile`: whether to tell what the time of rounds and clients went to (docs/profile.md).
+    between updates. `profile`: whether to tell what the time and memory of rounds and clients went to
+    (docs/profile.md); `machine`: whether to sample the machine, where psutil is there; `capture`: see there.
     `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
     kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md. `strict` raises what is otherwise counted: for tests.
     `id`: of a run that the store may have already, which is then continued.
@@ -100,6 +102,8 @@ class Monitor:
         topology: str | None = None,
         host: str = "torch",
         profile: bool = True,
+        machine: bool = True,
+        capture: Capture | None = None,
         update_memory: int = 512 << 20,
         strict: bool = False,
         id: str | None = None,  # noqa: A002 - the domain's word
@@ -124,8 +128,12 @@ class Monitor:
         self._asked = False  # whether the host has ever asked what to do
         self._round: _Open | None = None
         self._ledger = Ledger() if profile else None
-        self._clients = Clients(self._chart, self._kit, self._kit.updates.add, self._joined, profile=profile)
+        sent = self._kit.updates.add
+        self._clients = Clients(self._chart, self._kit, sent, self._joined, profile=profile, capture=capture)
+        if machine:
+            self._chart.watch_machine()
         self._arrivals = Arrivals(self._chart, self._kit, self._policy, self._ledger)
+        self._arrivals.capture = capture
         self._care = Care(described.id, self._cure, self._chart.emit, self._chart.history)
         self._chart.heard = self._care.hear
         self._unusable = Unusable()
@@ -464,11 +472,13 @@ class Monitor:
         self._kit.updates.know(self._chart.tables.values())
         for (node, group), results in cohort.close(self._kit, model, self._policy.cohort):
             self._chart.tell(replace(scope, node=node, group=group), results)
-        peak = peak_bytes()
-        if peak is not None:
-            self._record.metric(scope, "memory.peak", peak)
+        for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
+            if size is not None:
+                self._record.metric(scope, name, size)
         self._record.metric(scope, "monitor.lost", self.lost)
         self._record.metric(scope, "monitor.cost", cohort.cost + time.perf_counter() - started)
+        if self._ledger is not None:
+            self._ledger.spent("measure", time.perf_counter() - started, "server")
         seconds = time.perf_counter() - opened.began
         self._tell_time(scope, opened.at + seconds)
         self._record.span(scope, ROUND, opened.at, seconds, {})

@@ -35,6 +35,7 @@ from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
+from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.profiling.parts import CLIENT, edge_span
 from fedvitals.protocols import Node, Stack
@@ -62,7 +63,7 @@ class _Desk:
         self.kit = Instruments(worker.preset, update_memory=0)
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
-        self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, profile=worker.profile)
+        self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
 
 
 @functools.lru_cache(maxsize=1)
@@ -89,6 +90,10 @@ class WorkerObserver:
     known: frozenset[str]  # layer tables that the parent has
     initial: bytes | None  # the run's first model, float32
     profile: bool = True  # whether to tell what a client's time went to
+    capture: Capture | None = None
+
+    def profiling(self) -> dict[str, Any]:
+        return {"profile": self.profile, "capture": self.capture}
 
     @contextlib.contextmanager
     def client(
@@ -194,6 +199,7 @@ class Arrivals:
     def __init__(self, chart: Chart, kit: Instruments, policy: Policy, ledger: Ledger | None) -> None:
         self._chart, self._kit, self._policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()
+        self.capture: Capture | None = None
         self._delivered: dict[tuple[str, str], Intervals] = {}
         self._expected: dict[Node, None] = {}
         self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
@@ -217,6 +223,7 @@ class Arrivals:
             known=frozenset(chart.tables),
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
+            capture=self.capture,
         )
 
     def expect(self, nodes: Iterable[Node]) -> None:
@@ -242,6 +249,15 @@ class Arrivals:
                 self._delivered.pop(next(iter(self._delivered)))
             self._chart.admit(new)
             self._join(new, cohort)
+            self._tell_size(new, len(payload))
+
+    def _tell_size(self, records: Sequence[Record], size: int) -> None:
+        """What watching itself has added to the way of each client's message."""
+        spans = [r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None]
+        for span in spans if self._ledger is not None else ():
+            share, node = size // len(spans), span.where.node or ""
+            at = span.at + span.seconds
+            self._chart.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
 
     def forget(self) -> None:
         """Nobody is expected any more."""

@@ -12,7 +12,9 @@ the class of the error; the words stand in the event, where the level allows the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from fedvitals.diagnosis.attendance import (
     rounds_until,
     up_to,
 )
+from fedvitals.diagnosis.detect_memory import KILLED, killed_words, memory_words
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Event, Finding
@@ -44,8 +47,20 @@ HANGING_SECONDS = 600.0
 HANGING = 100.0  # times its peers: nothing computes so slowly
 REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine is no finding
 
+BOUND = 0.5  # share of a round
+BOUND_ROUNDS = 5  # in a row
+BOUND_SECONDS = 1.0  # a round: a shorter one needs no remedy
+BOTTLENECKS = {  # and what is then meant; computing is what the machines are there for, and no finding
+    "straggler": "waiting for the slowest clients",
+    "upload": "sending updates to the server",
+    "download": "sending the model to clients",
+    "data_loading": "loading data",
+    "aggregation": "aggregating updates",
+    "server": "receiving updates and evaluating at the server",
+}
+
 MEMORY = re.compile(
-    r"out of memory|MemoryError|OutOfMemory|cannot allocate|could not be allocated|Killed", re.IGNORECASE
+    r"out of memory|MemoryError|OutOfMemory|cannot allocate|could not be allocated|\bKilled\b", re.IGNORECASE
 )
 DISK = re.compile(r"Errno 28|ENOSPC|no space left|disk quota|disk (is )?full|Errno 122", re.IGNORECASE)
 
@@ -61,16 +76,22 @@ def failures(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 -
         who = event.where.node or "The round"
         since = _first(history, round, event)
         before = "" if since == round else f" (since round {since})"
+        text, sure = f"{who} failed{_with(event)}{before}.", 1.0
+        shares: Mapping[str, Any] = {}
+        if issue == "OUT_OF_MEMORY":
+            text, sure = killed_words(history, round, event) or (text, sure)
+            words, shares = memory_words(history, round, event)
+            text += words
         yield finding(
             issue,
             round,
-            f"{who} failed{_with(event)}{before}.",
-            confidence=1.0,
+            text,
+            confidence=sure,
             since=since,
             node=event.where.node,
             group=event.where.group,
             severity="critical",
-            more={"event": event.name, **{key: event.data[key] for key in ("exception",) if key in event.data}},
+            more={"event": event.name, **{k: event.data[k] for k in ("exception",) if k in event.data}, **shares},
         )
     for event in events_in(history, round, "monitor.error", "log"):
         if event.level in ("warning", "error", "critical") and DISK.search(event.message) and event.where.node is None:
@@ -88,7 +109,7 @@ def _kind_of_failure(event: Event) -> str:
     text = f"{event.data.get('exception', '')} {event.message}"
     if DISK.search(text):
         return "DISK_FULL"
-    return "OUT_OF_MEMORY" if MEMORY.search(text) else "CRASH"
+    return "OUT_OF_MEMORY" if MEMORY.search(text) or KILLED.search(text) else "CRASH"
 
 
 def _first(history: History, round: int, event: Event) -> int:  # noqa: A002
@@ -285,4 +306,54 @@ def lost_telemetry(history: History, round: int) -> Iterator[Finding]:  # noqa: 
         yield finding("TELEMETRY_LOST", round, text, confidence=1.0, numbers=[number])
 
 
-DETECTORS: tuple[Detector, ...] = (failures, drop_outs, lost_messages, late, stragglers, clocks, lost_telemetry)
+def bottleneck(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """BOTTLENECK: most of each round goes to the same thing, and that is not computing. Up to the round before this."""
+    numbers = rounds_until(history, round - 1, BOUND_ROUNDS)
+    if len(numbers) < BOUND_ROUNDS:
+        return
+    shares = {kind: dict(up_to(history.series(f"bottleneck.{kind}", None), round - 1)) for kind in BOTTLENECKS}
+    for kind, words in BOTTLENECKS.items():  # stragglers first: what holds them up is no matter of all
+        found = [shares[kind].get(number, 0.0) for number in numbers]
+        if min(found) < BOUND:
+            continue
+        seconds = dict(zip(*history.series("time.round", None), strict=True))
+        seconds |= dict(zip(*history.series("time.round_virtual", None), strict=True))
+        typical = float(np.median([seconds.get(number, 0.0) for number in numbers]))
+        if typical < BOUND_SECONDS:
+            return
+        since = _bound_since(shares[kind], numbers[0])
+        share = float(np.median(found))
+        named = _waited_for(history, numbers) if kind == "straggler" else ""
+        saved = "would be saved without" if kind == "straggler" else "goes to"
+        text = f"Of a round of {typical:.3g} s, {share:.0%} {saved} {words}{named}."
+        number = Number(f"bottleneck.{kind}", share, BOUND, of="limit")
+        yield finding("BOTTLENECK", round, text, confidence=0.9, since=since, numbers=[number], more={"bound_by": kind})
+        return
+
+
+def _bound_since(shares: Mapping[int, float], first: int) -> int:
+    """The round from which on it was so without a break."""
+    for number in sorted((n for n in shares if n < first), reverse=True):
+        if shares[number] < BOUND:
+            break
+        first = number
+    return first
+
+
+def _waited_for(history: History, numbers: Sequence[int]) -> str:
+    """Who it was in most of these rounds, if anybody was."""
+    last = Counter(node for number in numbers for node in history.latest("time.critical", number))
+    node, times = last.most_common(1)[0] if last else ("", 0)
+    return f", {node} in {times} of the last {len(numbers)} rounds" if times > len(numbers) / 2 else ""
+
+
+DETECTORS: tuple[Detector, ...] = (
+    failures,
+    drop_outs,
+    lost_messages,
+    late,
+    stragglers,
+    clocks,
+    lost_telemetry,
+    bottleneck,
+)

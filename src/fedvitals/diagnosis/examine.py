@@ -14,6 +14,7 @@ from fedvitals.diagnosis import (
     detect_gradient,
     detect_guards,
     detect_labels,
+    detect_memory,
     detect_system,
     locate,
 )
@@ -34,6 +35,7 @@ RULES: tuple[Detector, ...] = (
     *detect_aggregation.DETECTORS,
     *detect_labels.DETECTORS,
     *detect_system.DETECTORS,
+    *detect_memory.DETECTORS,
 )
 DETECTORS: tuple[Detector, ...] = (*RULES, *locate.DETECTORS)
 """What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""

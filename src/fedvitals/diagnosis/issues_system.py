@@ -122,7 +122,7 @@ SYSTEM = (
             "Several clients share the machine or the device.",
         ),
         (
-            "Halve the batch and accumulate gradients over two.",
+            "Take what the finding says would fit: a smaller batch with gradients accumulated, 16 or 8 bits, pruning.",
             "Sum `loss.item()`, never `loss`; free what the step before left.",
             "Use mixed precision or checkpointing of activations.",
             "Let fewer clients train at once on one machine.",
@@ -130,6 +130,27 @@ SYSTEM = (
         "Memory in use (`memory.peak`) was far below what the machine has when it failed.",
         "Chen et al. 2016, Training deep nets with sublinear memory cost, arXiv 1604.06174",
         exact=True,
+    ),
+    Issue(
+        "MEMORY_LEAK",
+        "Memory grows from round to round",
+        "system",
+        "warning",
+        "The process that trains, or the server's, holds more after each round, and it does not level off. Where the "
+        "growth happens while one client trains, that client is named; where tensors pile up, so are they.",
+        (
+            "Losses or outputs kept with their graph: `total += loss`, or a list of them.",
+            "A list, cache or log of tensors, of batches or of models that nobody empties.",
+            "Hooks, closures or exceptions that keep a model of an earlier round alive.",
+            "A library's own cache, or memory outside of torch, if the number of tensors does not grow.",
+        ),
+        (
+            "Sum `loss.item()` or `loss.detach()`, never `loss`.",
+            "Look for what holds the tensors that are named: by shape they are a batch, an output or a weight.",
+            "Train each client in a process that ends with it, until the leak is found.",
+        ),
+        "Memory levels off when the run goes on, or `gc.collect()` brings it down.",
+        "docs/profile.md, «Memory»",
     ),
     Issue(
         "DISK_FULL",
@@ -191,5 +212,26 @@ SYSTEM = (
         "The client is set to tell nothing on purpose (privacy level 0).",
         "docs/metrics.md, `monitor.lost`",
         exact=True,
+    ),
+    Issue(
+        "BOTTLENECK",
+        "Rounds are bound by one thing",
+        "system",
+        "note",
+        "In each of the last rounds, at least half of the time on the critical path went to the same thing, and that "
+        "is not computing: to sending, loading, the server, or waiting for the slowest few.",
+        (
+            "A narrow link, or a model that is large for it: `bottleneck.upload`, `bottleneck.download`.",
+            "A few clients that are much slower than the rest: `bottleneck.straggler`.",
+            "Data that is read or prepared in the training process: `bottleneck.data_loading`.",
+            "A costly aggregation, or an evaluation in every round: `bottleneck.aggregation`, `bottleneck.server`.",
+        ),
+        (
+            "See `fedvitals profile RUN`: it ranks the remedies by the gain computed for this run.",
+            "Uploads: quantise or compress updates. Stragglers: a deadline, over-selection, or asynchronous.",
+            "Loading: more workers. Server: evaluate less often, or a faster device.",
+        ),
+        "The part in question is taken away (no evaluation, a faster link), and the round takes as long as before.",
+        "Bonawitz et al. 2019, arXiv 1902.01046; Nguyen et al. 2022, FedBuff, arXiv 2106.06639",
     ),
 )

@@ -26,6 +26,8 @@ from fedvitals.lab.local import Clip as Clip
 from fedvitals.lab.local import Local as Local
 from fedvitals.lab.models import Own as Own
 from fedvitals.lab.network import Network as Network
+from fedvitals.lab.profiles import Device as Device
+from fedvitals.lab.profiles import Link as Link
 from fedvitals.lab.run import Result as Result
 from fedvitals.lab.run import Round as Round
 from fedvitals.lab.run import rounds as rounds

@@ -5,7 +5,8 @@ Runs on the virtual clock. A round is one aggregation. Clients train on, from th
 began; one that began τ models ago counts 1 / (1 + τ)^exponent. When one is back, another is sent off at once.
 
 Where the paper leaves room: updates are weighted by their samples, too, as everywhere in the lab; a client brings at
-most one update into a buffer; one that is lost, or past the network's deadline, frees its place, and only that.
+most one update into a buffer; one that is lost, or past the network's deadline, frees its place, and only that. The
+model is tested beside the aggregation, so that nobody waits for it: on the virtual clock it takes no time.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab import network, streams
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.network import Journey, times_told
+from fedvitals.lab.network import Journey
+from fedvitals.lab.spans import part_metrics, tell_journey
+from fedvitals.lab.timetable import journey_parts, times_told
 from fedvitals.lab.work import Node, Task, Update
+from fedvitals.profiling.parts import ROUND, SERVER
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
     from fedvitals.lab.federation import Federation
 
-NOTE = "flights"
+NOTE, LINE = "flights", "line free"
 
 
 class Asynchronous(Description, frozen=True):
@@ -119,6 +123,9 @@ class Flights:
         saved: list[dict[str, Any]] = federation.server.notes.get(NOTE, [])
         self.under_way = [Flight(one["began"], Journey(**one["journey"]), self.deadline) for one in saved]
         self.clock = federation.server.clock
+        self.line_free: float = federation.server.notes.get(LINE, 0.0)  # when the server has sent what it is sending
+        self.given_up: list[Flight] = []
+        self.absent: list[Journey] = []
         e, number = federation.experiment, federation.round
         order = torch.randperm(e.clients, generator=streams.stream(e.seed, "flights", number)).tolist()
         self._queue = [e.nodes[place] for place in order]  # each is asked once in a round
@@ -136,6 +143,7 @@ class Flights:
             if flight.trouble is None:
                 landed.append(flight)
             else:
+                self.given_up.append(flight)
                 name, words = flight.trouble
                 message = f"{flight.node}'s update {words}."
                 self.federation.observer.event("warning", name, message, node=flight.node)
@@ -152,29 +160,42 @@ class Flights:
                 return
             self._queue.remove(node)
             task = Task(number, (node,), federation.server.model)
-            journey = federation.journeys.of(number, task, node, self.clock)
+            queue = max(0.0, self.line_free - self.clock)
+            journey = federation.journeys.of(number, task, node, self.clock, queue)
             if journey.available:
                 self.under_way.append(Flight(number, journey, self.deadline))
+                self.line_free = self.clock + queue + federation.journeys.sending(1)
             else:
+                self.absent.append(journey)
                 message = f"{node} was asked and is not there."
                 federation.observer.event("warning", "client.dropped_out", message, node=node)
 
     def tell(self, landed: list[Flight]) -> None:
-        """The spans of who has landed, and of the server; the clock goes to the end of the aggregation."""
+        """The spans of who has landed, or was given up, and of the server; the clock goes on to the aggregation's end.
+
+        A journey's span reaches from when the client was asked, maybe many rounds ago, to the end of this round.
+        """
         server, observer = self.federation.server, self.federation.observer
         averaging = network.aggregation_seconds(self.network, len(landed), self.federation.site.layout.size)
-        for flight in landed:
-            way, at = flight.journey, flight.journey.began + flight.journey.clock_offset
-            for name, seconds in (("download", way.download), ("compute", way.compute), ("upload", way.upload)):
-                observer.span(flight.node, name, at, seconds, clock="virtual")
-                at += seconds
-            observer.log(times_told(way), node=flight.node)
-        length = self.clock + averaging - server.clock
-        observer.span("server", "wait", server.clock, self.clock - server.clock, clock="virtual")
-        observer.span("server", "aggregate", self.clock, averaging, clock="virtual")
-        observer.span(None, "round.virtual", server.clock, length, clock="virtual")
-        observer.log({"time.round_virtual": length})
-        server.clock = self.clock + averaging
+        began, ends = server.clock, self.clock + averaging
+        whole = observer.span(None, ROUND, began, ends - began, clock="virtual")
+        last = max(landed, key=lambda flight: (flight.ends, flight.node)).node if landed else None
+        waits = {"wait": self.clock - began, "aggregate": averaging}
+        parts = {name: seconds for name, seconds in waits.items() if seconds > 0}
+        more = {} if last is None else {"waited_for": last}
+        observer.span("server", SERVER, began, ends - began, parent=whole, clock="virtual", parts=parts, **more)
+        for flight in (*landed, *self.given_up):
+            one, seconds = flight.journey, ends - flight.journey.began
+            parts = journey_parts(one, min(seconds, self.deadline), seconds)
+            trouble = {} if flight.trouble is None else {flight.trouble[0].removeprefix("update."): True}
+            tell_journey(observer, one, seconds, parts, whole, "server" if one.node == last else last, trouble)
+            if flight.trouble is None:
+                observer.log({**times_told(one), **part_metrics(parts)}, node=one.node)
+        for one in self.absent:
+            seconds = ends - one.began
+            tell_journey(observer, one, seconds, journey_parts(one, seconds, seconds), whole, None, {})
+        observer.log({"time.round_virtual": ends - began})
+        server.clock = ends
 
     def keep(self) -> None:
         """Who is under way, and the models that they were given; all others are forgotten."""
@@ -182,6 +203,8 @@ class Flights:
         server.notes[NOTE] = [
             {"began": flight.began, "journey": dataclasses.asdict(flight.journey)} for flight in self.under_way
         ]
+        if self.network.server_bits_per_second is not None:
+            server.notes[LINE] = self.line_free
         needed = {version(flight.began) for flight in self.under_way}
         for key in [key for key in server.memory if key.startswith(version("")) and key not in needed]:
             del server.memory[key]

@@ -59,12 +59,17 @@ class Engine:
         self._pool = Pool(desk, site.layout.size, site.experiment.clients, self.workers) if self.workers > 1 else None
         self._desk = desk() if self._pool is None else None
 
-    def train(self, tasks: Sequence[Task], observer: Observer) -> Iterator[list[Update]]:
-        """Updates in the order of the tasks' members, by batch; states are valid until the next batch is taken."""
-        watcher = observer.for_worker()
+    def train(
+        self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
+    ) -> Iterator[list[Update]]:
+        """Updates in the order of the tasks' members, by batch; states are valid until the next batch is taken.
+
+        `absorb` takes what was measured on the way, in the observer's place.
+        """
+        watcher, absorb = observer.for_worker(), absorb or observer.absorb
         batches = [*self._batches(tasks)]
         if self._pool is not None:
-            yield from self._pool.train(batches, watcher, observer.absorb)
+            yield from self._pool.train(batches, watcher, absorb)
             return
         assert self._desk is not None  # noqa: S101 - one of the two is there
         rows = max((sum(len(task.nodes) for task in batch) for batch in batches), default=0)
@@ -72,7 +77,7 @@ class Engine:
         for batch in batches:
             with one_thread():
                 updates = self._desk.train(batch, watcher, out[: sum(len(task.nodes) for task in batch)])
-            observer.absorb(watcher.payload())
+            absorb(watcher.payload())
             yield updates
 
     def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,10 @@ from fedvitals.lab.aggregators import AggregationError, WeightError, checked
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.engine import Engine
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.journeys import Journeys, in_time, tell
+from fedvitals.lab.journeys import Journeys, in_time
 from fedvitals.lab.site import Site
+from fedvitals.lab.spans import tell
+from fedvitals.lab.stopwatch import Stopwatch
 from fedvitals.lab.work import Node, Task, Update
 from fedvitals.protocols import Observer
 
@@ -65,6 +67,7 @@ class Federation:
         self._sizes = [math.prod(shape) for shape in site.layout.shapes[: site.layout.trained]]
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
         self.orders = Orders()  # corrections in force in this round
+        self.watch = Stopwatch()  # of this round
         self._past = Past(server, site.layout.weights)
 
     # -- what topologies use ------------------------------------------------------------------------------------------
@@ -88,13 +91,13 @@ class Federation:
         orders = self.orders
         tasks = [task for task in map(orders.task, tasks) if task.nodes]
         if timed and self.journeys.network is not None:
-            table = self.journeys.timetable(self.round, tasks, self.server.clock)
+            table = self.journeys.plan(self.round, tasks, self.server.clock)
             tasks = in_time(tasks, table, self.observer)
-            tell(table, self.journeys.made, self.observer)
             self.server.clock = table.ends
         self.observer.expect(*(node for task in tasks for node in task.nodes))
         task_of = {node: task for task in tasks for node in task.nodes}
-        batches = self.engine.train(tasks, self.observer)
+        self.watch.lap("aggregate")  # who calls us: the topology's own work
+        batches = self._arriving(tasks)
         if ill.colludes(self.experiment.faults, self.round):
             batches = iter([self._conspire(batches)])
         for batch in batches:
@@ -102,7 +105,10 @@ class Federation:
             excluded = self._show(arrived, task_of)
             for update in arrived:
                 if update.node not in excluded and not orders.shut_out(update.node, update.group):
-                    yield orders.update(update, task_of[update.node].start, self.site.layout.weights)
+                    taken = orders.update(update, task_of[update.node].start, self.site.layout.weights)
+                    self.watch.lap("receive")
+                    yield taken
+                    self.watch.lap("aggregate")
 
     def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
         """The new model, by the experiment's aggregator, from the server's model (or a cluster's own) and the updates.
@@ -137,7 +143,7 @@ class Federation:
     def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
         """Whole models went from one node to another; announced as one transfer of all their bytes."""
         size = times * self.bytes
-        self.observer.transfer(sender, receiver, size, size, None, kind)
+        self.observer.transfer(sender, receiver, size, size, self.journeys.way_seconds(sender, receiver), kind)
 
     def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
         """Who belongs together in this round; told when it changes."""
@@ -146,7 +152,27 @@ class Federation:
             self.server.notes["groups"] = told
             self.observer.event("info", "groups", f"{len(told)} groups.", data=told)
 
+    def close_clock(self, *, evaluated: bool) -> None:
+        """The round's end on the virtual clock, where `train` has moved it: everything about its time is told."""
+        if evaluated:
+            self.server.clock += self.journeys.evaluate()
+        tell(self.journeys.tables, self.observer, metrics=self.experiment.network is not None)
+        self.journeys.tables = []
+
     # -- on the way ---------------------------------------------------------------------------------------------------
+
+    def _arriving(self, tasks: Sequence[Task]) -> Iterator[list[Update]]:
+        """Batches of updates. Waiting for them is one thing, taking in what was measured on the way another."""
+
+        def absorb(payload: bytes) -> None:
+            self.watch.lap("wait")
+            self.observer.absorb(payload)
+            self.watch.lap("receive")
+
+        for batch in self.engine.train(tasks, self.observer, absorb):
+            self.watch.lap("wait")
+            yield batch
+            self.watch.lap("receive")
 
     def _conspire(self, batches: Iterator[list[Update]]) -> list[Update]:
         """Some attackers look at everybody's update first, so all of them must be held at once."""

@@ -286,10 +286,10 @@ def build(model: Model, dataset: Dataset, generator: torch.Generator) -> nn.Modu
     return made
 
 
-def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.float32) -> int:
+def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.float32, *, backward: bool = True) -> int:
     """Floating-point operations of one sample's way forward and back, counted in products and convolutions.
 
-    A product and its sum are two operations. Tokens need `dtype=torch.int64`.
+    A product and its sum are two operations. Tokens need `dtype=torch.int64`. `backward=False`: only the way forward.
     """
     training, weights = module.training, [p for p in module.parameters() if p.requires_grad]
     onednn = torch.backends.mkldnn.enabled
@@ -298,7 +298,8 @@ def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.flo
             # An LSTM is then made of products that can be counted.
             torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
             answer = module.eval()(torch.zeros(2, *sample_shape, dtype=dtype))  # halved below: some layers refuse one
-            torch.autograd.grad(answer.sum(), weights, allow_unused=True)
+            if backward:
+                torch.autograd.grad(answer.sum(), weights, allow_unused=True)
         finally:
             torch.backends.mkldnn.enabled = onednn
             module.train(training)

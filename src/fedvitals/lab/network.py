@@ -8,7 +8,7 @@ number of processes nor the other clients change them. Times are whole ticks of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -41,7 +41,9 @@ class Network(Description, frozen=True):
     availability: float = 1.0  # probability that a node answers in a round
     deadline_seconds: float | None = None
     over_selection: float = 1.0  # so many times more clients are asked than are needed; 1.3 in Bonawitz et al. 2019
-    server: str = "server"  # the device that aggregates
+    server: str = "server"  # the device that aggregates and evaluates
+    server_bits_per_second: float | None = None  # of its line: models go out one after the other; None: no limit
+    edge_links: Choice | None = None  # between edge nodes and the server; None: that way takes no time
 
     def __post_init__(self) -> None:
         require(0 <= self.spread <= 3, "spread of network", self.spread, "from 0 to 3")
@@ -52,11 +54,15 @@ class Network(Description, frozen=True):
         require(allowed, "deadline_seconds of network", deadline, "finite and above 0, or None")
         more = self.over_selection
         require(math.isfinite(more) and more >= 1, "over_selection of network", more, "1 or more")
+        line = self.server_bits_per_second
+        allowed = line is None or (math.isfinite(line) and line > 0)
+        require(allowed, "server_bits_per_second of network", line, "finite and above 0, or None")
         for name, profile in self.profiles.items():
             taken = LINKS if isinstance(profile, Device) else DEVICES
             require(name not in taken, "name of an own profile", name, "none of the other sort's names")
         links, devices = links_of(self), devices_of(self)
         checked_choice(self.links, links, "link")
+        checked_choice(self.links if self.edge_links is None else self.edge_links, links, "link")
         checked_choice(self.devices, devices, "device")
         checked_choice(self.server, devices, "device")
         overrides = {
@@ -86,10 +92,14 @@ class Journey:
     lost: bool = False  # the update never arrives
     corrupted: bool = False  # it arrives, and cannot be used
     clock_offset: float = 0.0  # by how much the node's own clock is ahead
+    queue: float = 0.0  # until the server, or the edge, begins to send to it
+    data: float = 0.0  # reading and preparing samples
+    group: str | None = None
+    messages: int = 1  # each way; more than one where a group exchanges after each iteration: times are sums of theirs
 
     @property
     def total(self) -> float:
-        return self.download + self.compute + self.upload
+        return self.queue + self.download + self.data + self.compute + self.upload
 
     @property
     def ends(self) -> float:
@@ -105,30 +115,12 @@ class Journey:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """What a node did from when to when; becomes a span."""
+class EdgeWay:
+    """An edge node's own way to the server and back, in virtual seconds."""
 
-    node: Node
-    name: str  # «download», «compute», «upload», «wait», «away», «aggregate»
-    began: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timetable:
-    """A synchronous round on the virtual clock."""
-
-    began: float
-    seconds: float
-    accepted: tuple[Node, ...]  # in the order of their arrival
-    late: tuple[Node, ...]  # still under way when the round was closed
-    failed: tuple[Node, ...]  # lost or corrupted on the way
-    absent: tuple[Node, ...]  # never began
-    stretches: tuple[Stretch, ...]
-
-    @property
-    def ends(self) -> float:
-        return self.began + self.seconds
+    queue: float = 0.0
+    download: float = 0.0
+    upload: float = 0.0
 
 
 def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
@@ -145,7 +137,13 @@ def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
         download_bits_per_second=link.download_bits_per_second * rate,
         upload_bits_per_second=link.upload_bits_per_second * rate,
     )
-    return link, msgspec.structs.replace(device, flops_per_second=device.flops_per_second * speed)
+    reading = device.samples_per_second
+    device = msgspec.structs.replace(
+        device,
+        flops_per_second=device.flops_per_second * speed,
+        samples_per_second=None if reading is None else reading * speed,
+    )
+    return link, device
 
 
 def journey(
@@ -159,19 +157,28 @@ def journey(
     *,
     began: float = 0.0,
     messages: int = 1,
+    samples: int = 0,
+    queue: float = 0.0,
+    line: float | None = None,
+    group: str | None = None,
 ) -> Journey:
-    """What the node's round takes. Bytes are totals of all `messages` each way, each of which pays the latency."""
+    """What the node's round takes. Bytes are totals of all `messages` each way, each of which pays the latency.
+
+    `samples` are read and prepared; `line`: bits per second of who sends the first message, if that can be too few.
+    """
     link, device = profile_of(network, node, seed)
     # Drawn always and in this order, so that one setting does not shift the chances of another.
     chance = numpy_stream(seed, "network journey", round, node)
     here, loss = chance.random(2)
     # exp(σz − σ²/2) has the mean 1: jitter spreads times, it does not slow the network down.
-    jitter = np.exp(network.jitter * chance.standard_normal(3) - network.jitter**2 / 2)
-    latency = messages * link.latency_seconds
+    jitter = np.exp(network.jitter * chance.standard_normal(4) - network.jitter**2 / 2)
+    latency, rate = messages * link.latency_seconds, link.download_bits_per_second * link.duty
+    held_up = 0.0 if line is None or line >= rate else 8 * bytes_down / messages * (1 / line - 1 / rate)
     seconds = (
-        latency + 8 * bytes_down / (link.download_bits_per_second * link.duty),
+        latency + 8 * bytes_down / rate + held_up,
         flops / device.flops_per_second,
         latency + 8 * bytes_up / (link.upload_bits_per_second * link.duty),
+        0.0 if device.samples_per_second is None else samples / device.samples_per_second,
     )
     times = [tick(float(mean * factor)) for mean, factor in zip(seconds, jitter, strict=True)]
     return Journey(
@@ -182,7 +189,37 @@ def journey(
         compute=times[1],
         upload=times[2],
         lost=bool(loss < link.loss),
+        queue=tick(queue),
+        data=times[3],
+        group=group,
+        messages=messages,
     )
+
+
+def sending_seconds(network: Network, size: int, receivers: int) -> float:
+    """What the server's line takes to send so many bytes to so many receivers, one after the other."""
+    line = network.server_bits_per_second
+    return 0.0 if line is None else tick(8 * size * receivers / line)
+
+
+def edge_way(network: Network, edge: Node, round: int, size: int, seed: int, queue: float = 0.0) -> EdgeWay:  # noqa: A002
+    """How an edge node gets a model of `size` bytes from the server, and sends one back."""
+    links, line = links_of(network), network.server_bits_per_second or math.inf
+    own = any(name in links for name in network.overrides.get(edge, ()))
+    if network.edge_links is None and not own:
+        return EdgeWay(queue, tick(8 * size / line), 0.0)
+    choice = network.links if network.edge_links is None else network.edge_links
+    link, _ = profile_of(msgspec.structs.replace(network, links=choice), edge, seed)
+    normals = numpy_stream(seed, "network edge", round, edge).standard_normal(2)
+    down, up = np.exp(network.jitter * normals - network.jitter**2 / 2).tolist()
+    rates = min(link.download_bits_per_second * link.duty, line), link.upload_bits_per_second * link.duty
+    there, back = (link.latency_seconds + 8 * size / rate for rate in rates)
+    return EdgeWay(queue, tick(there * down), tick(back * up))
+
+
+def evaluation_seconds(network: Network, samples: int, flops: float) -> float:
+    """What testing the model takes at the server, so many operations a sample."""
+    return tick(samples * flops / devices_of(network)[network.server].flops_per_second)
 
 
 def aggregation_seconds(network: Network, updates: int, size: int) -> float:
@@ -190,72 +227,9 @@ def aggregation_seconds(network: Network, updates: int, size: int) -> float:
     return tick(2 * updates * size / devices_of(network)[network.server].flops_per_second)
 
 
-def synchronous(
-    journeys: Sequence[Journey],
-    *,
-    began: float = 0.0,
-    needed: int | None = None,
-    deadline: float | None = None,
-    aggregate: float = 0.0,
-    server: Node = "server",
-) -> Timetable:
-    """When the round ends, who is in it, and what everybody did all the time.
-
-    The server waits until `needed` usable updates are there (all, unless told), or for `deadline` seconds. It closes
-    earlier if nothing is under way any more. Who is not available says so at once; of a lost update it learns at the
-    deadline, or without one when the update would have come. Every node's stretches add up to the round's length.
-    """
-    began, aggregate = tick(began), tick(aggregate)
-    under_way = sorted((one for one in journeys if one.available), key=lambda one: (lasting(one), one.node))
-    limit = math.inf if deadline is None else tick(deadline)
-    needed = len(under_way) if needed is None else needed
-    accepted = [one for one in under_way if one.usable and lasting(one) <= limit][:needed]
-    if accepted and len(accepted) >= needed:
-        collected = lasting(accepted[-1])
-    elif deadline is not None and any(one.lost or lasting(one) > limit for one in under_way):
-        collected = limit
-    else:
-        collected = max((lasting(one) for one in under_way), default=0.0)
-    if math.isinf(collected):
-        slowest = under_way[-1].node
-        raise ConfigError(f"The round never ends: {slowest} takes for ever. Give the network a deadline_seconds.")
-    seconds = collected + aggregate
-    stretches = [part for one in journeys for part in stretches_of(one, began, collected, seconds)]
-    stretches += [Stretch(server, "wait", began, collected), Stretch(server, "aggregate", began + collected, aggregate)]
-    chosen = {one.node for one in accepted}
-    rest = [one for one in under_way if one.node not in chosen]
-    return Timetable(
-        began,
-        seconds,
-        tuple(one.node for one in accepted),
-        late=tuple(one.node for one in rest if one.usable),
-        failed=tuple(one.node for one in rest if not one.usable),
-        absent=tuple(one.node for one in journeys if not one.available),
-        stretches=tuple(stretches),
-    )
-
-
-def stretches_of(one: Journey, began: float, collected: float, seconds: float) -> Iterable[Stretch]:
-    """One node's time in the round; what it had not done when the server closed is cut off."""
-    if not one.available:
-        yield Stretch(one.node, "away", began, seconds)
-        return
-    at = 0.0
-    for name in ("download", "compute", "upload"):
-        lasts = min(tick(getattr(one, name)), collected - at)
-        yield Stretch(one.node, name, began + at, lasts)
-        at += lasts
-    yield Stretch(one.node, "wait", began + at, seconds - at)
-
-
 def tick(seconds: float) -> float:
     """The nearest whole tick; what never ends stays so."""
     return seconds if math.isinf(seconds) else round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
-
-
-def lasting(one: Journey) -> float:
-    """A journey's length in whole ticks; a fault may have put in any number."""
-    return tick(one.download) + tick(one.compute) + tick(one.upload)
 
 
 def links_of(network: Network) -> dict[str, Link]:
@@ -286,18 +260,3 @@ def drawn(choice: Choice, draw: float) -> str:
     names = sorted(name for name, share in choice.items() if share > 0)
     passed = np.cumsum([choice[name] for name in names])
     return names[min(int(np.searchsorted(passed, draw, side="right")), len(names) - 1)]
-
-
-def times_told(journey: Journey) -> dict[str, float]:
-    """What a server reads from the times that stand in a client's message, and those of its own clock around them.
-
-    The offset of the client's clock is NTP's; half of the time under way is the most by which that can be wrong.
-    """
-    asked, came = journey.began, journey.ends
-    began = journey.began + journey.download + journey.clock_offset
-    ended = began + journey.compute
-    offset = ((began - asked) + (ended - came)) / 2
-    error = max(0.0, abs(offset) - (journey.download + journey.upload) / 2)
-    told = {"time.client_virtual": came - asked, "time.compute_virtual": ended - began}
-    # Ticks of 2⁻²⁰ s: what is below a thousandth is rounding.
-    return told if error < 1e-3 else {**told, "time.clock_error": math.copysign(error, offset)}

@@ -33,11 +33,14 @@ class Device(Description, frozen=True):
 
     flops_per_second: float
     memory_bytes: int
+    samples_per_second: float | None = None  # that it reads and prepares before it trains on them; None: in no time
 
     def __post_init__(self) -> None:
-        speed = self.flops_per_second
+        speed, reading = self.flops_per_second, self.samples_per_second
         require(math.isfinite(speed) and speed > 0, "flops_per_second of a device", speed, "finite and above 0")
         require(self.memory_bytes > 0, "memory_bytes of a device", self.memory_bytes, "above 0")
+        allowed = reading is None or (math.isfinite(reading) and reading > 0)
+        require(allowed, "samples_per_second of a device", reading, "finite and above 0, or None")
 
 
 LINKS = MappingProxyType(

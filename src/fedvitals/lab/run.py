@@ -151,12 +151,13 @@ def _check_faults(site: Site) -> None:
 
 
 def _round(federation: Federation, ward: Ward, number: int, model: torch.nn.Module) -> Round:
-    server, site, observer = federation.server, federation.site, federation.observer
+    server, site, observer, watch = federation.server, federation.site, federation.observer, federation.watch
     began = time.perf_counter()
     federation.round, federation.losses = number, {}
     federation.orders = ward.follow(observer.prescribed(number), number, server)
     site.layout.load(model, server.model)
     observer.round_begin(number, model)
+    watch.start()
     after = federation.experiment.topology.round(federation)
     if not isinstance(after, Tensor) or after.shape != server.model.shape or after.dtype != server.model.dtype:
         got = f"{after.dtype} {tuple(after.shape)}" if isinstance(after, Tensor) else type(after).__name__
@@ -167,15 +168,23 @@ def _round(federation: Federation, ward: Ward, number: int, model: torch.nn.Modu
     server.past = [*server.past, server.model][-depth:] if depth else []
     server.model = after
     site.layout.load(model, server.model)
-    metrics = _evaluate(federation, number)
+    watch.lap("aggregate")
+    due = _evaluation_due(federation.experiment, number)
+    federation.close_clock(evaluated=due)
+    watch.lap("measure")
+    metrics = _evaluate(federation) if due else {}
+    watch.lap("evaluate")
+    watch.tell(observer)
     observer.round_end(number, model, metrics)
     return Round(number, time.perf_counter() - began, metrics, federation.losses)
 
 
-def _evaluate(federation: Federation, number: int) -> dict[str, float]:
+def _evaluation_due(experiment: Experiment, number: int) -> bool:
+    return (number + 1) % experiment.evaluation.every == 0 or number + 1 >= experiment.rounds
+
+
+def _evaluate(federation: Federation) -> dict[str, float]:
     e, engine = federation.experiment, federation.engine
-    if (number + 1) % e.evaluation.every and number + 1 < e.rounds:
-        return {}
     metrics = {}
     if len(federation.site.dataset.test_y):
         losses, hits = engine.examine(federation.server.model)

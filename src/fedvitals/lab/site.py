@@ -53,7 +53,16 @@ class Site:
     @functools.cached_property
     def flops(self) -> int:
         """Of one sample's forward and backward pass."""
-        return models.flops(self.module, self.dataset.shape, self.dataset.inputs(self.dataset.x[:1]).dtype)
+        return self._flops(backward=True)
+
+    @functools.cached_property
+    def forward_flops(self) -> int:
+        """Of its forward pass alone."""
+        return self._flops(backward=False)
+
+    def _flops(self, *, backward: bool) -> int:
+        dtype = self.dataset.inputs(self.dataset.x[:1]).dtype
+        return models.flops(self.module, self.dataset.shape, dtype, backward=backward)
 
     @functools.cached_property
     def labels(self) -> dict[Node, Tensor]:

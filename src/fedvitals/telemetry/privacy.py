@@ -62,7 +62,10 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "update.refused": ("weight",),
 }
 # Times and counts; and nothing of a client's own, since `timed` gives these keys to nobody.
-LEFT_OF_SPANS = ("error", "failed", "parts", "folded", "clock", "steps", "clock_offset", "clock_error")
+LEFT_OF_SPANS = (
+    "error", "failed", "parts", "folded", "clock", "steps", "clock_offset", "clock_error", "waited_for", "late", "lost",
+    "deadline",
+)  # fmt: skip
 WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = ("budget", "updates.approximate", "round.unclosed", "worker.lost")  # events that quote nobody
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client

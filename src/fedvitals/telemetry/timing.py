@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import random
 import time
 from collections.abc import Callable
 from contextvars import Token
@@ -27,18 +28,21 @@ logger = logging.getLogger("fedvitals.telemetry")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# A stream of our own: that of `random` belongs to the user's training, and asking the system each time lets other
+# threads in. A child process must not go on with its parent's.
+_ids = random.Random(os.urandom(32))  # noqa: S311 - names, not secrets
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(32)))
+
 
 def new_trace() -> str:
-    """A trace id of W3C trace context: 32 hexadecimal digits.
-
-    From the system's entropy and not from `random`, whose stream belongs to the user's training.
-    """
-    return os.urandom(16).hex()
+    """A trace id of W3C trace context: 32 hexadecimal digits."""
+    return f"{_ids.getrandbits(128) or 1:032x}"
 
 
 def new_span_id() -> str:
     """A span id of W3C trace context: 16 hexadecimal digits."""
-    return os.urandom(8).hex()
+    return f"{_ids.getrandbits(64) or 1:016x}"
 
 
 @overload

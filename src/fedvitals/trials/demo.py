@@ -79,8 +79,10 @@ def federate(settings: Settings, monitor: Monitor) -> Iterator[tuple[int, float]
                 size = sum(p.numel() * p.element_size() for p in local.parameters())
                 monitor.transfer("server", name, size, kind="model")
                 monitor.transfer(name, "server", size)
-            average(global_model, locals_, [len(part) for part in parts])
-            accuracy = float((global_model(digits.test_x).argmax(1) == digits.test_y).float().mean())
+            with monitor.part("aggregate"):
+                average(global_model, locals_, [len(part) for part in parts])
+            with monitor.part("evaluate"):
+                accuracy = float((global_model(digits.test_x).argmax(1) == digits.test_y).float().mean())
             monitor.log(accuracy=accuracy)
         yield number, accuracy
 

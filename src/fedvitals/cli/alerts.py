@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals alerts test` and `fedvitals alerts check RUN`: do alerts arrive, and which would a run have sent."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fedvitals.store.reader import Reader
+    from fedvitals.telemetry.alert_message import Alert
+    from fedvitals.telemetry.alert_rules import Rule
+
+ROWS = 50  # of the list, unless --all
+
+_config = click.option("--config", default="alerts.toml", show_default=True, help="The file with rules and channels.")
+
+
+@click.group()
+def command() -> None:
+    """Alerts by webhook, e-mail, command or file: see docs/alerts.md."""
+
+
+@command.command(epilog="Exit code: 1 if a channel did not take the message, 0 if all did, 2 for wrong use.")
+@_config
+@click.option("--channel", help="Only this one.")
+@json_option
+def test(config: str, channel: str | None, as_json: bool) -> int:
+    """Send a test message through every channel, once, and say of each whether it was taken, and why not."""
+    from fedvitals.errors import ConfigError, unknown
+    from fedvitals.telemetry.alert_channels import DeliveryError
+    from fedvitals.telemetry.alert_config import load
+    from fedvitals.telemetry.alert_message import Message
+
+    plan = load(config)
+    _remark(plan.rules)
+    names = [one.name for one in plan.channels]
+    if channel is not None and channel not in names:
+        raise ConfigError(unknown("channel", channel, names))
+    results: list[dict[str, Any]] = []
+    for one in plan.channels:
+        if channel not in (None, one.name):
+            continue
+        click.echo(f"{one.name}: sending, for at most {one.seconds:g} s ...", err=True)
+        outcome, why = "taken", ""
+        try:
+            one.send(Message((), test=os.urandom(8).hex()))
+        except DeliveryError as error:
+            outcome, why = error.outcome, str(error)
+        results.append({"channel": one.name, "kind": type(one).__name__.lower(), "outcome": outcome, "why": why})
+    if as_json:
+        print_json("alerts test", {"rules": len(plan.rules), "channels": results})
+    else:
+        for result in results:
+            _print_result(result)
+    return int(any(result["outcome"] != "taken" for result in results))
+
+
+def _print_result(result: Mapping[str, Any]) -> None:
+    from fedvitals.telemetry.alert_message import harmless
+
+    words = {
+        "taken": "taken",
+        "later": "not taken (a training would try again)",
+        "refused": "refused (trying again will not help)",
+        "doubt": "no answer (it may have arrived)",
+    }
+    why = f": {result['why']}" if result["why"] else ""
+    click.echo(harmless(f"{result['channel']} ({result['kind']}): {words[result['outcome']]}{why}", 500))
+
+
+@command.command()
+@click.argument("run")
+@_config
+@click.option("--all", "everything", is_flag=True, help=f"Every alert, not the first {ROWS} alone.")
+@store_option
+@json_option
+def check(run: str, config: str, everything: bool, store: str | None, as_json: bool) -> None:
+    """List the alerts that a stored run would have sent by these rules, and when; nothing is sent.
+
+    It is the same judgement as while it trains. RUN is a run's id, the beginning of one, or a name (its newest run).
+    """
+    from fedvitals.store import open_reader, queries
+    from fedvitals.telemetry.alert_config import load
+    from fedvitals.telemetry.alert_message import alert_json
+
+    plan = load(config, secrets=False)
+    _remark(plan.rules)
+    with open_reader(store) as reader:
+        chosen = queries.find_run(reader, run)
+        made = _replayed(reader, chosen, plan.rules)
+    if as_json:
+        print_json("alerts check", {"run": chosen, "rules": len(plan.rules), "alerts": [alert_json(a) for a in made]})
+    else:
+        _print(made, chosen, len(plan.rules), len(made) if everything else ROWS)
+
+
+def _replayed(reader: Reader, run: str, rules: Sequence[Rule]) -> list[Alert]:
+    """The alerts of a stored run; of its metrics only those are read that a rule asks for."""
+    from fedvitals.records import Finding, Metric
+    from fedvitals.store import queries, rows
+    from fedvitals.telemetry.alert_rules import Condition
+    from fedvitals.telemetry.alert_watch import ATTENDANCE, ROUND_COMPLETE, replay
+
+    asked = {rule.when.metric for rule in rules if isinstance(rule.when, Condition)}
+    names = sorted({ROUND_COMPLETE, *ATTENDANCE, *asked})
+    marks = ", ".join("?" * len(names))
+    found = reader.database.rows(
+        f"{rows.select(Metric)} WHERE run = ? AND name IN ({marks}) ORDER BY arrival", (run, *names)
+    )
+    metrics = [rows.from_row(Metric, row) for row in found]
+    return replay(run, rules, metrics, queries.records(reader, run, Finding), _families())
+
+
+def _families() -> dict[str, str]:
+    from fedvitals.diagnosis.issues import ISSUES
+
+    return {issue.code: issue.family for issue in ISSUES}
+
+
+def _remark(rules: Sequence[Rule]) -> None:
+    from fedvitals.telemetry.alert_rules import unknown_names
+
+    for said in unknown_names(rules, _families()):
+        click.echo(f"fedvitals: {said}", err=True)
+
+
+def _print(made: Sequence[Alert], run: str, rules: int, most: int) -> None:
+    from rich.console import Console
+
+    from fedvitals.cli.screen import shown
+
+    console = Console(highlight=False)
+    firing = sum(alert.kind == "firing" for alert in made)
+    told = f"{firing} alert{'s' * (firing != 1)}, {len(made) - firing} of them resolved"
+    console.print(f"[bold]{told}[/bold], by {rules} rule{'s' * (rules != 1)} on run {shown(run)}")
+    colours = {"critical": "red", "warning": "yellow"}
+    for alert in made[:most]:
+        word = alert.kind if alert.kind == "resolved" else alert.severity
+        colour = "green" if alert.kind == "resolved" else colours.get(alert.severity, "dim")
+        console.print(
+            f"  round {alert.round:>4}  [{colour}]{word:<8}[/{colour}]  {shown(alert.message)}  "
+            f"[dim]({shown(alert.rule)})[/dim]",
+            soft_wrap=True,
+        )
+    if len(made) > most:
+        console.print(f"  and {len(made) - most} more: --all")

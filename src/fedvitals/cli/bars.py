@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bars, strips and plots for a terminal: every part has a letter and a colour, so that they read without colours, too.
+
+The colours are those of Okabe and Ito (2008), which people with any colour vision tell apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from fedvitals.profiling.parts import WORK
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
+    "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#8a8a8a",
+)  # fmt: skip
+PARTS: Mapping[str, tuple[str, str]] = {
+    "download": ("D", GREEN),
+    "data": ("L", YELLOW),  # loading
+    "compute": ("C", SKY),
+    "forward": ("F", SKY),
+    "backward": ("B", BLUE),
+    "optimizer": ("O", "#88ccee"),
+    "measure": ("M", "#bbbbbb"),
+    "upload": ("U", RED),
+    "receive": ("R", ORANGE),
+    "aggregate": ("A", PINK),
+    "evaluate": ("E", ORANGE),
+    "queue": ("q", "#666666"),
+    "wait": ("·", ""),
+    "idle": ("i", ""),
+    "away": ("-", ""),
+    "unaccounted": ("?", "#ffffff"),
+}
+KINDS: Mapping[str, tuple[str, str]] = {  # what a round is bound by
+    "compute": ("C", SKY),
+    "upload": ("U", RED),
+    "download": ("D", GREEN),
+    "data loading": ("L", YELLOW),
+    "aggregation": ("A", PINK),
+    "server": ("R", ORANGE),
+    "straggler": ("S", BLUE),
+    "waiting": ("·", GREY),
+    "nothing": ("-", GREY),
+    "unaccounted": ("?", GREY),
+}
+RUNS = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)
+BLOCKS = "▁▂▃▄▅▆▇█"
+SEVERAL = "+"
+STRETCH = 4  # cells between two rounds, at most
+
+
+def letter_of(part: str) -> str:
+    return PARTS.get(part, ("?", ""))[0]
+
+
+def style_of(part: str) -> str:
+    """Dark letters on the part's colour; parts in which nothing is done have none."""
+    colour = PARTS.get(part, ("?", ""))[1]
+    return f"black on {colour}" if colour else "dim"
+
+
+def stacked(parts: Mapping[str, float], width: int) -> Text:
+    """One bar of `width` cells, each part's share of it in its letters."""
+    from rich.text import Text
+
+    bar = Text()
+    for part, cells in shares_of(parts, width).items():
+        bar.append(letter_of(part) * cells, style_of(part))
+    return bar
+
+
+def shares_of(parts: Mapping[str, float], width: int) -> dict[str, int]:
+    """Whole cells for each part, `width` in all; what is lost by rounding down goes to the largest remainders."""
+    total = math.fsum(parts.values())
+    if not total > 0 or width < 1:
+        return {}
+    exact = {part: width * value / total for part, value in parts.items()}
+    cells = {part: int(value) for part, value in exact.items()}
+    rest = sorted(exact, key=lambda part: cells[part] - exact[part])
+    for part in rest[: width - sum(cells.values())]:
+        cells[part] += 1
+    return cells
+
+
+def percents(parts: Mapping[str, float]) -> list[Text]:
+    """Each part's letter, name and share, the largest first: the bar's legend."""
+    from rich.text import Text
+
+    whole = math.fsum(parts.values())
+    told = sorted(((value / whole, part) for part, value in parts.items() if value > 0), reverse=True)
+    return [Text.assemble((letter_of(part), style_of(part)), f" {part} {percent(share)}") for share, part in told]
+
+
+def in_lines(title: str, items: Sequence[Text | str], width: int) -> list[Text]:
+    """A title and items after it, two spaces apart, on as many lines as they need; none is broken in two."""
+    from rich.text import Text
+
+    lines = [Text(title)]
+    for item in items:
+        own = Text(item) if isinstance(item, str) else item
+        if lines[-1].cell_len + own.cell_len > width and lines[-1].cell_len > len(title):
+            lines.append(Text(" " * len(title)))
+        lines[-1].append_text(own).append("  ")
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+def percent(share: float) -> str:
+    return "0 %" if share == 0 else f"{100 * share:.0f} %" if share >= 0.005 else "< 1 %"
+
+
+def along(intervals: Sequence[tuple[str, float, float]], began: float, seconds: float, width: int) -> Text:
+    """A time axis of `width` cells: (part, began, seconds) each; a cell shows what took the most of it, or nothing.
+
+    Work is shown before rest, unless that took most of the cell: short work is what a reader looks for.
+    """
+    from rich.text import Text
+
+    cells: list[dict[str, float]] = [{} for _ in range(width)]
+    for part, at, lasted in intervals:
+        first, end = ((moment - began) / seconds * width for moment in (at, at + lasted)) if seconds > 0 else (0.0, 0.0)
+        for i in range(max(0, int(first)), min(width, math.ceil(end))):
+            covered = min(end, i + 1) - max(first, i)
+            if covered > 0:
+                cells[i][part] = cells[i].get(part, 0.0) + covered
+    line = Text()
+    for cell in cells:
+        part = _in_cell(cell)
+        line.append(letter_of(part) if part else " ", style_of(part) if part else "")
+    return line
+
+
+def _in_cell(cell: Mapping[str, float]) -> str:
+    work = {part: share for part, share in cell.items() if part in WORK}
+    chosen = work if 2 * sum(work.values()) >= sum(cell.values()) else cell
+    return max(chosen, key=lambda part: chosen[part]) if sum(cell.values()) > 0.5 else ""
+
+
+def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[Text, Text]:
+    """The rounds from left to right: how long each took as blocks, and below by what it was bound, in letters.
+
+    More rounds than cells share them: a cell has its longest round, and what bounded most of its rounds.
+    """
+    from rich.text import Text
+
+    count = min(width, len(seconds))
+    edges = [i * len(seconds) // count for i in range(count + 1)] if count else []
+    groups = [(seconds[a:b], kinds[a:b]) for a, b in pairwise(edges)]
+    highest = max(seconds, default=0.0) or 1.0
+    above, below = Text(), Text()
+    for lasted, bound in groups:
+        kind = Counter(bound).most_common(1)[0][0]
+        letter, colour = KINDS.get(kind, ("?", GREY))
+        above.append(BLOCKS[min(len(BLOCKS) - 1, int(max(lasted) / highest * len(BLOCKS)))], colour)
+        below.append(letter, f"black on {colour}" if kind not in ("waiting", "nothing") else "dim")
+    return above, below
+
+
+def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, height: int = 10) -> list[Text]:
+    """Courses over the rounds on one logarithmic axis, with 0 as a level of its own, and one for what is not finite.
+
+    One letter a run; where several fall together, `SEVERAL`.
+    """
+    from rich.text import Text
+
+    rounds = sorted({number for course in courses for number in course})
+    values = [value for course in courses for value in course.values()]
+    positive = [math.log10(value) for value in values if math.isfinite(value) and value > 0]
+    if not rounds:
+        return []
+    low, high = (math.floor(min(positive)), math.ceil(max(positive))) if positive else (0, 1)
+    high = max(high, low + 1)
+    height = min(height, max(4, 3 * (high - low)))
+    # Few rounds are drawn apart, many share cells.
+    count = min(width, (len(rounds) - 1) * STRETCH + 1) if len(rounds) > 1 else 1
+    place = {number: i * (count - 1) // max(1, len(rounds) - 1) for i, number in enumerate(rounds)}
+    levels = ["∞"] * any(not math.isfinite(value) for value in values) + [*range(height - 1, -1, -1)]
+    levels += ["0"] * any(value <= 0 for value in values)
+    cells: dict[tuple[object, int], set[str]] = {}
+    for letter, course in zip(letters, courses, strict=False):
+        for number, value in course.items():
+            level: object = "∞" if not math.isfinite(value) else "0" if value <= 0 else None
+            if level is None:
+                level = round((math.log10(value) - low) / (high - low) * (height - 1))
+            cells.setdefault((level, place[number]), set()).add(letter)
+    labels = _labels(low, high, height)
+    lines = []
+    for level in levels:
+        line = Text(f"{'not finite' if level == '∞' else labels.get(level, '') if level != '0' else '0':>10} ")
+        line.append("┤" if level in labels or level in ("∞", "0") else "│", "dim")
+        for i in range(count):
+            here = cells.get((level, i), set())
+            mark = SEVERAL if len(here) > 1 else next(iter(here), " ")
+            line.append(mark, f"bold {RUNS[letters.index(mark) % len(RUNS)]}" if mark in letters else "")
+        lines.append(line)
+    last = f"{rounds[-1]}"
+    lines.append(Text(f"{'round':>10}  {rounds[0]}{last:>{max(len(last) + 1, count - len(str(rounds[0])))}}", "dim"))
+    return lines
+
+
+def _labels(low: int, high: int, height: int) -> dict[object, str]:
+    """Powers of ten at the levels nearest to them; where they crowd, every other one."""
+    every = max(1, math.ceil((high - low) / max(1, (height - 1) // 2)))
+    powers = range(low, high + 1, every)
+    return {round((power - low) / (high - low) * (height - 1)): _power(power) for power in powers}
+
+
+def _power(power: int) -> str:
+    if -3 <= power <= 3:
+        return f"{10.0**power:g}"
+    return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals export RUN --to ...`: a stored run for the tools that people already have."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.errors import ConfigError, FedvitalsError
+
+if TYPE_CHECKING:
+    from fedvitals.protocols import Sink
+    from fedvitals.records import Record, Run
+    from fedvitals.store.reader import Reader
+
+T = TypeVar("T")
+R = TypeVar("R", bound="Record")
+FORMS = ("perfetto", "parquet", "arrow", "csv", "tensorboard", "mlflow", "wandb", "otel")
+BATCH = 2000  # records at a time, as a live sink gets them
+TELL_SECONDS = 2.0
+
+
+@click.command(
+    epilog="perfetto: a trace for ui.perfetto.dev. parquet, arrow, csv: every table (docs/schema.md) as a file. "
+    "tensorboard, mlflow, wandb: curves and histograms. otel: spans and metrics, to --endpoint. See docs/exporters.md."
+)
+@click.argument("run")
+@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="What it is for.")
+@click.option("--out", type=click.Path(path_type=Path), help="The file or folder to write; its default is told.")
+@click.option("--round", "round_", type=int, metavar="N", help="This round only.")
+@click.option("--endpoint", metavar="URL", help="Of otel: the receiver. Of mlflow: the tracking server or database.")
+@store_option
+@json_option
+def command(
+    run: str,
+    form: str,
+    out: Path | None,
+    round_: int | None,
+    endpoint: str | None,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Hand a stored run to another tool. RUN is a run's id, the beginning of one, or a name (its newest run)."""
+    from fedvitals.store import open_reader, queries
+
+    if endpoint is not None and form not in ("otel", "mlflow"):
+        raise ConfigError(f"--endpoint is for otel and mlflow; --to {form} writes to --out.")
+    if out is not None and form == "otel":
+        raise ConfigError("--to otel sends to --endpoint and writes nothing; --out cannot be meant.")
+    with open_reader(store) as reader:
+        chosen = queries.get_run(reader, queries.find_run(reader, run))
+        if round_ is not None and round_ not in (rounds := reader.history(chosen.id).rounds()):
+            known = f"It has rounds {rounds[0]} to {rounds[-1]}." if rounds else "It has no rounds."
+            raise ConfigError(f"Run {chosen.id} has nothing of round {round_}. {known}")
+        made = _WRITERS[form](reader, chosen, out, round_, endpoint)
+    result = {"run": chosen.id, "to": form, "round": round_, **made}
+    if as_json:
+        print_json("export", result)
+        return
+    for line in _told(made):
+        click.echo(line)
+
+
+Made = dict[str, Any]
+"""`where` the result is, `records` or `rows` in it, and how to `open` it."""
+
+
+def _told(made: Made) -> Iterator[str]:
+    from fedvitals.cli.screen import number
+
+    if "files" in made:
+        yield from (f"{file['rows']:>10}  {file['path']}" for file in made["files"])
+    yield f"{number(made['count'])} {made['what']} → {made['where']}"
+    yield made["open"]
+
+
+def _label(run: Run) -> str:
+    """A name for a file, from the run's own, which may be anything."""
+    name = re.sub(r"[^\w.-]+", "_", run.name).strip("._")[:60]
+    identity = re.sub(r"[^\w.-]+", "_", run.id)[:60]
+    return f"{name}-{identity}" if name else identity
+
+
+def _counted(things: Iterable[T], what: str, tally: list[int]) -> Iterator[T]:
+    """The same things; says how far it is when that takes long, and leaves their number in `tally`."""
+    last = time.monotonic()
+    for thing in things:
+        tally[0] += 1
+        if tally[0] % 1000 == 0 and time.monotonic() - last > TELL_SECONDS:
+            last = time.monotonic()
+            click.echo(f"… {tally[0]:,} {what}", err=True)
+        yield thing
+
+
+def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+    from fedvitals.profiling.parts import unfold
+    from fedvitals.records import Event, Finding, Metric, Span, Transfer
+    from fedvitals.store.paging import records_of_kind
+    from fedvitals.telemetry.parquet import whole
+    from fedvitals.telemetry.perfetto import perfetto
+
+    path = out or Path(f"{_label(run)}{'' if round_ is None else f'-round-{round_}'}.trace.json")
+    tally = [0]
+
+    def of(kind: type[R]) -> Iterator[R]:
+        return _counted(records_of_kind(reader, run.id, kind, round_), "records", tally)
+
+    pieces = perfetto(
+        run,
+        of(Span),
+        events=of(Event),
+        transfers=of(Transfer),
+        findings=of(Finding),
+        metrics=of(Metric),
+        unfold=unfold,
+    )
+    with whole(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        file.writelines(pieces)
+    how = "Open it: ui.perfetto.dev, «Open trace file» (it stays on this machine), or chrome://tracing."
+    return {"where": str(path), "count": tally[0], "what": "records", "open": how}
+
+
+def _tables(form: str) -> Callable[..., Made]:
+    def write(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+        from fedvitals.store.tables import plain_tables
+        from fedvitals.telemetry.parquet import check_form, write_table
+
+        check_form(form)
+        folder = out or Path(f"{_label(run)}-{form}")
+        files: list[dict[str, Any]] = []
+        total = 0
+        for table in plain_tables(reader, run.id, round_):
+            tally = [0]
+            batches = ([*_counted(batch, f"rows of {table.name}", tally)] for batch in table.batches)
+            path = write_table(folder, table.name, table.columns, batches, form)
+            files.append({"table": table.name, "path": str(path), "rows": tally[0]})
+            total += tally[0]
+        first = folder / f"metrics{Path(files[0]['path']).suffix}"
+        reads = {"parquet": "pandas.read_parquet", "arrow": "pandas.read_feather", "csv": "pandas.read_csv"}[form]
+        how = f'Open one: {reads}("{first}"); columns: docs/schema.md.'
+        return {"where": str(folder), "count": total, "what": "rows", "files": files, "open": how}
+
+    return write
+
+
+def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
+    """Feed the run to a sink as a training would have; how many records."""
+    from fedvitals.store.paging import records_in_order
+
+    tally, batch = [0], []
+    ignored: tuple[type, ...] = getattr(sink, "ignores", ())
+    close: Callable[[], None] = getattr(sink, "close", lambda: None)
+    try:
+        for record in _counted(records_in_order(reader, run.id, round_), "records", tally):
+            if not isinstance(record, ignored):
+                batch.append(record)
+            if len(batch) == BATCH:
+                sink.write(batch)
+                batch = []
+        sink.write(batch)
+        close()
+    except FedvitalsError:
+        raise
+    except Exception as error:
+        name = getattr(sink, "name", type(sink).__name__)
+        raise FedvitalsError(
+            f"{name} failed after about {tally[0]} records: {type(error).__name__}: {error}. "
+            "What was written before is there; mend the cause and export again."
+        ) from error
+    return tally[0]
+
+
+def _store_of(reader: Reader) -> str:
+    """The store as it may be told to others: its full path, or its address without a password."""
+    shown = reader.database.target
+    return shown if "://" in shown else str(Path(shown).absolute())
+
+
+def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+    from fedvitals.telemetry.tensorboard import TensorBoard
+
+    sink = TensorBoard(out or Path("tb"), store=_store_of(reader))
+    count = _fed(reader, run, round_, sink)
+    how = f"Open it: tensorboard --logdir {sink.folder}"
+    return {"where": str(sink.folder_of(run.id)), "count": count, "what": "records", "open": how}
+
+
+def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endpoint: str | None) -> Made:
+    from fedvitals.telemetry.mlflow import MLflow
+
+    if out is not None and endpoint is not None:
+        raise ConfigError("--to mlflow writes to a database file (--out) or to an address (--endpoint), not to both.")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # this process is ours, and sends nothing unasked
+    sink = MLflow(f"sqlite:///{out.absolute()}" if out is not None else endpoint, store=_store_of(reader))
+    count = _fed(reader, run, round_, sink)
+    where = sink.uri if sink.uri.startswith(("http:", "https:")) else f"--backend-store-uri {sink.uri}"
+    how = f"Open it: {where}" if where == sink.uri else f"Open it: mlflow ui {where}"
+    return {"where": f"{sink.uri} run {sink.run_of(run.id)}", "count": count, "what": "records", "open": how}
+
+
+def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+    from fedvitals.telemetry.wandb import WeightsAndBiases
+
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # as above
+    sink = WeightsAndBiases(folder=out or Path(), store=_store_of(reader))
+    count = _fed(reader, run, round_, sink)
+    where = sink.folders[run.id]
+    how = f"Upload it, if you want: wandb sync {where}. Look at it here: wandb beta leet {where}"
+    return {"where": str(where), "count": count, "what": "records", "open": how}
+
+
+def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpoint: str | None) -> Made:
+    from fedvitals.profiling.parts import unfold
+    from fedvitals.telemetry.otel import OpenTelemetry
+
+    sink = OpenTelemetry(endpoint, unfold=unfold)
+    count = _fed(reader, run, round_, sink)
+    how = "Look for the service «fedvitals» in the tool behind it (Jaeger, Grafana Tempo, ...)."
+    return {"where": sink.endpoint, "count": count, "what": "records", "open": how}
+
+
+_WRITERS: dict[str, Callable[[Any, Any, Path | None, int | None, str | None], Made]] = {
+    "perfetto": _perfetto,
+    "parquet": _tables("parquet"),
+    "arrow": _tables("arrow"),
+    "csv": _tables("csv"),
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+    "wandb": _wandb,
+    "otel": _otel,
+}

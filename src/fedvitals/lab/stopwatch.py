@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the server's real time goes in a round: all of it belongs to some part, so that nothing is left over."""
+
+from __future__ import annotations
+
+import time
+
+from fedvitals.protocols import Observer
+
+
+class Stopwatch:
+    """Laps: what has passed since the last one is put down to a part of `profiling.parts`."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._parts: dict[str, float] = {}
+        self._at = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._at
+        self._at = now
+
+    def tell(self, observer: Observer) -> None:
+        for part, seconds in self._parts.items():
+            observer.spent(part, seconds)

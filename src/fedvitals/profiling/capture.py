@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A look at single operators: torch's own profiler, over a few steps of a few clients, and never over a whole run.
+
+    Monitor("runs.db", capture=Capture(rounds=(3,), nodes=("c7",), steps=(5, 10)))
+
+It records from before the sixth step's forward pass to before the eleventh's. What remains are the operators that took
+most, by their own time and memory, as the event `profile.operators`; the trace itself is not kept. While it records,
+steps take longer: their times are not those of other rounds. Results of the training are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fedvitals.errors import ConfigError
+
+OPERATORS = "profile.operators"
+MOST_STEPS = 20
+MOST_CLIENT_ROUNDS = 20
+TOP = 20  # operators that are told
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Which steps to record: `steps=(5, 10)` are the sixth to the tenth. No names: every client of these rounds."""
+
+    rounds: tuple[int, ...] = (1,)
+    nodes: tuple[str, ...] = ()
+    steps: tuple[int, int] = (2, 7)  # the first steps of a client pay for what is set up once
+
+    def __post_init__(self) -> None:
+        numbers = [*self.rounds, *self.steps]
+        if len(self.steps) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+            raise ConfigError(f"Capture takes whole numbers from 0 on: got rounds={self.rounds}, steps={self.steps}.")
+        first, last = self.steps
+        if not 1 <= last - first <= MOST_STEPS:
+            raise ConfigError(f"Capture records 1 to {MOST_STEPS} steps of a client; got steps={self.steps}.")
+        if not self.rounds or len(self.rounds) * max(1, len(self.nodes)) > MOST_CLIENT_ROUNDS:
+            raise ConfigError(
+                f"Capture records at most {MOST_CLIENT_ROUNDS} client-rounds, and at least one; "
+                f"got {len(self.rounds)} rounds of {len(self.nodes) or 'all'} clients."
+            )
+
+
+class Captures:
+    """Of one process: decides which client is recorded, and how many more may be."""
+
+    def __init__(self, wanted: Capture | None) -> None:
+        self._wanted = wanted
+        self._left = MOST_CLIENT_ROUNDS
+
+    def begin(
+        self,
+        node: str,
+        round: int | None,  # noqa: A002 - the domain's word
+        model: Any,
+        report: Callable[[Exception, str], None],
+    ) -> Recording | None:
+        wanted = self._wanted
+        if (
+            wanted is None
+            or round not in wanted.rounds
+            or (wanted.nodes and node not in wanted.nodes)
+            or not self._left
+        ):
+            return None
+        self._left -= 1
+        return Recording(model, wanted.steps, report)
+
+
+class Recording:
+    """Of one client: begins and ends by itself at the forward passes of the chosen steps, or with the client."""
+
+    def __init__(self, model: Any, steps: tuple[int, int], report: Callable[[Exception, str], None]) -> None:
+        self._first, self._last = steps
+        self._forwards = 0
+        self._report = report
+        self._profiler: Any = None
+        self._recorded = 0
+        self._running = False
+        self._handle = model.register_forward_pre_hook(self._forward)
+
+    def _forward(self, _model: Any, _inputs: Any) -> None:
+        import torch  # noqa: PLC0415 - what is told is read without it
+
+        if not torch.is_grad_enabled():
+            return
+        try:
+            if self._forwards == self._first:
+                self._profiler = torch.profiler.profile(profile_memory=True, acc_events=True)
+                self._profiler.start()
+                self._running = True
+            elif self._forwards == self._last:
+                self._stop()
+        except Exception as error:  # noqa: BLE001 - somebody else may be profiling; the training goes on
+            self._profiler, self._running = None, False
+            self._report(error, "recording operators")
+        self._forwards += 1
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            self._recorded = min(self._forwards, self._last) - self._first
+            self._profiler.stop()
+        self._handle.remove()
+
+    def close(self) -> None:
+        """Nothing is recorded any more. A second call does nothing."""
+        self._handle.remove()
+        if self._running:
+            self._stop()
+
+    def finish(self) -> tuple[str, dict[str, Any]] | None:
+        """Words and data of the event `profile.operators`; None if no step was recorded."""
+        self.close()
+        if self._profiler is None or self._recorded < 1:
+            return None
+        rows = ranked(self._profiler.key_averages())
+        self._profiler = None
+        if not rows:
+            return None
+        first = rows[0]
+        text = f"{self._recorded} steps recorded; {first['name']} took most, {first['seconds']:.4f} s of its own."
+        return text, {"steps": [self._first, self._first + self._recorded], "operators": rows}
+
+
+def ranked(averages: Any, top: int = TOP) -> list[dict[str, Any]]:
+    """The operators that took most of their own time, and those that took most memory, as plain rows."""
+    rows = [
+        {
+            "name": str(one.key)[:100],
+            "calls": int(one.count),
+            "seconds": one.self_cpu_time_total / 1e6,
+            "device_seconds": getattr(one, "self_device_time_total", 0.0) / 1e6,
+            "bytes": int(one.self_cpu_memory_usage + getattr(one, "self_device_memory_usage", 0)),
+        }
+        for one in averages
+        if not str(one.key).startswith(("ProfilerStep", "[memory]"))
+    ]
+    by_time = sorted(rows, key=lambda row: row["seconds"] + row["device_seconds"], reverse=True)
+    by_memory = sorted(rows, key=lambda row: row["bytes"], reverse=True)
+    chosen = [*by_time[: top - top // 4], *(row for row in by_memory[: top // 4] if row["bytes"] > 0)]
+    unique = list({row["name"]: row for row in chosen}.values())
+    return sorted(unique, key=lambda row: row["seconds"] + row["device_seconds"], reverse=True)

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bytes of a training are: the model, its buffers, gradients, the optimiser's state, activations.
+
+Counted are storages, each once: views, tied weights and what is saved twice for the backward pass share theirs.
+
+Activations are what autograd holds at the moment when the backward pass begins. They are read off its graph, from the
+loss down: nothing is hooked into it, so neither a number nor an error of the training can differ. Where the user keeps
+activations by hooks of his own (checkpointing, saving to the CPU), autograd holds none there, and none are counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_NODES = 100_000  # of a graph that are looked at
+MOST_DEPTH = 4  # of lists and mappings in an optimiser's state
+
+Seen = set[int]  # addresses of storages that have been counted
+
+
+def storage_bytes(tensors: Iterable[Any], seen: Seen) -> int:
+    """Bytes of the storages behind these tensors, without those in `seen`, to which they are added."""
+    total = 0
+    for tensor in tensors:
+        for plain in (tensor,) if tensor.layout is torch.strided else _dense_parts(tensor):
+            if plain.device.type == "meta":
+                continue
+            storage = plain.untyped_storage()
+            address = storage.data_ptr()
+            if address not in seen:
+                seen.add(address)
+                total += storage.nbytes()
+    return total
+
+
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a sparse tensor consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # noqa: SLF001 - the public ones refuse a gradient not yet coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return ()
+
+
+def shares(model: Any, optimizers: Iterable[Any], seen: Seen | None = None) -> dict[str, int]:
+    """Bytes of model, buffers, gradients and optimiser state, by name, as they are now.
+
+    Gradients that have been set to None since the last step are counted as they will be again: as large as the
+    parameters that an optimiser acts on.
+    """
+    seen = set() if seen is None else seen
+    parameters = list(model.parameters())
+    found = {"model": storage_bytes(parameters, seen), "buffers": storage_bytes(model.buffers(), seen)}
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    optimizers = list(optimizers)
+    found["gradients"] = storage_bytes(gradients, seen)
+    if not gradients and optimizers:
+        own = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+        found["gradients"] = sum(p.numel() * p.element_size() for p in own.values() if p.requires_grad)
+    states = (value for o in optimizers for state in o.state.values() for value in _tensors_in(state))
+    found["optimizer"] = storage_bytes(states, seen)
+    return found
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < MOST_DEPTH:
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        for one in inner:
+            yield from _tensors_in(one, depth + 1)
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(roots: Iterable[Tensor], seen: Seen) -> int | None:
+    """Bytes that autograd holds for the way back from these tensors, less what is in `seen`; None: it is too large."""
+    total, met = 0, set()
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in met:
+            continue
+        met.add(node)
+        if len(met) > MOST_NODES:
+            return None
+        total += storage_bytes(_saved_by(node), seen)
+        waiting.extend(after for after, _ in node.next_functions if after is not None and after not in met)
+    return total
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    kind = type(node)
+    names = _names.get(kind)
+    if names is None:
+        names = _names[kind] = tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
+    for name in names:
+        held = getattr(node, name, None)
+        for saved in held if isinstance(held, tuple | list) else (held,):
+            # A hook of the user's would run, and may compute: what it gives back is not held now.
+            if saved is not None and getattr(saved, "unpack_hook", saved) is None:
+                try:
+                    tensor = saved.data
+                except RuntimeError:  # freed, or changed in place since: the user's backward pass will say so
+                    continue
+                if isinstance(tensor, Tensor):
+                    yield tensor
+    if hasattr(node, "__dict__"):  # a function of the user's own may keep tensors on its context
+        yield from _tensors_in(vars(node), MOST_DEPTH - 2)
+
+
+_names: dict[type, tuple[str, ...]] = {}  # of what each kind of node saves
+
+
+class Activations:
+    """What the activations of a run take: measured once for each model and shape of its input, and remembered."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+
+    def watch(self, model: Any, weights: int) -> StepWatch:
+        """`weights`: how many the model has, which tells it from others of its kind."""
+        return StepWatch(self.known, model, weights)
+
+
+class StepWatch:
+    """Waits for a client's first step, for its batch; and, if its shape is new, for its way back to begin."""
+
+    def __init__(self, known: dict[Any, int], model: Any, weights: int) -> None:
+        self.batch: int | None = None  # samples
+        self.bytes: int | None = None
+        self._known = known
+        self._key: Any = weights
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._model = weakref.ref(model)
+        self._forget: list[Callable[[], None]] = []
+        if _can_be_hooked(model):
+            self._forget.append(model.register_forward_pre_hook(self._forward, with_kwargs=True).remove)
+
+    def remove(self) -> None:
+        for forget in self._forget:
+            forget()
+        self._forget.clear()
+
+    def _forward(self, model: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.remove()
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        if not tensors or not tensors[0].dim():
+            return
+        self.batch = int(tensors[0].shape[0])
+        self._key = (type(model), self._key, model.training, *((t.shape, t.dtype) for t in tensors))
+        self.bytes = self._known.get(self._key)
+        if self.bytes is None:
+            self._forget = [model.register_forward_hook(self._answered).remove, tell_of_backward(self)]
+
+    def _answered(self, _model: Any, _inputs: Any, output: Any) -> None:
+        """Where `torch.autograd.backward` is never called, what the model alone saves is all that is known."""
+        try:
+            tensors = list(_tensors_in(output))
+            self._outputs = [weakref.ref(tensor) for tensor in tensors]
+            self._take(tensors)
+        except Exception:  # noqa: BLE001 - runs inside the user's forward pass; without it, a metric is missing
+            self.remove()
+
+    def backward_begins(self, roots: Any) -> None:
+        """Called with the loss, or several, before the backward pass."""
+        forget, self._forget = self._forget, []
+        for one in forget:
+            one()
+        try:
+            self._take(list(_tensors_in(roots)))
+        except Exception:  # noqa: BLE001 - the same
+            self.bytes = None
+
+    def _take(self, roots: list[Tensor]) -> None:
+        model = self._model()
+        if model is None:
+            return
+        seen: Seen = set()
+        storage_bytes(model.parameters(), seen)
+        storage_bytes(model.buffers(), seen)
+        total = saved_bytes(roots, seen)
+        alive = [tensor for tensor in (reference() for reference in self._outputs) if tensor is not None]
+        if total is not None:
+            self.bytes = self._known[self._key] = total + storage_bytes([*roots, *alive], seen)
+
+
+def _can_be_hooked(model: Any) -> bool:
+    """Not where a hook would have the model compiled anew, or is not called."""
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    return isinstance(model, torch.nn.Module) and not compiled and not isinstance(model, torch.jit.ScriptModule)
+
+
+_lock = threading.Lock()
+_waiting: dict[int, StepWatch] = {}  # by thread
+_replaced: list[tuple[Any, Any]] = []  # our function, and the one that it stands in for
+
+
+def tell_of_backward(watch: StepWatch) -> Callable[[], None]:
+    """Call `watch.backward_begins` before this thread's next backward pass; gives the function that ends it.
+
+    torch has no hook for that. Its function is replaced while anybody waits, which is for one step of a shape that
+    was not seen before, and put back then.
+    """
+    thread = threading.get_ident()
+    module: Any = torch.autograd
+    with _lock:
+        if not _waiting:
+            _replaced.append((_watched(module.backward), module.backward))
+            module.backward = _replaced[-1][0]
+        _waiting[thread] = watch
+
+    def forget() -> None:
+        with _lock:
+            if _waiting.get(thread) is not watch:
+                return
+            del _waiting[thread]
+            if not _waiting:
+                ours, original = _replaced.pop()
+                if module.backward is ours:  # else somebody has replaced it since, and calls ours, which is idle now
+                    module.backward = original
+
+    return forget
+
+
+def _watched(original: Any) -> Any:
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _waiting.get(threading.get_ident())
+        if watch is not None:
+            watch.backward_begins(tensors)
+        return original(tensors, *args, **kwargs)
+
+    return backward

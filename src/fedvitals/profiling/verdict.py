@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round, and a run, is bound by: the part that it would have to be rid of to become shorter.
+
+First the few slowest: if the round would be much shorter without them, no part of the others' work is to blame.
+Otherwise the class of work with the largest share of the critical path. Where clients take turns in one process that
+path leads through all of them, so the shares are those of all their work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedvitals.profiling.critical import Path, critical_path, in_words
+from fedvitals.profiling.parts import WORK
+from fedvitals.profiling.shape import CLASSES, Shape
+from fedvitals.profiling.stays import UNACCOUNTED
+from fedvitals.profiling.timeline import WAITING, RoundTime
+
+STRAGGLER, NOTHING = "straggler", "nothing"
+KINDS = ("compute", "upload", "download", STRAGGLER, "aggregation", "data loading", "server", NOTHING)
+
+BOUND = 1 / 3  # of the path, or of the round: below it, even to be rid of it all gains less than half in speed
+FEW = 0.1  # of the clients, at most, are «the slowest few»: more of them are a kind of device, not stragglers
+FEWEST_CLIENTS = 3  # of two, one is always the slower, and nobody says which of them is usual
+SLOWER = 1.5  # times the others' median: of clients that take turns, three equal ones make a third each
+OFTEN = 0.5  # of a client's rounds: chance makes somebody the slowest in every round, but seldom the same one
+
+
+@dataclass(frozen=True, slots=True)
+class RoundVerdict:
+    """What one round is bound by."""
+
+    round: int
+    clock: str
+    seconds: float
+    kind: str
+    share: float  # of the round: of the class on its critical path, or what it would save without the stragglers
+    shares: dict[str, float]  # by class
+    path: Path
+    stragglers: tuple[str, ...]
+    without: float | None  # seconds without them
+    bound_by: str | None  # what makes them slow
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunVerdict:
+    """What a run is bound by, over all of its rounds."""
+
+    clock: str
+    kind: str
+    share: float
+    shares: dict[str, float]
+    rounds: int
+    seconds: float  # of a round, the mean
+    stragglers: tuple[str, ...]
+    without: float | None  # seconds of a round without them, the mean
+    bound_by: str | None
+    evidence: dict[str, Any]
+    text: str
+    by_round: tuple[RoundVerdict, ...]
+
+
+def judge_round(time: RoundTime) -> RoundVerdict:
+    """What this round is bound by."""
+    path = critical_path(time)
+    # Who brings what it began before the round holds nobody up: asynchronous servers go on with the others.
+    slow, seconds = ((), time.seconds) if time.overlapping else slowest_few(path.shape)
+    bound_by: str | None = None
+    if slow:
+        kind, share = STRAGGLER, 1 - seconds / time.seconds
+        bound_by = excess(path.shape, slow)
+    else:
+        kind, share = largest(path.shares)
+    text = f"{path.text}; {bound_words(kind, share, slow, bound_by)}"
+    rest = seconds if slow else None
+    return RoundVerdict(
+        time.round, time.clock, time.seconds, kind, share, path.shares, path, slow, rest, bound_by, text
+    )
+
+
+def slowest_few(shape: Shape) -> tuple[tuple[str, ...], float]:
+    """The fewest clients without whom the round is a third shorter, and its seconds then; () where there are none."""
+    count = len(shape.nodes)
+    if count < FEWEST_CLIENTS or shape.seconds <= 0:
+        return (), shape.seconds
+    ends = shape.ends
+    order = np.argsort(-ends, kind="stable")
+    most = max(1, int(FEW * count))
+    if _rest(shape, order[:most]) > (1 - BOUND) * shape.seconds:
+        return (), shape.seconds
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        enough = _rest(shape, order[:middle]) <= (1 - BOUND) * shape.seconds
+        low, high = (low, middle) if enough else (middle + 1, high)
+    if ends[order[low - 1]] < SLOWER * float(np.median(ends[order[low:]])):
+        return (), shape.seconds
+    return tuple(shape.nodes[i] for i in order[:low]), _rest(shape, order[:low])
+
+
+def _rest(shape: Shape, gone: Any) -> float:
+    keep = np.ones(len(shape.nodes), bool)
+    keep[gone] = False
+    return min(shape.seconds, shape.length(keep=keep))
+
+
+def excess(shape: Shape, nodes: Collection[str]) -> str | None:
+    """The class of work in which some clients are furthest behind the median of the others."""
+    chosen = np.isin(shape.nodes, [*nodes])
+    if not chosen.any() or chosen.all():
+        return None
+    more = shape.work[chosen].mean(axis=0) - np.median(shape.work[~chosen], axis=0)
+    name = CLASSES[int(more.argmax())]
+    return UNACCOUNTED if name == "other" else name
+
+
+def largest(shares: Mapping[str, float]) -> tuple[str, float]:
+    """The class of work with the largest share, and that share; «nothing» where no share is over a third."""
+    known = {kind: shares.get(kind, 0.0) for kind in WORK.values()}
+    kind = max(known, key=lambda one: known[one])
+    return (kind, known[kind]) if known[kind] > BOUND else (NOTHING, known[kind])
+
+
+def judge(times: Sequence[RoundTime]) -> RunVerdict | None:
+    """What these rounds are bound by; all of one clock (`timeline.of_clock`). None where there are none."""
+    times = [time for time in times if time.seconds > 0]
+    if not times:
+        return None
+    rounds = tuple(judge_round(time) for time in times)
+    total = sum(one.seconds for one in rounds)
+    shares = _mean_shares(rounds, total)
+    slow, rest = _steady_stragglers(rounds, total)
+    bound_by = None
+    if slow:
+        kind, share = STRAGGLER, 1 - rest / total
+        known = Counter(one.bound_by for one in rounds if one.bound_by and set(one.stragglers) & set(slow))
+        bound_by = known.most_common(1)[0][0] if known else None
+    else:
+        kind, share = largest(shares)
+    seconds = total / len(rounds)
+    without = rest / len(rounds) if slow else None
+    evidence = {
+        "rounds": len(rounds),
+        "seconds_per_round": seconds,
+        "shares": shares,
+        "bound_from": BOUND,
+        "kinds": dict(Counter(one.kind for one in rounds)),
+        "stragglers": {node: sum(node in one.stragglers for one in rounds) for node in slow},
+        "seconds_without": without,
+        "idle_per_round": sum(time.idle for time in times) / len(times),
+    }
+    text = f"A round takes {in_words(seconds)}: {bound_words(kind, share, slow, bound_by, shares)}"
+    text += f", and takes {in_words(without)} without {_names(slow)}." if without is not None else "."
+    return RunVerdict(
+        rounds[0].clock,
+        kind,
+        share,
+        shares,
+        len(rounds),
+        seconds,
+        slow,
+        without,
+        bound_by,
+        evidence,
+        text,
+        rounds,
+    )
+
+
+def _mean_shares(rounds: Sequence[RoundVerdict], total: float) -> dict[str, float]:
+    """Of the whole run: long rounds weigh more."""
+    found: dict[str, float] = {}
+    for one in rounds:
+        for kind, share in one.shares.items():
+            found[kind] = found.get(kind, 0.0) + share * one.seconds / total
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _steady_stragglers(rounds: Sequence[RoundVerdict], total: float) -> tuple[tuple[str, ...], float]:
+    """Who holds up most of the rounds that they take part in, and the run's seconds without them."""
+    named = Counter(node for one in rounds for node in one.stragglers)
+    if not named:
+        return (), total
+    there = Counter(node for one in rounds for node in one.path.shape.nodes)
+    fewest = min(2, len(rounds))
+    often = [n for n, times in named.most_common() if times >= fewest and times > OFTEN * there[n]]
+    slow = tuple(often[: max(1, int(FEW * len(there)))])
+    rest = sum(one.path.shape.without(slow) for one in rounds)
+    return (slow, rest) if slow and rest <= (1 - BOUND) * total else ((), total)
+
+
+def bound_words(
+    kind: str,
+    share: float,
+    stragglers: Sequence[str] = (),
+    bound_by: str | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> str:
+    """«upload-bound, 62 % of its critical path», «straggler-bound: it waits for c7, slow in upload»."""
+    if kind == STRAGGLER:
+        behind = f", slow in {bound_by}" if bound_by and bound_by != UNACCOUNTED else ""
+        return f"straggler-bound: it waits for {_names(stragglers)}{behind}"
+    if kind != NOTHING:
+        return f"{kind.replace(' ', '-')}-bound, {share:.0%} of its critical path"
+    unknown = (shares or {}).get(UNACCOUNTED, 0.0)
+    waiting = (shares or {}).get(WAITING, 0.0)
+    if max(unknown, waiting) > BOUND:
+        what = "is unaccounted for" if unknown >= waiting else "is spent waiting for what is not seen"
+        return f"bound by nothing that is known, {max(unknown, waiting):.0%} of its critical path {what}"
+    return "bound by nothing in particular, no kind of work is a third of its critical path"
+
+
+def _names(nodes: Sequence[str]) -> str:
+    shown = [*nodes[:3], *([f"{len(nodes) - 3} more"] if len(nodes) > 3 else [])]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

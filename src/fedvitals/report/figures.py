@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in numbers: what it learnt, how long it took, what it held and sent, what was found. For a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fedvitals.diagnosis.cases import Case, cases
+from fedvitals.profiling.traffic import Reached, Traffic, is_client, reached, traffic_of
+from fedvitals.records import Event, Finding, Run, Transfer
+from fedvitals.report.card import detectors_of
+from fedvitals.report.courses import Course, courses
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+
+# The largest that a node or the whole has told of itself, in this order of preference.
+PEAKS = ("memory.peak", "memory.resident")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    run: Run
+    rounds: int
+    clients: int
+    accuracy: Course
+    loss: Course
+    seconds: Course  # of each round
+    virtual_seconds: Course  # empty without a virtual clock
+    peak_bytes: float | None  # the largest memory of any node
+    growth_bytes: float | None  # of the resident memory, from the first round to the last; the worst node's
+    norms: Mapping[str, Course]  # of each client's update
+    gsc: Course  # median over the clients
+    traffic: Traffic
+    reached: tuple[Reached, ...]
+    cases: tuple[Case, ...]
+    judged: bool  # whether detectors looked at it; if not, no findings mean nothing
+
+
+def figures_of(reader: Reader, run: str) -> Figures:
+    described, attendance = queries.get_run(reader, run), queries.attendance(reader, run)
+    found = tuple(cases(queries.records(reader, run, Finding), attendance))
+    traffic = traffic_of(
+        queries.records(reader, run, Transfer),
+        queries.records(reader, run, Event),
+        attendance,
+        described.tables,
+        described.topology,
+    )
+    accuracy, loss = (federation(reader, run, name) for name in ("accuracy", "loss"))
+    seconds, virtual = (federation(reader, run, name) for name in ("time.round", "time.round_virtual"))
+    norms = courses(reader, run, "update.norm")
+    spent = {one.round: one.bytes for one in traffic.rounds if one.bytes}
+    return Figures(
+        run=described,
+        rounds=len(attendance[None]),
+        clients=sum(node is not None and is_client(node) for node in attendance),
+        accuracy=accuracy,
+        loss=loss,
+        seconds=seconds,
+        virtual_seconds=virtual,
+        peak_bytes=_peak(reader, run),
+        growth_bytes=_growth(reader, run),
+        norms={node: course for node, course in norms.items() if node is not None and is_client(node)},
+        gsc=federation(reader, run, "scale.gsc"),
+        traffic=traffic,
+        reached=reached(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
+        cases=found,
+        judged=bool(found) or detectors_of(described) > 0,
+    )
+
+
+def federation(reader: Reader, run: str, name: str) -> Course:
+    """The federation's own values, else each round's median over the clients."""
+    known = courses(reader, run, name)
+    if None in known:
+        return known[None]
+    if "server" in known:
+        return known["server"]
+    by_round: dict[int, list[float]] = {}
+    for course in known.values():
+        for number, value in course.items():
+            by_round.setdefault(number, []).append(value)
+    middle = {number: [v for v in values if math.isfinite(v)] for number, values in sorted(by_round.items())}
+    # A round in which no client has a finite value is shown as such, not left out.
+    return {number: median(values) if values else math.nan for number, values in middle.items()}
+
+
+def _peak(reader: Reader, run: str) -> float | None:
+    for name in PEAKS:
+        values = [v for course in courses(reader, run, name).values() for v in course.values() if math.isfinite(v)]
+        if values:
+            return max(values)
+    return None
+
+
+def _growth(reader: Reader, run: str) -> float | None:
+    ends = [[v for v in course.values() if math.isfinite(v)] for course in courses(reader, run, PEAKS[-1]).values()]
+    return max((values[-1] - values[0] for values in ends if len(values) > 1), default=None)
+
+
+def last(course: Course) -> float | None:
+    return next(reversed(course.values()), None) if course else None
+
+
+def highest(course: Mapping[int, float]) -> float | None:
+    return max((v for v in course.values() if math.isfinite(v)), default=None)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    finite = [v for v in values if math.isfinite(v)]
+    return math.fsum(finite) / len(finite) if finite else None

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machines did in a run: samples a second, memory by what it is for, processors, operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from fedvitals.catalog import CATALOG
+from fedvitals.profiling.timeline import RoundTime
+from fedvitals.profiling.traffic import is_client
+from fedvitals.records import Event
+from fedvitals.report.courses import Course, courses
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+
+SHARES = ("model", "buffers", "gradients", "optimizer", "activations", "telemetry")  # metrics memory.* that add up
+ROOM = ("memory.limit", "machine.memory_free")  # of which little is the trouble
+OPERATORS = "profile.operators"  # the event with what torch.profiler caught
+MOST_OPERATORS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    node: str
+    samples_per_second: float  # median over its rounds
+    epoch_seconds: float | None  # its whole data set at this pace; None: nobody knows how large it is
+    course: Course
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The largest value of a memory metric (of a limit: the smallest): whose, when, and its growth over the run."""
+
+    metric: str
+    bytes: float
+    node: str | None
+    round: int
+    growth_bytes: float  # of that node, from its first round to its last
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    peaks: tuple[Peak, ...]  # memory.resident, memory.peak, memory.cuda_*, ... as they were measured
+    node: str | None  # the client whose tensors take the most
+    shares: Mapping[str, float]  # its bytes, by what they are for, in its largest round
+    by_client: Mapping[str, float]  # largest tensor bytes, else resident memory, largest first
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One metric machine.* over nodes and rounds."""
+
+    metric: str
+    unit: str
+    mean: float
+    extreme: float  # the largest; of what is free, the smallest
+    node: str | None  # whose that is
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """What a capture of some steps found, as the client told it."""
+
+    node: str | None
+    round: int | None
+    data: Mapping[str, Any]
+
+
+def throughput_of(reader: Reader, run: str, times: Sequence[RoundTime]) -> tuple[Throughput, ...]:
+    """Samples a second of each client, the slowest first; from its own metric, else from its Span on the real clock."""
+    known = {node: course for node, course in courses(reader, run, "throughput.samples").items() if node is not None}
+    if not known:
+        for time in times:
+            for one in time.clients:
+                if one.samples and one.busy > 0:
+                    known.setdefault(one.node, {})[time.round] = one.samples / one.busy
+    sizes = courses(reader, run, "samples")
+    found = []
+    for node, course in known.items():
+        finite = [v for v in course.values() if math.isfinite(v) and v > 0]
+        if not finite or not is_client(node):
+            continue
+        pace, size = median(finite), [v for v in sizes.get(node, {}).values() if math.isfinite(v)]
+        found.append(Throughput(node, pace, size[-1] / pace if size else None, course))
+    return tuple(sorted(found, key=lambda one: one.samples_per_second))
+
+
+def memory_of(reader: Reader, run: str) -> Memory | None:
+    """None where nothing was measured."""
+    names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
+    known = {name: courses(reader, run, name) for name in names if _unit(name) == "bytes"}
+    peaks = [peak for name, by_node in known.items() if (peak := _peak(name, by_node)) is not None]
+    if not peaks:
+        return None
+    tensors = {node: _largest(c) for node, c in known.get("memory.tensors", {}).items() if node is not None}
+    resident = {node: _largest(c) for node, c in known.get("memory.resident", {}).items() if node is not None}
+    by_client = {node: top for node, top in (tensors or resident).items() if is_client(node)}
+    order = sorted(by_client, key=lambda node: -by_client[node])
+    worst = order[0] if tensors and order else None
+    return Memory(
+        tuple(peak for peak in peaks if peak.metric.removeprefix("memory.") not in SHARES),
+        worst,
+        {} if worst is None else _shares(known, worst),
+        {node: by_client[node] for node in order},
+    )
+
+
+def _unit(name: str) -> str:
+    return CATALOG[name].unit if name in CATALOG else "bytes"
+
+
+def _largest(course: Course) -> float:
+    return max((v for v in course.values() if math.isfinite(v)), default=0.0)
+
+
+def _peak(name: str, by_node: Mapping[str | None, Course]) -> Peak | None:
+    every = [(v, node, number) for node, c in by_node.items() for number, v in c.items() if math.isfinite(v)]
+    if not every:
+        return None
+    value, node, number = (min if name in ROOM else max)(every, key=lambda one: one[0])
+    own = [v for v in by_node[node].values() if math.isfinite(v)]
+    return Peak(name, value, node, number, own[-1] - own[0])
+
+
+def _shares(known: Mapping[str, Mapping[str | None, Course]], node: str) -> dict[str, float]:
+    whole = known["memory.tensors"][node]
+    number = max(whole, key=lambda n: whole[n] if math.isfinite(whole[n]) else -1.0)
+    found = {share: known.get(f"memory.{share}", {}).get(node, {}).get(number, 0.0) for share in SHARES}
+    return {share: value for share, value in found.items() if math.isfinite(value) and value > 0}
+
+
+def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
+    found = []
+    for name in queries.metric_names(reader, run):
+        if not name.startswith("machine."):
+            continue
+        by_node = courses(reader, run, name)
+        every = [(v, node, n) for node, c in by_node.items() for n, v in c.items() if math.isfinite(v)]
+        if every:
+            extreme, node, number = (min if name in ROOM else max)(every, key=lambda one: one[0])
+            unit = CATALOG[name].unit if name in CATALOG else ""
+            found.append(Machine(name, unit, fmean(v for v, _, _ in every), extreme, node, number))
+    return tuple(found)
+
+
+def operators_of(events: Iterable[Event]) -> tuple[Operators, ...]:
+    """Captures, the newest last; no more than a terminal or a script can make use of."""
+    told = [Operators(e.where.node, e.where.round, e.data) for e in events if e.name == OPERATORS]
+    return tuple(told[-MOST_OPERATORS:])

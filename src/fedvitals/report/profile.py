@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run's time, memory and bytes went: everything that `fedvitals profile` shows, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from fedvitals.errors import ConfigError
+from fedvitals.profiling.critical import Path, critical_path
+from fedvitals.profiling.parts import REST, WORK
+from fedvitals.profiling.remedies import Remedy, remedies
+from fedvitals.profiling.stragglers import Straggler, stragglers
+from fedvitals.profiling.timeline import RoundTime, main_clock, of_clock, timeline
+from fedvitals.profiling.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
+from fedvitals.profiling.verdict import RunVerdict, judge
+from fedvitals.profiling.whatif import Row, what_if
+from fedvitals.records import Event, Run, Span, Transfer
+from fedvitals.report.figures import federation
+from fedvitals.report.machine import (
+    Machine,
+    Memory,
+    Operators,
+    Throughput,
+    machine_of,
+    memory_of,
+    operators_of,
+    throughput_of,
+)
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+
+ORDER = (*WORK, *REST, "unaccounted")  # of parts, wherever they are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    run: Run
+    clock: str  # that the times below are of: «real» or «virtual»
+    clocks: tuple[str, ...]  # that the run has
+    verdict: RunVerdict | None  # None: the run has no round of which anything is timed
+    times: tuple[RoundTime, ...]
+    path_parts: Mapping[str, float]  # part → seconds, of all rounds' critical paths together: the rounds' own length
+    client_parts: Mapping[str, float]  # of all clients' rounds together
+    server_parts: Mapping[str, float]
+    unaccounted: float | None  # largest share of a node's round that no part explains, median over the rounds
+    waterfall: RoundTime | None  # the round that was asked for, else the longest
+    path: Path | None  # of that round
+    stragglers: tuple[Straggler, ...]
+    what_if: tuple[Row, ...]
+    remedies: tuple[Remedy, ...]
+    throughput: tuple[Throughput, ...]  # the slowest client first
+    memory: Memory | None
+    machine: tuple[Machine, ...]
+    operators: tuple[Operators, ...]
+    traffic: Traffic
+    reached: tuple[Reached, ...]
+    needed: tuple[Needed, ...]  # for the pace of the median client, unless told
+
+
+def profile_of(
+    reader: Reader,
+    run: str,
+    round: int | None = None,  # noqa: A002 - the domain's word
+    *,
+    clock: str | None = None,
+    target_seconds: float | None = None,
+) -> Profile:
+    """A run's profile; `round` chooses whose waterfall is shown, `clock` which times are looked at."""
+    described = queries.get_run(reader, run)
+    transfers, events = queries.records(reader, run, Transfer), queries.records(reader, run, Event)
+    everything = timeline(queries.records(reader, run, Span))
+    clocks = tuple(dict.fromkeys(time.clock for time in everything))
+    if clock is not None and clocks and clock not in clocks:
+        raise ConfigError(f"The run {run} has no {clock} clock, only the {' and '.join(clocks)} one.")
+    clock = clock or (main_clock(everything) if everything else "real")
+    times = of_clock(everything, clock)
+    shown = _shown(times, round, run)
+    verdict = judge(times)
+    rows = what_if(times, transfers=transfers)
+    traffic = traffic_of(transfers, events, queries.attendance(reader, run), described.tables, described.topology)
+    clients, server = _sum(one.parts for time in times for one in time.clients), _server(times)
+    return Profile(
+        run=described,
+        clock=clock,
+        clocks=clocks,
+        verdict=verdict,
+        times=tuple(times),
+        path_parts=_sum(link.parts for one in verdict.by_round for link in one.path.links) if verdict else {},
+        client_parts=clients,
+        server_parts=server,
+        unaccounted=median(time.unaccounted for time in times) if times else None,
+        waterfall=shown,
+        path=None if shown is None else critical_path(shown),
+        stragglers=tuple(stragglers(times)),
+        what_if=tuple(rows),
+        remedies=tuple(remedies(verdict, rows)) if verdict else (),
+        throughput=throughput_of(reader, run, of_clock(everything, "real")),
+        memory=memory_of(reader, run),
+        machine=machine_of(reader, run),
+        operators=operators_of(events),
+        traffic=traffic,
+        reached=_reached(reader, run, traffic),
+        needed=_needed(times, traffic, target_seconds),
+    )
+
+
+def _shown(times: Sequence[RoundTime], number: int | None, run: str) -> RoundTime | None:
+    if number is None:
+        return max(times, key=lambda time: time.seconds, default=None)
+    for time in times:
+        if time.round == number:
+            return time
+    there = f"Rounds {times[0].round} to {times[-1].round} are timed" if times else "None is timed"
+    raise ConfigError(f"The run {run} has no times of round {number}. {there}.")
+
+
+def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by part, in the one order of parts."""
+    found: dict[str, float] = {}
+    for one in parts:
+        for part, seconds in one.items():
+            found[part] = found.get(part, 0.0) + seconds
+    return {part: found[part] for part in sorted(found, key=lambda p: ORDER.index(p) if p in ORDER else len(ORDER))}
+
+
+def _server(times: Iterable[RoundTime]) -> dict[str, float]:
+    return _sum(time.server.parts for time in times if time.server is not None)
+
+
+def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[Reached, ...]:
+    accuracy = federation(reader, run, "accuracy")
+    if not accuracy:
+        return ()
+    return reached(
+        accuracy,
+        seconds=federation(reader, run, "time.round"),
+        virtual_seconds=federation(reader, run, "time.round_virtual"),
+        bytes={one.round: one.bytes for one in traffic.rounds if one.bytes},
+    )
+
+
+def _needed(times: Sequence[RoundTime], traffic: Traffic, target: float | None) -> tuple[Needed, ...]:
+    """Only where it is known how long transfers take: elsewhere there is nothing to divide by."""
+    ways: dict[str, list[Mapping[str, float]]] = {}
+    own: list[float] = []  # the median client's way in each round
+    for time in times:
+        busy = []
+        for one in time.clients:
+            if one.parts.get("download", 0.0) + one.parts.get("upload", 0.0) > 0 and not one.parts.get("away"):
+                ways.setdefault(one.node, []).append(one.parts)
+                busy.append(math.fsum(s for part, s in one.parts.items() if part not in ("wait", "idle")))
+        own += [median(busy)] if busy else []
+    if not own:
+        return ()
+    servers = [math.fsum(s for part, s in time.server.parts.items() if part in WORK) for time in times if time.server]
+    server = median(servers) if servers else 0.0
+    return needed(ways, traffic, target if target is not None else median(own) + server, server)
+
+
+def as_data(profile: Profile) -> dict[str, Any]:
+    """The profile for scripts: with what follows from its numbers, and without what repeats them."""
+    told: dict[str, Any] = plain(profile)
+    told["rounds"] = told["verdict"].pop("by_round") if told["verdict"] else []
+    told["times"] = [
+        {"round": t.round, "clock": t.clock, "began": t.began, "seconds": t.seconds, "idle": t.idle,
+         "complete": t.complete, "left_out": t.left_out, "unaccounted": t.unaccounted,
+         "nodes": {node: {"kind": n.kind, "group": n.group, "parts": n.parts} for node, n in t.nodes.items()}}
+        for t in profile.times
+    ]  # fmt: skip
+    shown = profile.waterfall
+    told["waterfall"] = None if shown is None else {"round": shown.round, "intervals": plain(shown.intervals)}
+    told["run"] = {name: getattr(profile.run, name) for name in ("id", "name", "host", "topology", "seed")}
+    return told
+
+
+_LEFT_OUT = ("shape", "stays")  # only how the other numbers were come by
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses and named tuples as mappings, with what their properties say."""
+    kind = type(value)
+    if hasattr(value, "__dataclass_fields__"):
+        derived = [name for name, one in vars(kind).items() if isinstance(one, property)]
+        names = [name for name in (*value.__dataclass_fields__, *derived) if name not in _LEFT_OUT]
+        return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: plain(entry) for name, entry in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(entry) for entry in value]
+    return value

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an alert says, and how it is put for people and machines.
+
+Names of nodes, runs and issues, and the words of findings, may come from a machine that lies. Here they are cut to a
+length, lose what moves a cursor or ends a line, and can neither mention a whole channel nor plant a link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fedvitals.catalog import CATALOG
+from fedvitals.errors import RecordError
+
+FIRING, RESOLVED = "firing", "resolved"
+LINES = 20  # alerts in the text of one message; the rest is counted, and stands in the JSON
+WORDS = 400  # characters of one sentence
+NAME = 80  # characters of a node's or run's name
+TEXT = 1900  # characters of one message: Discord takes 2000
+ZERO_WIDTH = "\u200b"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One rule at one place: it has begun to hold, or it holds no longer."""
+
+    run: str
+    rule: str
+    place: str  # node, group, layer and issue as JSON: what tells two alerts of one rule apart
+    onset: int  # the round in which it began
+    kind: str  # «firing» or «resolved»
+    severity: str
+    round: int  # in which this is said
+    at: float
+    message: str
+    node: str | None = None
+    group: str | None = None
+    layer: str | None = None
+    issue: str | None = None
+    metric: str | None = None
+    value: float | None = None
+    limit: float | None = None
+
+    @property
+    def id(self) -> str:
+        """Of (run, rule, place, onset), and whether it is resolved: the same alert has it after a restart, too."""
+        told = json.dumps([self.run, self.rule, self.place, self.onset, self.kind])
+        return hashlib.blake2b(told.encode("utf-8", "backslashreplace"), digest_size=12).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Some alerts for one channel, in words. `key` is the same whenever the same alerts are sent."""
+
+    alerts: tuple[Alert, ...]
+    doubtful: int = 0  # earlier alerts to this channel that may not have arrived
+    test: str = ""  # of a test message, what makes it unlike others
+
+    @property
+    def key(self) -> str:
+        told = " ".join((*(alert.id for alert in self.alerts), self.test))
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    @property
+    def subject(self) -> str:
+        """One line: what, where, how bad."""
+        if self.test:
+            return "[fedvitals] test message"
+        worst = max(self.alerts, key=_rank)
+        more = f" and {len(self.alerts) - 1} more" if len(self.alerts) > 1 else ""
+        return harmless(f"[fedvitals] {_badge(worst)}: {title(worst)}{more}", 150)
+
+    @property
+    def lines(self) -> list[str]:
+        """The text, line by line, fit for any reader that takes it literally."""
+        if self.test:
+            return ["fedvitals: this is a test. Alerts of your federated training will arrive here."]
+        runs = list(dict.fromkeys(harmless(alert.run, NAME) for alert in self.alerts))
+        said = [f"fedvitals, run {', '.join(runs)}:"]
+        said += [
+            f"{_badge(alert)}, round {alert.round}: {harmless(alert.message, WORDS)}" for alert in self.alerts[:LINES]
+        ]
+        if len(self.alerts) > LINES:
+            said.append(f"and {len(self.alerts) - LINES} more")
+        if self.doubtful:
+            many = self.doubtful != 1
+            said.append(f"{self.doubtful} earlier alert{'s' * many} to this channel may not have arrived.")
+        return said
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """The message for programs: {"key", "test", "doubtful", "alerts": [...]}; what is not finite is null."""
+    return {
+        "key": message.key,
+        "test": bool(message.test),
+        "doubtful": message.doubtful,
+        "alerts": [alert_json(alert) for alert in message.alerts],
+    }
+
+
+def alert_json(alert: Alert) -> dict[str, Any]:
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(alert).items()
+        if name != "place"
+    }
+    plain |= {name: harmless(str(plain[name]), NAME) for name in ("node", "group", "layer", "issue") if plain[name]}
+    return {"id": alert.id, **plain, "message": harmless(alert.message, WORDS), "run": harmless(alert.run, NAME)}
+
+
+def to_line(alert: Alert) -> str:
+    """The alert for the outbox, as it is; `from_line` gives it back."""
+    return json.dumps(asdict(alert))
+
+
+def from_line(line: str) -> Alert:
+    try:
+        told = json.loads(line)
+        return Alert(**{field.name: told[field.name] for field in fields(Alert)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"An alert in the outbox cannot be read ({type(error).__name__}): {line[:80]!r}") from error
+
+
+def title(alert: Alert) -> str:
+    """Short: what is asked, and where."""
+    what = alert.issue or alert.rule
+    return f"{what} at {alert.node or alert.group or 'the whole run'}"
+
+
+def harmless(text: str, limit: int) -> str:
+    """One line within a number of characters: nothing in it moves a cursor, ends a header or turns the direction."""
+    cut = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(c if c.isprintable() else "?" for c in cut).encode("utf-8", "backslashreplace").decode()
+
+
+def for_slack(lines: Sequence[str]) -> str:
+    """Slack's own escapes; `<!channel>`, `<@U1>` and `<http://...|here>` are then plain words."""
+    escaped = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _cut(_defanged(escaped))
+
+
+def for_discord(lines: Sequence[str]) -> str:
+    """Markdown switched off; `@everyone`, `<@1>` and `[here](http://...)` are then plain words."""
+    text = "".join("\\" + c if c in "\\*_~`|<>#[]()" else c for c in "\n".join(lines))
+    return _cut(_defanged(text))
+
+
+def _defanged(text: str) -> str:
+    return text.replace("@", "@" + ZERO_WIDTH).replace("://", ":" + ZERO_WIDTH + "//")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT else text[: TEXT - 1].rstrip("\\") + "…"
+
+
+def said(value: float, metric: str) -> str:
+    """A value in its metric's unit, as people write it."""
+    unit = CATALOG[metric].unit if metric in CATALOG else ""
+    if math.isnan(value):
+        return "not a number"
+    if unit == "share" and math.isfinite(value):
+        return f"{100 * value:.4g} %"
+    if unit == "seconds":
+        return f"{value:.4g} s"
+    if unit == "bytes" and math.isfinite(value):
+        for factor, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+            if abs(value) >= factor:
+                return f"{value / factor:.4g} {name}"
+        return f"{value:.4g} B"
+    return f"{value:.4g}"
+
+
+def _badge(alert: Alert) -> str:
+    return "resolved" if alert.kind == RESOLVED else alert.severity
+
+
+def _rank(alert: Alert) -> tuple[bool, int]:
+    order = ("note", "warning", "critical")
+    return alert.kind == FIRING, order.index(alert.severity) if alert.severity in order else -1

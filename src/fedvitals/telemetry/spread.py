@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a metric lies over the clients of a round: what is shown where a curve for each of them would be too many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedvitals.records import Metric
+
+SERVER = "server"
+GROUPS = ("edge-", "cluster-", "ring-")  # how the names of nodes begin that are no clients
+POINTS = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
+
+# Nodes and names come from other machines: more than these are counted, not kept.
+CLIENTS_KEPT, NAMES_KEPT, ROUNDS_KEPT = 10_000, 300, 2
+NAME_CHARACTERS = 100  # of one name
+ONCE_A_ROUND = "gradient."  # metrics whose `step` says where in the round the one value stood
+
+
+def is_client(node: str | None) -> bool:
+    """Whether the node trains: not the server, nor an edge, cluster or ring."""
+    return node is not None and node != SERVER and not node.startswith(GROUPS)
+
+
+def of_the_round(metric: Metric) -> bool:
+    """Whether it is about the whole round of whoever it is about, not one step or one layer of it."""
+    where = metric.where
+    return where.layer is None and (where.step is None or metric.name.startswith(ONCE_A_ROUND))
+
+
+def plain(text: str, most: int = NAME_CHARACTERS) -> str:
+    """A name from a record, short and printable: it goes into file formats and pages of others."""
+    shown = "".join(c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode())
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A round that is over: every client's values by metric, NaN left out."""
+
+    round: int
+    at: float
+    values: Mapping[str, Mapping[str, float]]
+
+    def points(self, name: str) -> dict[str, float]:
+        """Smallest, 5 %, middle, 95 % and largest: each is some client's own value."""
+        ordered = sorted(self.values[name].values())
+        last = len(ordered) - 1
+        return {point: ordered[round(share * last)] for point, share in POINTS.items()}
+
+
+class Spread:
+    """Gathers what the clients of one run tell, and gives it out round by round, when a round is over.
+
+    A round is over when its length is known (`time.round` is its last metric) or when a later one has values.
+    """
+
+    def __init__(self) -> None:
+        self.left_out = 0  # values of more clients or metrics than are kept
+        self._rounds: dict[int, dict[str, dict[str, float]]] = {}
+        self._ends: dict[int, float] = {}
+        self._fresh: set[int] = set()
+        self._last = -1  # the newest round that was given out
+
+    def add(self, metric: Metric) -> None:
+        """Take one metric; those that are not of a client's whole round only tell the time."""
+        number, node = metric.where.round, metric.where.node
+        if number is None or number <= self._last - ROUNDS_KEPT or not of_the_round(metric):
+            return
+        if node is None:
+            if metric.name == "time.round" and metric.where.group is None:
+                self._ends[number] = metric.at
+                self._fresh.add(number)
+            return
+        if not is_client(node) or metric.value != metric.value:
+            return
+        values = self._rounds.setdefault(number, {})
+        if metric.name not in values and len(values) >= NAMES_KEPT:
+            self.left_out += 1
+            return
+        of = values.setdefault(metric.name, {})
+        if node not in of and len(of) >= CLIENTS_KEPT:
+            self.left_out += 1
+            return
+        of[node] = metric.value
+        self._fresh.add(number)
+
+    def closed(self) -> list[Closed]:
+        """The rounds that are over and were not given out like this before, oldest first."""
+        newest = max(self._rounds, default=-1)
+        over = sorted(n for n in self._fresh if n in self._rounds and (n in self._ends or n < newest))
+        found = [Closed(n, self._ends.get(n, 0.0), self._rounds[n]) for n in over]
+        self._fresh.difference_update(over)
+        self._last = max([self._last, *over])
+        for number in sorted(self._rounds)[:-ROUNDS_KEPT]:
+            del self._rounds[number]
+            self._fresh.discard(number)
+            self._ends.pop(number, None)
+        return found
