@@ -95,10 +95,12 @@ def test_what_may_have_arrived_is_not_repeated(tmp_path, word):
     with running(HttpServer(word, 200)) as server:
         courier = Courier(Webhook(server.url, "again", again=True, seconds=0.2), tmp_path)
         courier.put(alert(1))
-        wait_until(lambda: courier.sent == 1)
+        wait_until(lambda: server.requests)
+        courier.put(alert(2))
+        wait_until(lambda: courier.sent == 2)
         ended(courier)
-    assert len({headers["Idempotency-Key"] for _, headers, _ in server.requests}) == 1
-    assert len(server.requests) == 2
+    keys = [headers["Idempotency-Key"] for _, headers, _ in server.requests]
+    assert (len(keys), len(set(keys)), courier.lost) == (3, 2, {})  # not mixed with what is new
 
 
 def test_a_refusal_is_final(tmp_path):
@@ -329,3 +331,15 @@ def test_a_run_that_is_continued_says_nothing_twice(tmp_path):
     third.write(list(records(20, 21)))
     third.close()
     assert sorted(told()[3:]) == [("finding", "firing", 20), ("update.norm > 5", "firing", 20)]
+
+
+def test_nothing_is_made_before_there_is_an_alert(tmp_path):
+    """A healthy run leaves no file and no thread; the same sink serves the next run."""
+    alerts = Alerts(rules=["update.norm > 5"], channels=[File(tmp_path / "a.jsonl")], folder=tmp_path / "waiting")
+    alerts.write(list(records(0, 3, 1.0)))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fedvitals-")]
+    alerts.close()
+    assert list(tmp_path.iterdir()) == []
+    alerts.write(list(records(3, 4)))
+    alerts.close()
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1

@@ -10,6 +10,7 @@ import pytest
 from exported import RUN, small
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.testing import check_sink
+from sinks import wait_until
 
 pytest.importorskip("wandb")
 from fedvitals.telemetry.wandb import WeightsAndBiases
@@ -45,11 +46,17 @@ def read(folder):
     return found
 
 
+def kinds(messages):
+    return [message.WhichOneof("record_type") for message in messages]
+
+
 def test_an_offline_run_is_read_back(tmp_path, capfd):
     """Rows by round with scalars and histograms; configuration, tags and notes with the link; not a word on screen."""
     sink = WeightsAndBiases("federation", folder=tmp_path, store="/data/runs.db")
     sink.write(small())
     sink.close()
+    # `finish` comes back before W&B's helper process has written all (3 of 40 times here): its last word is «exit».
+    wait_until(lambda: "exit" in kinds(read(sink.folders[RUN])), seconds=30)
     messages = read(sink.folders[RUN])
     (run,) = [m.run for m in messages if m.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.display_name, run.project) == (RUN, "digits", "federation")

@@ -60,7 +60,9 @@ BOTTLENECKS = {  # and what is then meant; computing is what the machines are th
 }
 
 MEMORY = re.compile(
-    r"out of memory|MemoryError|OutOfMemory|cannot allocate|could not be allocated|\bKilled\b", re.IGNORECASE
+    r"out of memory|not enough memory|MemoryError|OutOfMemory|cannot allocate|could not be allocated|\bKilled\b|"
+    r"WorkerKilled",
+    re.IGNORECASE,
 )
 DISK = re.compile(r"Errno 28|ENOSPC|no space left|disk quota|disk (is )?full|Errno 122", re.IGNORECASE)
 

@@ -54,11 +54,11 @@ def heap_bytes() -> int | None:
     return int(told.uordblks + told.hblkhd)
 
 
+_MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
 class _Mallinfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO)
 
 
 @functools.lru_cache(maxsize=1)

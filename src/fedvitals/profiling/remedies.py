@@ -84,7 +84,7 @@ def _one_of_each(rows: Sequence[Row]) -> list[Row]:
     """All rows, but of the deadlines and over-selections one each, and no more evaluations than needed to know."""
     chosen = [row for row in rows if _sort(row) not in ("deadline", "over_select") and row.key != {"evaluate_every": 0}]
     for sort in ("deadline", "over_select"):
-        same = [row for row in rows if _sort(row) == sort and (row.lost or 0.0) <= MOST_LOST]
+        same = [row for row in rows if _sort(row) == sort and row.saving > 0 and (row.lost or 0.0) <= MOST_LOST]
         if same:
             most = max(row.saving for row in same)
             chosen.append(min((r for r in same if r.saving >= ENOUGH * most), key=lambda r: (r.lost or 0.0, -r.saving)))

@@ -79,9 +79,10 @@ def stay_of(span: Span, parts: dict[str, float], began: float, ends: float) -> t
 def held(parts: dict[str, float], seconds: float) -> dict[str, float]:
     """Parts that sum to so many seconds: too much is scaled down, too little is unaccounted for."""
     total = sum(parts.values())
+    if total > 1e300:  # nobody can say what of that is true
+        return {UNACCOUNTED: seconds}
     if total > seconds:
-        scale = seconds / total if total < math.inf else 0.0
-        return {part: value * scale for part, value in parts.items()}
+        return {part: value * seconds / total for part, value in parts.items()}
     return {**parts, UNACCOUNTED: seconds - total} if seconds - total > CLOSE else parts
 
 

@@ -217,7 +217,7 @@ class Courier:
         if error.outcome == LATER or (error.outcome == DOUBT and self._channel.again):
             delay = min(FIRST_DELAY * 2 ** min(outbox.attempts(alerts) - 1, 20), LONGEST_DELAY)
             delay *= random.uniform(0.5, 1.5)  # noqa: S311 - so that many do not come back at once
-            outbox.postpone(alerts, max(delay, error.after or 0.0), str(error))
+            outbox.postpone(alerts, max(delay, error.after or 0.0), str(error), together=error.outcome == DOUBT)
             self._report(f"{error} It is tried again")
         elif error.outcome == DOUBT:
             outbox.settle(alerts, DOUBTFUL, str(error))

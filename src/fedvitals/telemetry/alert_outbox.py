@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS delivery (
   alert TEXT NOT NULL, channel TEXT NOT NULL, run TEXT NOT NULL, rule TEXT NOT NULL, place TEXT NOT NULL,
   onset INTEGER NOT NULL, kind TEXT NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0,
   due REAL NOT NULL, made REAL NOT NULL, content TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+  bundle TEXT NOT NULL DEFAULT '', -- what went out together goes out together again, under the same key
   PRIMARY KEY (alert, channel)
 );
 CREATE INDEX IF NOT EXISTS delivery_due ON delivery (channel, state, due);
@@ -79,22 +80,24 @@ class Outbox:
         now = time.time()
         with self._changing():
             rows = self._database.execute(
-                "SELECT alert, run, content FROM delivery WHERE channel = ? AND state = ? AND (due <= ? OR ?) "
+                "SELECT alert, run, bundle, content FROM delivery WHERE channel = ? AND state = ? AND (due <= ? OR ?) "
                 "ORDER BY made, rowid LIMIT ?",
                 (self._channel, WAITING, now, everything, most),
             ).fetchall()
             mine: list[Alert] = []
-            for alert, run, content in rows:
-                if run != rows[0][1]:
-                    break
+            together = os.urandom(8).hex()
+            for alert, run, bundle, content in rows:
+                if (run, bundle) != rows[0][1:3]:
+                    continue
                 try:
                     mine.append(from_line(content))
                 except RecordError:  # somebody else's hand
                     self._end([alert], LOST, "unreadable")
                     continue
                 self._database.execute(
-                    "UPDATE delivery SET state = ?, attempts = attempts + 1, due = ? WHERE alert = ? AND channel = ?",
-                    (SENDING, now + lease + LEASE_SECONDS, alert, self._channel),
+                    "UPDATE delivery SET state = ?, attempts = attempts + 1, due = ?, bundle = ? "
+                    "WHERE alert = ? AND channel = ?",
+                    (SENDING, now + lease + LEASE_SECONDS, bundle or together, alert, self._channel),
                 )
         return mine
 
@@ -103,13 +106,15 @@ class Outbox:
         with self._changing():
             self._end([alert.id for alert in alerts], state, reason)
 
-    def postpone(self, alerts: Sequence[Alert], seconds: float, reason: str) -> None:
-        """Let claimed alerts wait again."""
+    def postpone(self, alerts: Sequence[Alert], seconds: float, reason: str, *, together: bool) -> None:
+        """Let claimed alerts wait again; `together` if they may have arrived, so that they go by the same key."""
+        due = time.time() + seconds
         with self._changing():
             for alert in alerts:
                 self._database.execute(
-                    "UPDATE delivery SET state = ?, due = ?, reason = ? WHERE alert = ? AND channel = ?",
-                    (WAITING, time.time() + seconds, reason, alert.id, self._channel),
+                    "UPDATE delivery SET state = ?, due = ?, reason = ?, bundle = CASE WHEN ? THEN bundle ELSE '' END "
+                    "WHERE alert = ? AND channel = ?",
+                    (WAITING, due, reason, together, alert.id, self._channel),
                 )
 
     def expire(self, patience: float, *, again: bool) -> tuple[int, int]:

@@ -170,42 +170,37 @@ class Watch:
     def _judge_values(self, metric: str, number: int, values: Mapping[str | None, tuple[float, float]]) -> None:
         cohort = [value for node, (_, value) in values.items() if node not in (None, "server") and math.isfinite(value)]
         common = statistics.median(cohort) if len(cohort) >= LEAST_COHORT else None
+        places = [(node, json.dumps({"node": node})) for node in sorted(values, key=_natural)]
         for rule, condition in self._by_metric[metric]:
-            for node in sorted(values, key=_natural):
-                if not _meant(rule, node):
-                    continue
-                course = self._course(rule, json.dumps({"node": node}))
-                if course is not None:
-                    self._judge_value(rule, condition, course, node, number, *values[node], common)
+            for node, place in places:
+                course = self._course(rule, place) if _meant(rule, node) else None
+                if course is not None and (course.judged is None or course.judged < number):
+                    course.judged = number
+                    at, value = values[node]
+                    made = _Making(self._run, rule, place, number, at, node, metric=metric)
+                    self._judge_value(condition, course, made, value, common)
 
     def _judge_value(
-        self,
-        rule: Rule,
-        condition: Condition,
-        course: _Course,
-        node: str | None,
-        number: int,
-        at: float,
-        value: float,
-        common: float | None,
+        self, condition: Condition, course: _Course, made: _Making, value: float, common: float | None
     ) -> None:
-        if course.judged is not None and number <= course.judged:
-            return
-        course.judged = number
+        number, node = made.round, made.node
         bound = _bound(condition, course, common)
         only_nan = course.count > 0 and all(math.isnan(one) for one in course.stretch)
         if bound is None and not math.isnan(value) and not only_nan:  # too little to compare with
             if math.isfinite(value):
                 course.past.append(value)
             return
-        made = _Making(self._run, rule, json.dumps({"node": node}), number, at, node, metric=condition.metric)
         if math.isnan(value) or (bound is not None and _breaks(condition.comparison, value, bound)):
             if course.count == 0 and course.told is None:
                 course.since = number
             course.count, course.last = course.count + 1, number
             course.stretch.append(value)
-            if course.count >= condition.rounds and course.told is None and _after_gap(rule, course, number, at):
-                course.severity = rule.severity or "warning"
+            if (
+                course.count >= condition.rounds
+                and course.told is None
+                and _after_gap(made.rule, course, number, made.at)
+            ):
+                course.severity = made.rule.severity or "warning"
                 words = _words(condition, node, value, bound, course)
                 self._fire(course, made, words, value, bound)
             if course.count % WINDOW == 0 and condition.against in ("own", "before"):

@@ -18,13 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError
-from fedvitals.records import Finding, Metric, Record, run_of
+from fedvitals.records import (
+    Action,
+    Event,
+    Finding,
+    LayerStats,
+    Metric,
+    Record,
+    Sketch,
+    Snapshot,
+    Span,
+    Transfer,
+    Truth,
+    run_of,
+)
 from fedvitals.telemetry.alert_channels import Channel, Command, DeliveryError, File
 from fedvitals.telemetry.alert_config import check_channels, load, rules_of
 from fedvitals.telemetry.alert_delivery import Courier
 from fedvitals.telemetry.alert_email import Email
 from fedvitals.telemetry.alert_message import RESOLVED, Alert, Message
-from fedvitals.telemetry.alert_outbox import open_alerts
+from fedvitals.telemetry.alert_outbox import open_alerts, path_in
 from fedvitals.telemetry.alert_rules import Found, Rule, rule, unknown_names
 from fedvitals.telemetry.alert_watch import Watch
 from fedvitals.telemetry.alert_webhook import Webhook
@@ -46,6 +59,7 @@ class Alerts:
     """
 
     name = "alerts"
+    ignores = (LayerStats, Span, Transfer, Event, Sketch, Action, Snapshot, Truth)  # see `telemetry.outlet`
 
     def __init__(
         self,
@@ -77,6 +91,7 @@ class Alerts:
         self._couriers: dict[str, Courier] | None = None  # made at the first record: nothing is opened before
         self._silent = {one.name for one in self.rules if not one.resolved}
         self._warned = False
+        self._gone: dict[str, int] = {}  # lost by couriers that have ended
 
     def begin(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
         """What the monitor tells before the first record: the folder beside the store, and each issue's family."""
@@ -109,7 +124,8 @@ class Alerts:
             courier.stop(timeout)
         for courier in couriers:
             courier.join()
-        lost = self.lost
+        lost = self._gone = dict(self.lost)
+        self._couriers = None  # another run may follow
         if lost:
             told = ", ".join(f"{count} {cause}" for cause, count in lost.items())
             logger.warning("Alerts that did not arrive, or may not have: %s.", told)
@@ -117,7 +133,7 @@ class Alerts:
     @property
     def lost(self) -> Mapping[str, int]:
         """How many alerts did not reach a channel, or may not have, by cause."""
-        sums: dict[str, int] = {}
+        sums = dict(self._gone)
         for courier in (self._couriers or {}).values():
             for cause, count in courier.lost.items():
                 sums[cause] = sums.get(cause, 0) + count
@@ -132,8 +148,9 @@ class Alerts:
         if self._couriers is not None:
             return
         self._couriers = {one.name: Courier(one, self.folder, group=self._group) for one in self.channels}
-        for courier in self._couriers.values():
-            courier.start()  # also with what an earlier process left
+        if self.folder is not None and path_in(self.folder).exists():
+            for courier in self._couriers.values():
+                courier.start()  # with what an earlier process left
 
     def _watch(self, run: str) -> Watch:
         watch = self._watches.get(run)

@@ -16,7 +16,7 @@ from fedvitals import lab
 from fedvitals.lab.arrays import Arrays
 from fedvitals.lab.datasets import load
 
-CLIENTS, ROUNDS = 20, 4
+CLIENTS, ROUNDS = 20, 5
 STEPS, BATCH = 8, 16
 STRENGTHS = (0.45, 0.6, 0.75, 0.85, 0.95)  # the planted part's share of a round
 SECONDS = 10.0  # of everything that is not planted
@@ -101,7 +101,7 @@ def federation(
     averaging = 2 * CLIENTS * size
     tested = max(1, round(seconds["evaluate"] / seconds["aggregate"] * averaging / forward))
     own = {**seconds, **(slow or {})}
-    profiles = {
+    profiles: dict[str, lab.Link | lab.Device] = {
         "link": _link(seconds, size),
         "device": _device(seconds, flops),
         "slow link": _link(own, size),
