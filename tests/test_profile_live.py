@@ -9,11 +9,13 @@ from fedvitals import catalog
 from fedvitals.diagnosis.cases import cases, is_trouble
 from fedvitals.diagnosis.detect_system import bottleneck
 from fedvitals.diagnosis.examine import examine
+from fedvitals.monitor import Monitor
 from fedvitals.profiling.live import LiveProfile
-from fedvitals.profiling.timeline import timeline
+from fedvitals.profiling.timeline import of_clock, timeline
 from fedvitals.profiling.verdict import judge_round
-from fedvitals.records import Metric, Where
+from fedvitals.records import Metric, Span, Where
 from fedvitals.store.memory import MemoryStore
+from fedvitals.testing import MemorySink
 from spans_by_hand import in_turn, journey, server, side_by_side, span, whole
 
 
@@ -154,3 +156,23 @@ def test_stragglers_come_first_and_are_named():
 )
 def test_silent_where_there_is_nothing_to_say(kinds, seconds):
     assert examine(history(kinds, seconds), detectors=[bottleneck]) == []
+
+
+def test_a_run_in_the_lab_told_as_it_goes_on():
+    lab = pytest.importorskip("fedvitals.lab", reason="the lab needs torch")
+    network = lab.Network(links="3g", devices="phone", overrides={"c2": ["lora"]}, spread=0.2, jitter=0.1)
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink], strict=True, detectors=[]) as monitor:
+        lab.run(lab.Experiment(clients=6, rounds=3, network=network, model="mlp"), monitor)
+    found = []
+    live = LiveProfile(found.append)
+    for record in sink.records:  # one by one, as they came
+        live.write([record])
+    times = of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
+    for time in times:
+        verdict = judge_round(time)
+        now = shares([m for m in found if m.where.round == time.round])
+        assert verdict.kind == "straggler"
+        assert now["straggler"] == pytest.approx(verdict.share, abs=0.01)
+        assert now["upload"] == pytest.approx(verdict.shares["upload"], abs=0.01)
+    assert {m.where.node for m in found if m.name == "time.critical"} == {"c2"}

@@ -312,14 +312,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("time.evaluate", "seconds", "Evaluation at the server.", level=0, needs=_PARTS, rare=True),
     Measure("throughput.samples", "samples/s", "Samples that the client trained on, per second of training.", level=2),
     Measure("time.step", "seconds", "Mean time from one optimiser step to the next.", level=0),
-    Measure(
-        "time.critical",
-        "seconds",
-        "Of the client that the round waited for: until it was done; of clients that take turns, of the longest.",
-        level=0,
-        needs="profiling",
-        rare=True,
-    ),
+    Measure("time.critical", "seconds", "Until the client that the round waited for was done.", **_BOTTLENECK),
     Measure("bottleneck.compute", "share", "Of the round, computing on its critical path.", **_BOTTLENECK),
     Measure("bottleneck.data_loading", "share", "The same for loading data.", **_BOTTLENECK),
     Measure("bottleneck.download", "share", "The same for sending the model to clients.", **_BOTTLENECK),
@@ -327,10 +320,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("bottleneck.aggregation", "share", "The same for aggregating.", **_BOTTLENECK),
     Measure("bottleneck.server", "share", "The same for the server's receiving and evaluating.", **_BOTTLENECK),
     Measure(
-        "bottleneck.straggler",
-        "share",
-        "By which the round would be shorter without its slowest client, or its slowest tenth.",
-        **_BOTTLENECK,
+        "bottleneck.straggler", "share", "Saved if the round waited for nine tenths of the clients.", **_BOTTLENECK
     ),
     Measure("memory.resident", "bytes", "Resident memory of the process at the end of the scope.", level=0),
     Measure("memory.peak", "bytes", "Largest resident memory of the process so far.", level=0),

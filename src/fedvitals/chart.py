@@ -26,9 +26,11 @@ import torch
 
 import fedvitals
 from fedvitals import kernels
+from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.probes.results import Results
+from fedvitals.profiling.live import LiveProfile
 from fedvitals.profiling.machine import MachineSampler
 from fedvitals.profiling.parts import edge_span
 from fedvitals.protocols import Detector, History, Node, Sink
@@ -46,6 +48,7 @@ from fedvitals.telemetry.spill import readmit
 from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
+FAMILY_OF = {issue.code: issue.family for issue in ISSUES}
 CAUSES_REPORTED = 100  # a cause whose words differ each time must not fill the user's log
 
 
@@ -61,8 +64,9 @@ class Chart:
         strict: bool,
         outlet: Outlet | Parcel | None = None,
         again: bool = False,
+        profile: bool = False,
     ) -> None:
-        self.run, self.strict = run, strict
+        self.run, self.strict, self._profile = run, strict, profile
         self.continued = False  # whether the store knew the run before; asked when it is opened, and only if `again`
         self._again = again
         self.record = Recorder(self.emit)
@@ -201,20 +205,25 @@ class Chart:
             if self._outlet is not None:
                 return self._outlet
             sinks: list[Sink] = [] if self._store is None else [open_store(self._store)]
+            live: list[Sink] = [LiveProfile(self.emit)] if self._profile else []
             if self._detectors:
                 own = (self.run.id, self._memory, self._detectors)
                 self._live = LiveDetectors(*own, self._take_finding, self.report)
-                sinks.append(self._live)
+                live.append(self._live)
+            if live:
+                sinks.append(_OneAfterTheOther(live))
             spill = None if self._store is None else spill_folder(self._store)
+            for sink in self._sinks:
+                if hasattr(sink, "begin"):  # an alert may name a family of issues, and wait on disk
+                    self.guard("opening a sink", functools.partial(sink.begin, spill, FAMILY_OF))
             if spill is not None and spill.is_dir():
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
             if self._again and self._store is not None:
                 self.guard("looking up the run", self._continue)
             # A source of its own: sequences begin anew, and would be taken for records that are stored already.
             source = f"{SOURCE}-{os.urandom(4).hex()}" if self._again else SOURCE
-            outlet = self._way_out or Outlet(
-                [*sinks, *self._sinks], policy=self._policy, spill=spill, strict=self.strict, source=source
-            )
+            told: dict[str, Any] = {"policy": self._policy, "spill": spill, "strict": self.strict, "source": source}
+            outlet = self._way_out or Outlet([*sinks, *self._sinks], own=len(sinks), **told)
             self._outlet = outlet
             handler = EventHandler(self.emit, run=self.run.id, fallback=self.here)
             logging.getLogger().addHandler(handler)
@@ -266,9 +275,10 @@ class Chart:
     def lost(self) -> int:
         return self.missed + (0 if self._outlet is None else self._outlet.lost)
 
-    def flush(self, timeout: float) -> bool:
+    def flush(self, timeout: float, *, own: bool = False) -> bool:
+        """Until everything is written; `own`: by store and detectors, however long the user's own sinks take."""
         outlet = self._outlet
-        return outlet is None or bool(self.guard("flush()", lambda: outlet.flush(timeout)))
+        return outlet is None or bool(self.guard("flush()", lambda: outlet.flush(timeout, own=own)))
 
     def close(self) -> None:
         self._closed = True
@@ -311,6 +321,20 @@ class Chart:
         logger.warning("fedvitals could not finish %s; training goes on.", text)
         if self._outlet is not None:
             self.emit(event)
+
+
+class _OneAfterTheOther:
+    """Several sinks behind one queue: a round's shares are told before the detectors look at the next one."""
+
+    name = "detectors"
+    ignores = LiveDetectors.ignores
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+
+    def write(self, records: Sequence[Record], /) -> None:
+        for sink in self._sinks:
+            sink.write(records)
 
 
 def close_at_exit(closeable: Any) -> None:

@@ -18,12 +18,22 @@ SOURCE = "monitor"  # one process writes a run; what comes from others keeps the
 
 
 class Outlet:
-    """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own."""
+    """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own.
+
+    `own`: how many of the sinks, the first ones, are ours: the store, the detectors.
+    """
 
     def __init__(
-        self, sinks: Sequence[Sink], *, policy: Policy, spill: Path | None, strict: bool, source: str = SOURCE
+        self,
+        sinks: Sequence[Sink],
+        *,
+        policy: Policy,
+        spill: Path | None,
+        strict: bool,
+        source: str = SOURCE,
+        own: int = 0,
     ) -> None:
-        self._policy, self._source = policy, source
+        self._policy, self._source, self._own = policy, source, own
         self._sequence = itertools.count()
         # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
         self._ignored: list[tuple[type, ...]] = [getattr(sink, "ignores", ()) for sink in sinks]
@@ -56,11 +66,12 @@ class Outlet:
     def lost(self) -> int:
         return sum(sum(queue.lost.values()) for queue in self._queues)
 
-    def flush(self, timeout: float = 30.0) -> bool:
-        """Whether everything emitted before has been written by every sink."""
+    def flush(self, timeout: float = 30.0, *, own: bool = False) -> bool:
+        """Whether everything emitted before has been written by every sink; or by our own."""
         deadline = time.monotonic() + timeout
+        queues = self._queues[: self._own] if own else self._queues
         # A list, so that each queue is flushed even when an earlier one could not be.
-        done = [queue.flush(max(0.0, deadline - time.monotonic())) for queue in self._queues]
+        done = [queue.flush(max(0.0, deadline - time.monotonic())) for queue in queues]
         return all(done)
 
     def close(self, timeout: float = 10.0) -> None:

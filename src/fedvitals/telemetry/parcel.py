@@ -46,7 +46,7 @@ class Parcel:
             elif passed is not None:
                 self._lose(1)
 
-    def flush(self, timeout: float = 0.0) -> bool:  # noqa: ARG002 - as an outlet's
+    def flush(self, timeout: float = 0.0, *, own: bool = False) -> bool:  # noqa: ARG002 - as an outlet's
         return True
 
     def close(self, timeout: float = 0.0) -> None:

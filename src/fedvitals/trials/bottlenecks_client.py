@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedvitals.lab import datasets
 from fedvitals.trials.bottlenecks_wire import receive, send
 
-BATCH, SAMPLES = 32, 256  # in a step; of one client
-HIDDEN = 128
+BATCH, SAMPLES = 64, 256  # in a step; of one client
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,15 @@ def new_model(seed: int = 0) -> nn.Module:
     """The model that everybody begins with."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(512, 10),
+        )
 
 
 def state_of(model: nn.Module) -> bytes:

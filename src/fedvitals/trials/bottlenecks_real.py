@@ -37,11 +37,11 @@ CLIENT = "fedvitals.trials.bottlenecks_client"
 PROBES = "standard"  # «light» does not tell what a client's steps consist of
 CLIENTS, ROUNDS = 4, 3
 SLOW = "c2"  # where only one is slow
-BYTES_PER_SECOND = 60_000  # of a throttled line: about 0.6 s for the model of 38 KB
+BYTES_PER_SECOND = 60_000  # of a throttled line: about 0.7 s for the model of 40 KB
 LOADING_SECONDS = 0.0025  # of a slow sample, 256 of them
 QUOTA = 0.1  # of a core
-TURN = 0.03  # seconds, from one stop of a process to the next
-EPOCHS = 12  # where there is much to compute; 1 otherwise
+TURN = 0.02  # seconds, from one stop of a process to the next
+EPOCHS = 10  # where there is much to compute; 1 otherwise
 PAUSE = 0.6  # seconds that averaging or testing takes, where it is slow
 HOUR = 3600.0
 PATIENCE = 60.0  # seconds until a silent client is given up
@@ -66,7 +66,7 @@ def real_plants() -> list[RealPlant]:
     """Fourteen of them; the same trouble for all clients is a bottleneck, for one of them a straggler."""
     slow: dict[str, Any] = {"stragglers": (SLOW,)}
     throttled, loading = Habits(upload_bytes_per_second=BYTES_PER_SECOND), Habits(loading_seconds=LOADING_SECONDS)
-    some, busy = dict.fromkeys(NODES, Habits(epochs=4)), Habits(epochs=EPOCHS)
+    some, busy = dict.fromkeys(NODES, Habits(epochs=2)), Habits(epochs=EPOCHS)
     return [
         RealPlant("throttled downloads", "download", download=dict.fromkeys(NODES, BYTES_PER_SECOND)),
         RealPlant("throttled uploads", "upload", habits=dict.fromkeys(NODES, throttled)),
@@ -74,7 +74,7 @@ def real_plants() -> list[RealPlant]:
         RealPlant("one throttled upload", "straggler", "upload", **slow, habits={SLOW: throttled}),
         RealPlant("a tenth of a core each", "compute", quota=NODES, habits=some),
         RealPlant("a tenth of a core for one", "straggler", "compute", **slow, quota=(SLOW,), habits=some),
-        RealPlant("twelve times the epochs", "compute", habits=dict.fromkeys(NODES, busy)),
+        RealPlant("ten times the epochs", "compute", habits=dict.fromkeys(NODES, busy)),
         RealPlant("slow data sets", "data loading", habits=dict.fromkeys(NODES, loading)),
         RealPlant("one slow data set", "straggler", "data loading", **slow, habits={SLOW: loading}),
         RealPlant("slow aggregation", "aggregation", pauses={"aggregate": PAUSE}),
@@ -130,9 +130,9 @@ class RealFederation:
         line.settimeout(PATIENCE)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello, _ = receive(line)
-        place = hello.get("place")
-        if secrets.compare_digest(str(hello.get("token")), token) and place in range(CLIENTS):
-            self._lines[NODES[place]] = line
+        node = f"c{hello.get('place')}"
+        if secrets.compare_digest(str(hello.get("token")), token) and node in NODES:
+            self._lines[node] = line
         else:
             line.close()
 
