@@ -36,6 +36,11 @@ CLAIM = {
         "clients", "clients.failed", "memory.peak", "memory.resident", "monitor.cost", "monitor.lost", "steps",
         "steps.skipped", "time.client", "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.round",
         "time.round_virtual", "time.step", "traffic.received", "traffic.sent", "update.staleness",
+        "memory.growth", "memory.kept", "memory.model", "memory.buffers", "memory.gradients", "memory.optimizer",
+        "memory.activations", "memory.batch", "memory.telemetry", "memory.tensors", "memory.limit",
+        "memory.cuda_allocated", "memory.cuda_reserved", "machine.cpu", "machine.memory", "machine.memory_free",
+        "machine.disk_read", "machine.disk_written", "machine.sent", "machine.received", "machine.oom_kills",
+        "process.cpu", "process.resident", "gpu.utilisation", "gpu.memory",
     },
     1: set(),
     2: {

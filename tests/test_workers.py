@@ -116,11 +116,17 @@ def key(record):
     return w.round, w.node, w.step, w.group, getattr(record, "name", getattr(record, "family", None))
 
 
+def _by_process(record):
+    """Samples of the machine come as time goes by; what memory consists of is told once by each process."""
+    name = getattr(record, "name", "")
+    return name.startswith(("machine.", "process.")) or (name.startswith("memory.") and name != "memory.resident")
+
+
 def check_like_twin(sink, twin):
     """Every metric, matrix, span, transfer and event that the twin has, once, with its value; and nothing else."""
     for kind in (Metric, LayerStats, Span, Transfer, Event, Sketch):
-        names = Counter(key(r) for r in sink.of(kind))
-        assert names == Counter(key(r) for r in twin.of(kind)), kind
+        names, wanted = (Counter(key(r) for r in one.of(kind) if not _by_process(r)) for one in (sink, twin))
+        assert names == wanted, kind
         if kind in (Metric, LayerStats):
             assert max(names.values()) == 1
     wanted = {key(r): r for r in twin.metrics()}

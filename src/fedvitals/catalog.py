@@ -31,10 +31,8 @@ _INPUTS = "a classifier: one row of outputs per sample"
 _JOURNEY = "`monitor.exchange`, or the lab with a network"
 _PARTS = "`monitor.part`, or the lab"
 _SHARES: dict[str, Any] = {"level": 0, "needs": "a model; the shares: told when they change", "rare": True}
-_CUDA: dict[str, Any] = {"level": 0, "needs": "a model on CUDA; its peak statistics are reset", "rare": True}
 _BOTTLENECK: dict[str, Any] = {"level": 0, "needs": "profiling; told when the next round has begun"}
-_MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; each second", "rare": True}
-_GPU: dict[str, Any] = {"level": 0, "needs": "a GPU, and nvidia-ml-py; each second", "rare": True}
+_MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; for GPUs nvidia-ml-py; each second", "rare": True}
 
 MEASURES: tuple[Measure, ...] = (
     Measure(
@@ -337,8 +335,13 @@ MEASURES: tuple[Measure, ...] = (
     Measure("memory.telemetry", "bytes", "What fedvitals holds: copies of weights, updates to compare.", **_SHARES),
     Measure("memory.tensors", "bytes", "The sum of these: a step's peak, as predicted.", **_SHARES),
     Measure("memory.limit", "bytes", "What there is: of the GPU, the container or the machine.", **_SHARES),
-    Measure("memory.cuda_allocated", "bytes", "Peak of tensors on the GPU since the client began.", **_CUDA),
-    Measure("memory.cuda_reserved", "bytes", "Peak that torch took there, in use or not.", **_CUDA),
+    Measure(
+        "memory.cuda_allocated",
+        "bytes",
+        "Peak of tensors on CUDA (its statistic is reset as a client begins).",
+        **_SHARES,
+    ),
+    Measure("memory.cuda_reserved", "bytes", "Peak that torch took there, in use or not.", **_SHARES),
     Measure("machine.cpu", "percent", "Work of all processors together, of the server's machine.", **_MACHINE),
     Measure("machine.memory", "bytes", "Memory that is not available there.", **_MACHINE),
     Measure("machine.memory_free", "bytes", "Memory that is available there.", **_MACHINE),
@@ -349,8 +352,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure("machine.oom_kills", "processes", "Killed there for want of memory; absent if none.", **_MACHINE),
     Measure("process.cpu", "percent", "Work of this process, of one core.", **_MACHINE),
     Measure("process.resident", "bytes", "Resident memory of this process.", **_MACHINE),
-    Measure("gpu.utilisation", "percent", "Share of time in which the GPUs computed, their mean.", **_GPU),
-    Measure("gpu.memory", "bytes", "Memory in use on all GPUs, by all programs.", **_GPU),
+    Measure("gpu.utilisation", "percent", "Share of time in which the GPUs computed, their mean.", **_MACHINE),
+    Measure("gpu.memory", "bytes", "Memory in use on all GPUs, by all programs.", **_MACHINE),
     Measure("traffic.sent", "bytes", "Bytes that the node sent in this round.", level=0, needs="`monitor.transfer`"),
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),

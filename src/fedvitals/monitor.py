@@ -18,14 +18,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import Token
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from fedvitals.catalog import public_name
 from fedvitals.chart import Chart, close_at_exit
 from fedvitals.clients import Clients
 from fedvitals.diagnosis.care import Care
@@ -33,39 +31,20 @@ from fedvitals.diagnosis.examine import STANDARD, choose
 from fedvitals.diagnosis.live import Findings
 from fedvitals.diagnosis.policy import Policy, policy_of
 from fedvitals.diagnosis.unusable import Unusable
-from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import resolve
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments, tables_of
+from fedvitals.probes.session import Instruments
 from fedvitals.probes.updates import measured
-from fedvitals.probes.view import View, flatten
-from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
-from fedvitals.profiling.memory import peak_bytes, resident_bytes
-from fedvitals.profiling.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.protocols import Detector, Node, Sink, Stack
-from fedvitals.records import Action, Run, Span, Truth, Where
+from fedvitals.records import Action, Record, Run, Truth, Where
+from fedvitals.rounds import Rounds
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.privacy import LEAST_CLIENTS, described_policy, policy_for
-from fedvitals.telemetry.timing import new_span_id
+from fedvitals.telemetry.traceparent import carried
 from fedvitals.worker import Arrivals, WorkerObserver
-
-# Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
-TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "upload", "wait")}
-
-
-@dataclass(slots=True)
-class _Open:
-    """An open scope: how to close it again, and what it has gathered."""
-
-    scope: Scope
-    token: Token[Scope | None]
-    began: float = field(default_factory=time.perf_counter)
-    at: float = field(default_factory=time.time)
-    cohort: Cohort = field(default_factory=Cohort)  # of a round
-    sent: dict[Node, Array] = field(default_factory=dict)  # nine sums per layer of the updates that the host gave
 
 
 class Monitor:
@@ -120,20 +99,21 @@ class Monitor:
             config={**(config or {}), "fedvitals": self._settings()},
             seed=seed,
         )
-        own: dict[str, Any] = {"policy": self._policy, "strict": strict, "again": id is not None}
+        own: dict[str, Any] = {
+            "policy": self._policy, "strict": strict, "again": id is not None, "profile": profile
+        }  # fmt: skip
         self._chart = Chart(described, store, tuple(sinks), self._detectors, **own)
         self._record, self._guard = self._chart.record, self._chart.guard
         self._lock = threading.Lock()
         self._closed = False
         self._asked = False  # whether the host has ever asked what to do
-        self._round: _Open | None = None
         self._ledger = Ledger() if profile else None
-        sent = self._kit.updates.add
-        self._clients = Clients(self._chart, self._kit, sent, self._joined, profile=profile, capture=capture)
+        self._arrivals = Arrivals(self._chart, self._kit, self._policy, self._ledger, capture)
+        self._rounds = Rounds(self._chart, self._kit, self._arrivals, self._ledger, self._policy.cohort)
+        joining = (self._kit.updates.add, self._rounds.joined)
+        self._clients = Clients(self._chart, self._kit, *joining, profile=profile, capture=capture)
         if machine:
             self._chart.watch_machine()
-        self._arrivals = Arrivals(self._chart, self._kit, self._policy, self._ledger)
-        self._arrivals.capture = capture
         self._care = Care(described.id, self._cure, self._chart.emit, self._chart.history)
         self._chart.heard = self._care.hear
         self._unusable = Unusable()
@@ -181,16 +161,8 @@ class Monitor:
     @contextlib.contextmanager
     def edge(self, name: Node, model: Any = None) -> Iterator[Monitor]:
         """An edge node, cluster or ring: the clients inside belong to it (it is their `group`)."""
-        opened: _Open | None = self._guard("opening an edge", lambda: _Open(*self._chart.enter(name, group=name)))
-        before = None if model is None else self._guard("reading a model", lambda: flatten([*model.parameters()]))
-        try:
+        with self._rounds.edge(name, model):
             yield self
-        except BaseException as error:
-            self._chart.exception(self._chart.here(), "edge.failed", error)
-            raise
-        finally:
-            if opened is not None:
-                self._guard("closing an edge", lambda: self._leave_edge(opened, model, before))
 
     @contextlib.contextmanager
     def part(self, name: str, node: Node = "server") -> Iterator[None]:
@@ -218,9 +190,9 @@ class Monitor:
         """Close the open round and its clients without a word: nothing happened in them."""
         self._clients.abandon()
         self._arrivals.forget()
-        if self._round is not None:
-            self._chart.leave(self._round.scope, self._round.token)
-        self._round = self._chart.round = None
+        opened = self._rounds.close()
+        if opened is not None:
+            self._chart.leave(opened.scope, opened.token)
 
     def close(self) -> None:
         """End the run: scopes closed, records written, hooks and threads gone. A second call does nothing."""
@@ -229,8 +201,8 @@ class Monitor:
                 return
             self._closed = True
         self._clients.end_all()
-        if self._round is not None:
-            self.round_end(self._round.scope.round or 0)
+        if self._rounds.open is not None:
+            self.round_end(self._rounds.open.scope.round or 0)
         self._chart.close()
 
     @property
@@ -253,19 +225,11 @@ class Monitor:
 
     def round_begin(self, round: int, global_state: Any = None) -> None:  # noqa: A002 - the domain's word
         def begin() -> None:
-            if self._round is not None:
-                unclosed = self._round.scope.round
+            if self._rounds.open is not None:
+                unclosed = self._rounds.open.scope.round
                 self._record.event(self._chart.here(), "warning", "round.unclosed", f"Round {unclosed} was still open.")
                 self.round_end(unclosed or 0)
-            self._round = _Open(*self._chart.enter_round(round))
-            if self._ledger is not None:
-                self._ledger.begin(self._round.scope.span, self._round.at)
-            self._round.cohort = Cohort(approximate_before=self._kit.updates.approximate)
-            if hasattr(global_state, "named_parameters"):
-                self._kit.updates.begin_round(round, [*global_state.parameters()])
-            # A run that goes on does not begin anew with the model that it happens to have now.
-            if self._kit.initial is None and not self._chart.continued and hasattr(global_state, "named_parameters"):
-                self._first_model(global_state)
+            self._rounds.begin(round, _model(global_state))
 
         self._guard("opening a round", begin)
 
@@ -287,8 +251,8 @@ class Monitor:
         def emit(node: Node, matrix: Any) -> None:
             results = Results(matrices=[(family, matrix, None)])
             self._chart.tell(replace(self._chart.here(), node=node), results)
-            if self._round is not None:
-                self._round.cohort.add(node, None, results, failed=False)
+            if self._rounds.open is not None:
+                self._rounds.open.cohort.add(node, None, results, failed=False)
 
         def emit_all() -> None:
             matrices = np.asarray(torch.as_tensor(array).cpu(), dtype=np.float64)
@@ -307,10 +271,10 @@ class Monitor:
 
         def take(node: Node, vector: torch.Tensor, rows: Array) -> None:
             self._kit.updates.add(node, vector, rows)
-            if self._round is None:
+            if self._rounds.open is None:
                 self._chart.tell(replace(self._chart.here(), node=node), Results(matrices=[("update", rows, None)]))
             else:
-                self._round.sent[node] = rows  # told at the round's end, unless the client itself told the same
+                self._rounds.open.sent[node] = rows  # told at the round's end, unless the client itself told the same
             for issue, why in self._unusable(rows) if self._cure.automatic else ():
                 action = self._care.unusable(round, node, issue, why)
                 answers.extend([] if action is None else [action])
@@ -324,7 +288,7 @@ class Monitor:
         self._asked = True
         if not self._cure.automatic:
             return ()
-        self.flush()
+        self._chart.flush(30.0, own=True)
         return self._guard("prescribing", lambda: self._care.prescribed(round)) or ()
 
     def refused(self, action: Action, why: str) -> None:
@@ -342,8 +306,8 @@ class Monitor:
     ) -> None:
         def emit() -> None:
             self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
-            if self._round is not None:
-                self._round.cohort.count_traffic(sender, receiver, int(bytes))
+            if self._rounds.open is not None:
+                self._rounds.open.cohort.count_traffic(sender, receiver, int(bytes))
 
         self._guard("transfer()", emit)
 
@@ -408,6 +372,17 @@ class Monitor:
     def stack_end(self, failed: Mapping[Node, BaseException]) -> None:
         self._clients.end_stack(failed)
 
+    def headers(self, node: Node) -> dict[str, str]:
+        """W3C trace context for the message that asks a client: `WorkerObserver.inside` makes its records the round's.
+
+        Texts by name, `traceparent` and `baggage`, for whatever the host's messages can hold.
+        """
+        return self._guard("headers()", lambda: carried(self._chart.here(), node=node)) or {}
+
+    def admit(self, records: Sequence[Record]) -> None:
+        """Records that came another way than by `absorb`, as by `telemetry.otlp_receiver`."""
+        self._guard("admit()", lambda: self._chart.admit(records))
+
     def for_worker(self) -> WorkerObserver:
         """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
         return self._arrivals.observer()
@@ -418,7 +393,7 @@ class Monitor:
 
     def absorb(self, payload: bytes) -> None:
         """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted."""
-        cohort = None if self._round is None else self._round.cohort
+        cohort = None if self._rounds.open is None else self._rounds.open.cohort
         self._guard("absorb()", lambda: self._arrivals.take(payload, cohort))
 
     def round_end(
@@ -428,16 +403,10 @@ class Monitor:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         def end() -> None:
-            opened, self._round, self._chart.round = self._round, None, None
-            if opened is None:
-                return
-            try:
-                for name, value in (metrics or {}).items():
-                    self._record.metric(opened.scope, public_name(name), float(value))
-                self._finish_round(opened, global_state if hasattr(global_state, "named_parameters") else None)
-            finally:
-                self._chart.leave(opened.scope, opened.token)
-            self._tell_unasked(opened.scope)
+            opened = self._rounds.close()
+            if opened is not None:
+                self._rounds.finish(opened, _model(global_state), metrics or {})
+                self._tell_unasked(opened.scope)
 
         self._guard(f"closing round {round}", end)
 
@@ -449,66 +418,7 @@ class Monitor:
             cure = 'Call monitor.prescribed(round) before each round, or take cure="suggest".'
             self._record.event(scope, "warning", "cure.unasked", f"{why} {cure}")
 
-    # -- scopes -------------------------------------------------------------------------------------------------------
 
-    def _joined(self, span: Span, results: Results) -> None:
-        """A client has finished in this process."""
-        if self._round is None:
-            return
-        cohort, node = self._round.cohort, span.where.node or ""
-        cohort.add(node, span.where.group, results, failed=bool(span.attributes["failed"]))
-        cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
-        if self._ledger is not None:
-            self._ledger.trained(span)
-
-    def _finish_round(self, opened: _Open, model: Any) -> None:
-        started = time.perf_counter()
-        scope, cohort = opened.scope, opened.cohort
-        if model is not None:
-            self._chart.know(tables_of(self._kit, View(model)))
-        for (node, group), results in cohort.receive(opened.sent):
-            self._chart.tell(replace(scope, node=node, group=group), results)
-        self._arrivals.close_round(scope, cohort)
-        self._kit.updates.know(self._chart.tables.values())
-        for (node, group), results in cohort.close(self._kit, model, self._policy.cohort):
-            self._chart.tell(replace(scope, node=node, group=group), results)
-        for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
-            if size is not None:
-                self._record.metric(scope, name, size)
-        self._record.metric(scope, "monitor.lost", self.lost)
-        self._record.metric(scope, "monitor.cost", cohort.cost + time.perf_counter() - started)
-        if self._ledger is not None:
-            self._ledger.spent("measure", time.perf_counter() - started, "server")
-        seconds = time.perf_counter() - opened.began
-        self._tell_time(scope, opened.at + seconds)
-        self._record.span(scope, ROUND, opened.at, seconds, {})
-        self._record.metric(scope, "time.round", seconds)  # last: it marks the round as complete
-
-    def _tell_time(self, scope: Scope, ended: float) -> None:
-        """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
-        for told in () if self._ledger is None else self._ledger.close(ended):
-            own = replace(scope, node=told.node, group=told.group, span=told.id or new_span_id(), parent=told.parent)
-            self._record.span(own, told.name, told.began, told.seconds, {"parts": told.parts, **told.attributes})
-            for part in TOLD_PARTS.get(told.name, ()):
-                if part in told.parts:
-                    self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
-
-    def _leave_edge(self, opened: _Open, model: Any, before: torch.Tensor | None) -> None:
-        self._chart.leave(opened.scope, opened.token)
-        if before is not None:
-            change = (flatten([*model.parameters()]) - before).double()
-            results = Results(clients=0 if self._round is None else self._round.cohort.clients_of(opened.scope.node))
-            results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
-            self._chart.tell(opened.scope, results)
-            if self._round is not None:
-                self._round.cohort.measured_edges.add(opened.scope.node or "")
-        if self._ledger is not None:
-            self._ledger.told_edges.add(opened.scope.node or "")
-        self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
-
-    def _first_model(self, model: torch.nn.Module) -> None:
-        """The run's first global model: what all drift is measured from, and how well it was initialised."""
-        self._kit.initial = flatten([*model.parameters()])
-        self._chart.know(tables_of(self._kit, View(model)))
-        for layer, remark in check_initialisation(model):
-            self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
+def _model(state: Any) -> Any:
+    """The host's global model, if that is what it gave: a module."""
+    return state if hasattr(state, "named_parameters") else None

@@ -46,6 +46,7 @@ from fedvitals.store.delivered import Intervals, fresh
 from fedvitals.telemetry.outlet import SOURCE
 from fedvitals.telemetry.parcel import LOST, Parcel
 from fedvitals.telemetry.privacy import Policy
+from fedvitals.telemetry.traceparent import arrived
 from fedvitals.telemetry.wire import decode
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
@@ -166,6 +167,11 @@ class WorkerObserver:
         desk = self._desk()
         return desk.chart.guard("payload()", desk.parcel.take) or b""
 
+    def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
+        """The same, for clients of the round in which `Monitor.headers` were made."""
+        found = arrived(headers, lambda _: None, run=self.run)
+        return replace(self, round=found.round, trace=found.trace, span=found.span)
+
     def _begin(self, desk: _Desk, node: Node, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
         desk.kit.norms.clear()  # the last round of this client may have been in another process: the parent compares
         return desk.clients.begin(node, model, data, group, loss, inside=self._inside(desk, number))
@@ -196,10 +202,12 @@ class WorkerObserver:
 class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
-    def __init__(self, chart: Chart, kit: Instruments, policy: Policy, ledger: Ledger | None) -> None:
+    def __init__(
+        self, chart: Chart, kit: Instruments, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
+    ) -> None:
         self._chart, self._kit, self._policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()
-        self.capture: Capture | None = None
+        self._capture = capture
         self._delivered: dict[tuple[str, str], Intervals] = {}
         self._expected: dict[Node, None] = {}
         self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
@@ -223,7 +231,7 @@ class Arrivals:
             known=frozenset(chart.tables),
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
-            capture=self.capture,
+            capture=self._capture,
         )
 
     def expect(self, nodes: Iterable[Node]) -> None:

@@ -317,7 +317,10 @@ def _number(spans: list[Span], name: str) -> float | None:
 
 
 def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
-    """The nodes; of an edge that tells no waiting of its own, it waited while its members were under way."""
+    """The nodes; of an edge that tells no waiting of its own, it waited while its members were under way.
+
+    Between two of them, where they take turns in one process, it waited for the next one's turn.
+    """
     members: dict[str, list[tuple[float, float]]] = {}
     edges = {node: one for node, one in nodes.items() if one.kind == EDGE and one.parts.get(UNACCOUNTED, 0.0) > CLOSE}
     if not edges:
@@ -327,18 +330,23 @@ def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
             members.setdefault(one.group, []).append(span_of_work(one))
     for node, one in edges.items():
         rest = one.parts[UNACCOUNTED]
-        waited = 0.0 if "wait" in one.told else min(rest, _covered(members.get(node, ()), one.stays))
+        own = members.get(node, ())
+        waited = 0.0 if "wait" in one.told else min(rest, _covered(own, one.stays))
         if waited > 0:
-            stays = tuple(_waiting(stay, waited / rest) for stay in one.stays)
+            hull = [(min(began for began, _ in own), max(ended for _, ended in own))]
+            turns = min(rest - waited, _covered(hull, one.stays) - waited)
+            stays = tuple(_waiting(stay, waited / rest, max(0.0, turns) / rest) for stay in one.stays)
             parts = sums(EDGE, list(stays), one.began, one.seconds)
             nodes[node] = NodeTime(node, EDGE, one.group, one.began, one.seconds, parts, one.told, stays)
     return nodes
 
 
-def _waiting(stay: Stay, share: float) -> Stay:
+def _waiting(stay: Stay, share: float, turns: float) -> Stay:
+    """With so much of what was unaccounted for as waiting for members, and for the turns of members."""
     rest = stay.parts.get(UNACCOUNTED, 0.0)
-    parts = {"wait": rest * share, **{part: v for part, v in stay.parts.items() if part != UNACCOUNTED}}
-    return stay._replace(parts=parts | ({UNACCOUNTED: rest * (1 - share)} if share < 1 else {}))
+    own = {part: v for part, v in stay.parts.items() if part != UNACCOUNTED}
+    more = {"queue": rest * turns, UNACCOUNTED: rest * (1 - share - turns)}
+    return stay._replace(parts={"wait": rest * share, **own} | {part: v for part, v in more.items() if v > CLOSE})
 
 
 def _covered(stretches: Iterable[tuple[float, float]], stays: Iterable[Stay]) -> float:

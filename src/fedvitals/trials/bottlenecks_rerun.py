@@ -22,7 +22,7 @@ from fedvitals.monitor import Monitor
 from fedvitals.profiling.remedies import Remedy, resolved
 from fedvitals.store.memory import MemoryStore
 
-STEADY = 16  # rounds' worth of updates, for which an asynchronous run is followed at least
+CHANCE = 20  # rounds, at least, over which times are averaged where chance chooses who takes part
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,12 @@ def run_again(
 ) -> Ran:
     """The experiment's mean seconds of a round, and its accuracy at the end.
 
-    `factor`: of its rounds make up one as it was, an asynchronous one's aggregations that take in as many updates. Such
-    a run goes on until it goes steadily, for its times: all begin at once, and land in waves for a while. So does one
-    in which chance chooses who takes part.
+    `factor`: of its rounds make up one as it was, an asynchronous one's aggregations that take in as many updates. A
+    run in which chance chooses who takes part goes on for longer than was asked for, for the sake of its times.
     """
     seconds, scores = 0.0, []
     rounds = round(experiment.rounds * factor)
-    chance = factor > 1 or experiment.participation < 1
-    longer = max(rounds, round(STEADY * factor)) if chance else rounds
+    longer = max(rounds, CHANCE) if experiment.participation < 1 and factor == 1 else rounds
     for repeat in range(repeats):
         again = msgspec.structs.replace(
             experiment, rounds=longer if repeat == 0 else rounds, seed=experiment.seed + repeat
@@ -124,7 +122,7 @@ def run_again(
             result = lab.run(again, monitor, **how)
         if repeat == 0:  # the chances that were seen
             _, times = memory.history(monitor.run.id).series("time.round_virtual", None)
-            seconds = float(np.mean(times[len(times) // 4 if factor > 1 else 0 :])) * factor
+            seconds = float(np.mean(times)) * factor
         found = [one.metrics[accuracy] for one in result.rounds[:rounds] if accuracy in one.metrics]
         scores += found[-1:]
     return Ran(seconds, float(np.mean(scores)) if scores else None)
