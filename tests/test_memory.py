@@ -265,6 +265,6 @@ def test_the_peak_on_a_gpu_is_the_client_s_own():
         functional.cross_entropy(model(x), y).backward()
         torch.optim.Adam(model.parameters()).step()
     told = {r.name: r.value for r in sink.records if getattr(r, "name", "").startswith("memory.") and r.where.node}
-    assert 0 < told["memory.cuda_allocated"] < 1 << 26
+    assert 0 < told["memory.cuda_allocated"] < 1 << 28  # with what cuBLAS takes for itself, up to 70 MB
     assert told["memory.cuda_reserved"] >= told["memory.cuda_allocated"]
     assert told["memory.limit"] == torch.cuda.get_device_properties(0).total_memory

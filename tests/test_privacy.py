@@ -33,14 +33,17 @@ PRESETS = ("light", "standard", "deep")
 
 CLAIM = {
     0: {
-        "clients", "clients.failed", "memory.peak", "memory.resident", "monitor.cost", "monitor.lost", "steps",
-        "steps.skipped", "time.client", "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.round",
-        "time.round_virtual", "time.step", "traffic.received", "traffic.sent", "update.staleness",
-        "memory.growth", "memory.kept", "memory.model", "memory.buffers", "memory.gradients", "memory.optimizer",
-        "memory.activations", "memory.batch", "memory.telemetry", "memory.tensors", "memory.limit",
-        "memory.cuda_allocated", "memory.cuda_reserved", "machine.cpu", "machine.memory", "machine.memory_free",
-        "machine.disk_read", "machine.disk_written", "machine.sent", "machine.received", "machine.oom_kills",
-        "process.cpu", "process.resident", "gpu.utilisation", "gpu.memory",
+        "bottleneck.aggregation", "bottleneck.compute", "bottleneck.data_loading", "bottleneck.download",
+        "bottleneck.server", "bottleneck.straggler", "bottleneck.upload", "clients", "clients.failed", "gpu.memory",
+        "gpu.utilisation", "machine.cpu", "machine.disk_read", "machine.disk_written", "machine.memory",
+        "machine.memory_free", "machine.oom_kills", "machine.received", "machine.sent", "memory.activations",
+        "memory.batch", "memory.buffers", "memory.cuda_allocated", "memory.cuda_reserved", "memory.gradients",
+        "memory.growth", "memory.kept", "memory.limit", "memory.model", "memory.optimizer", "memory.peak",
+        "memory.resident", "memory.telemetry", "memory.tensors", "monitor.cost", "monitor.lost", "process.cpu",
+        "process.resident", "steps", "steps.skipped", "time.aggregate", "time.client", "time.client_virtual",
+        "time.clock_error", "time.compute_virtual", "time.critical", "time.data", "time.download", "time.evaluate",
+        "time.queue", "time.round", "time.round_virtual", "time.step", "time.upload", "time.wait", "traffic.received",
+        "traffic.sent", "update.staleness",
     },
     1: set(),
     2: {
@@ -51,7 +54,8 @@ CLAIM = {
         "gradient.norm_unclipped", "loss",
         "nonlinearity.nlc", "samples", "scale.from_batch", "scale.gsc", "scale.gsc_error", "scale.gsc_median",
         "scale.gsc_spread", "scale.images", "scale.nonfinite_samples", "scale.sensitivity", "scale.sensitivity_error",
-        "scale.sensitivity_median", "scale.sensitivity_spread", "scale.zero_samples", "update.cosine_mean",
+        "scale.sensitivity_median", "scale.sensitivity_spread", "scale.zero_samples", "throughput.samples",
+        "update.cosine_mean",
         "update.cosine_previous", "update.differs", "update.duplicates", "update.norm", "update.samples", "update.zero",
         "weight.difference", "weight.difference_absolute", "weight.drift", "weight.drift_init", "weight.nonfinite",
         "weight.norm", "weight.update_ratio",
@@ -222,7 +226,9 @@ def check_kinds(sink, privacy, detailed, deep):
     spans = {span.name: span for span in sink.of(Span)}
     assert ("patient" in spans["load"].attributes) == (privacy >= 3)
     assert spans["load"].attributes["error"] == "ValueError"
-    assert spans["client"].attributes == {"failed": False}
+    told = spans["client"].attributes
+    assert set(told) <= {"failed", "parts", "folded"} | ({"samples", "batch"} if privacy >= 3 else set())
+    assert all(isinstance(seconds, float) for seconds in told.get("parts", {}).values())
     lines = sink.events("log", node=CLIENT)
     assert {line.level for line in lines} == {"warning", "error"} | ({"info"} if privacy >= 3 else set())
     if privacy < 3:

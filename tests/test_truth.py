@@ -120,7 +120,7 @@ def test_what_a_host_tells_before_the_first_round_is_not_lost(tmp_path):
             monitor.truth({"kind": "crash", "nodes": "all", "at_step": 2})
     with open_reader(tmp_path / "runs.db") as reader:
         told = queries.truth_of(reader, "ill")
-        assert reader.history(monitor.run.id).nodes() == []
+        assert reader.history(monitor.run.id).nodes() == ["server"]
     assert [(t.kind, t.nodes, t.since, t.until, t.data) for t in told] == [
         ("label_noise", ("c4", "c9"), 3, 7, {"family": "client", "rate": 0.8}),
         ("zero_weight", (), 0, None, {}),

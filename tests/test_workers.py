@@ -41,7 +41,7 @@ from worker_tasks import (
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 NODES = ["c0", "c1", "c2", "c3"]
-TIMED = ("time.", "memory.", "monitor.", "throughput.")  # differ from run to run
+TIMED = ("time.", "memory.", "monitor.", "throughput.", "bottleneck.")  # differ from run to run
 
 
 def by_processes(method):
@@ -214,7 +214,8 @@ def test_the_store_has_every_client_once(tmp_path):
                 [*zip(NODES, range(4), strict=True)],
             ),
             ("SELECT value FROM metrics WHERE name = 'clients'", [(4,)]),
-            ("SELECT count(*) FROM transfers", [(4,)]),
+            ("SELECT count(*) FROM transfers WHERE kind <> 'telemetry'", [(4,)]),
+            ("SELECT count(*) FROM transfers WHERE kind = 'telemetry' AND bytes > 0", [(4,)]),
             ("SELECT sum(value) FROM metrics WHERE name = 'traffic.received'", [(4006,)]),
         ):
             assert query(reader, sql).rows == wanted, sql

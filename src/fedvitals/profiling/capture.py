@@ -89,6 +89,8 @@ class Recording:
             return
         try:
             if self._forwards == self._first:
+                if torch.autograd._profiler_enabled():  # noqa: SLF001 - ours would end it: torch has one at a time
+                    raise ConfigError("Another profiler is at work: operators are not recorded in this round.")
                 self._profiler = torch.profiler.profile(profile_memory=True, acc_events=True)
                 self._profiler.start()
                 self._running = True

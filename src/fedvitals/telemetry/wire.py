@@ -41,7 +41,7 @@ def encode(records: Sequence[Record], limits: Limits = LIMITS) -> bytes:
         raise RecordError(f"A record holds what cannot be sent ({error}).") from error
     check_size("bytes without its matrices", len(head), limits.head)
     written = _PLAIN if len(head) <= _SHORT else _DEFLATED
-    head = head if written == _PLAIN else zlib.compress(head, 1)
+    head = head if written == _PLAIN else zlib.compress(head)
     payload = b"".join((_START.pack(MAGIC, VERSION, written, len(head)), head, *matrices))
     check_size("bytes", len(payload), limits.bytes)
     check_size("bytes of free-form data", writer.data_bytes, limits.data)

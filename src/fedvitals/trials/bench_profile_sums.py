@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of each node's round its parts explain: every topology of the lab on both clocks, a plain loop, processes."""
+"""How much of each node's round its parts explain: all topologies of the lab on both clocks, and a plain loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from fedvitals import lab
 from fedvitals.monitor import Monitor
-from fedvitals.profiling.timeline import RoundTime, timeline
+from fedvitals.profiling.timeline import RoundTime, of_clock, timeline
 from fedvitals.records import Span
 from fedvitals.store import open_reader, queries
 from fedvitals.trials import demo
@@ -36,8 +36,7 @@ def sums(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -
         for name, topology in TOPOLOGIES.items():
             tell(f"parts of a round: {name}")
             times = in_the_lab(topology, store, rounds=3 if quick else 6)
-            for clock in ("real", "virtual"):
-                rows.append(row(name, clock, [time for time in times if time.clock == clock]))
+            rows += [row(name, clock, of_clock(times, clock)) for clock in ("real", "virtual")]
         tell("parts of a round: the demo's loop")
         with Monitor(store, detectors=(), machine=False, strict=True) as monitor:
             settings = demo.Settings(rounds=2 if quick else 5)
@@ -88,9 +87,7 @@ def row(name: str, clock: str, times: Sequence[RoundTime]) -> Row:
 
 def shortfall(time: RoundTime) -> dict[str, float]:
     """Of each node, the share of the round by which its known parts miss the round's length, too little or too much."""
-    return {
-        node: abs(time.seconds - sum(known(one.parts.items()))) / time.seconds for node, one in time.nodes.items()
-    }
+    return {node: abs(time.seconds - sum(known(one.parts.items()))) / time.seconds for node, one in time.nodes.items()}
 
 
 def known(parts: Iterable[tuple[str, float]]) -> list[float]:

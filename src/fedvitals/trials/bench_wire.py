@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from fedvitals.monitor import Monitor
-from fedvitals.records import Record, Run, Sketch, stamped
+from fedvitals.records import Record, Run, stamped
 from fedvitals.telemetry.wire import decode, encode
 from fedvitals.trials.workloads import WORKLOADS, step
 
@@ -21,26 +21,23 @@ from fedvitals.trials.workloads import WORKLOADS, step
 def client_round(*, first: bool = False, probes: str = "standard") -> list[Record]:
     """The records of one client-round of the paper's CNN, 20 steps, as a worker sends them.
 
-    Layer tables are named by their digest; what the server computes itself (sketches) is left out. `first`: of round 0,
-    in which a client tells its label histogram, too.
+    Layer tables are named by their digest. `first`: of round 0, in which a client tells its label histogram, too.
     """
     workload = next(w for w in WORKLOADS if w.name == "paper-cnn")
     x, y = workload.data(160)
-    kept: list[Record] = []
-
-    class Keep:
-        def write(self, records: Any, /) -> None:
-            kept.extend(records)
-
-    with torch.random.fork_rng(devices=[]), Monitor(None, sinks=[Keep()], probes=probes) as monitor:
+    payload = b""
+    with torch.random.fork_rng(devices=[]), Monitor(None, probes=probes) as monitor:
         torch.manual_seed(0)
         for number in (0,) if first else (0, 1):
             model = workload.model()
-            with monitor.round(number, model), monitor.client("c17", model, data=(x, y), loss=functional.cross_entropy):
-                optimizer = workload.optimizer(model)
-                for i in range(20):
-                    step(model, optimizer, x[16 * (i % 10) :][:16], y[16 * (i % 10) :][:16])
-    here = [r for r in kept if not isinstance(r, Run | Sketch) and (r.where.round, r.where.node) == (number, "c17")]
+            with monitor.round(number, model):
+                worker = monitor.for_worker()
+                with worker.client("c17", model, data=(x, y), loss=functional.cross_entropy):
+                    optimizer = workload.optimizer(model)
+                    for i in range(20):
+                        step(model, optimizer, x[16 * (i % 10) :][:16], y[16 * (i % 10) :][:16])
+                payload = worker.payload()
+    here = [record for record in decode(payload) if not isinstance(record, Run)]
     return [stamped(record, "worker-12345-0a1b2c3d", 1000 + i) for i, record in enumerate(here)]
 
 

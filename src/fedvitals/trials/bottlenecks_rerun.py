@@ -20,6 +20,7 @@ from fedvitals.lab.network import devices_of
 from fedvitals.lab.profiles import Device
 from fedvitals.monitor import Monitor
 from fedvitals.profiling.remedies import Remedy, resolved
+from fedvitals.records import Run
 from fedvitals.store.memory import MemoryStore
 
 CHANCE = 20  # rounds, at least, over which times are averaged where chance chooses who takes part
@@ -61,6 +62,16 @@ class Tried:
         """Of the accuracy before, what is gone; below 0 where it became better."""
         known = self.accuracy_before is not None and self.accuracy_after is not None
         return (self.accuracy_before or 0.0) - (self.accuracy_after or 0.0) if known else None
+
+
+def experiment_of(run: Run) -> lab.Experiment:
+    """The experiment of a stored run, as `fedvitals lab` keeps it: without faults, which no reader may know."""
+    text = run.config.get("experiment")
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"The run {run.id} keeps no experiment, so that it cannot be run again: only runs of `fedvitals lab` do."
+        )
+    return lab.read(text)
 
 
 def try_remedies(
