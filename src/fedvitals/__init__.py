@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from fedvitals.schedule import every as every
     from fedvitals.schedule import first as first
     from fedvitals.schedule import last as last
+    from fedvitals.profiling.capture import Capture as Capture
     from fedvitals.store import open_store as open_store
+    from fedvitals.telemetry.alerts import Alerts as Alerts
     from fedvitals.telemetry.timing import timed as timed
 
 _HOME = {
@@ -37,6 +39,8 @@ _HOME = {
     "first": "fedvitals.schedule",
     "last": "fedvitals.schedule",
     "timed": "fedvitals.telemetry.timing",
+    "Alerts": "fedvitals.telemetry.alerts",
+    "Capture": "fedvitals.profiling.capture",
     "open_store": "fedvitals.store",
 }
 

@@ -89,8 +89,7 @@ class Recording:
             return
         try:
             if self._forwards == self._first:
-                if torch.autograd._profiler_enabled():  # noqa: SLF001 - ours would end it: torch has one at a time
-                    raise ConfigError("Another profiler is at work: operators are not recorded in this round.")
+                self._refuse_company(torch.autograd)
                 self._profiler = torch.profiler.profile(profile_memory=True, acc_events=True)
                 self._profiler.start()
                 self._running = True
@@ -100,6 +99,11 @@ class Recording:
             self._profiler, self._running = None, False
             self._report(error, "recording operators")
         self._forwards += 1
+
+    def _refuse_company(self, autograd: Any) -> None:
+        """torch has one profiler at a time, and ours would end the user's."""
+        if autograd._profiler_enabled():  # noqa: SLF001 - torch tells it nowhere else
+            raise ConfigError("Another profiler is at work: operators are not recorded of this client.")
 
     def _stop(self) -> None:
         if self._running:

@@ -35,7 +35,7 @@ QUICK_STRENGTHS, QUICK_OUTAGE, SCALED_OUTAGE = (0.45, 0.95), 2.0, 12.0
 
 def bench_profile(*, quick: bool = False, tell: Tell = lambda _: None) -> list[Row]:
     """A row for each bar: what was measured, and whether that meets it; `details` has the single cases."""
-    rows = [_overhead(7 if quick else 61, tell), _memory(quick, tell)]
+    rows = [_overhead(7 if quick else 41, tell), _memory(quick, tell)]
     real = bottlenecks.on_processes(real_plants()[::4] if quick else None, tell=tell)
     rows.append(_sums(quick, real, tell))
     rows += _in_the_lab(quick, tell)
