@@ -89,15 +89,43 @@ fast = [(torch.ones(4, 4), torch.zeros(4, dtype=torch.long))] * 2
 )
 def test_a_planted_phase_is_the_longest_and_all_parts_fit_into_the_whole(part, model, source, make):
     span, parts, sink = parts_when(lambda m: train(m, source(m), make), model)
-    assert max(parts, key=parts.get) == part
-    assert 2 * NAP <= parts[part] <= sum(parts.values()) <= span.seconds * (1 + 1e-6)
-    assert (span.attributes["samples"] // 4 in (2, 3), span.attributes["batch"], span.attributes["folded"]) == (
-        True,
-        4,
-        True,
-    )
+    own = {name: seconds for name, seconds in parts.items() if name != "measure"}  # much, around so little training
+    assert max(own, key=own.get) == part
+    assert 1.9 * NAP <= parts[part] <= sum(parts.values()) <= span.seconds * (1 + 1e-6)
+    assert (span.attributes["batch"], span.attributes["folded"]) == (4, True)
+    if make is not Sleepy:  # which torch takes for two optimisers, and so for twice the steps
+        assert span.attributes["samples"] in (8, 12)
     (throughput,) = [m.value for m in sink.metrics() if m.name == "throughput.samples"]
     assert 0 < throughput < span.attributes["samples"] / (2 * NAP)
+
+
+def test_clients_take_turns_where_looking_would_cost_too_much_and_are_then_divided_as_before():
+    sink, model = MemorySink(), Slow()
+    with Monitor(None, sinks=[sink], detectors=(), strict=True) as monitor:
+        for number in range(6):
+            with monitor.round(number, model), monitor.client("c0", model):
+                train(model, fast)
+        known = monitor._clients._clocks._known["c0"]
+    assert known.every > 1  # a millisecond of training is not worth a look in each round
+    last = sink.of(Span, "client")[-1]
+    parts = parts_of(last)
+    assert {"forward", "backward", "optimizer", "measure"} <= parts.keys()
+    assert sum(parts.values()) <= last.seconds * (1 + 1e-6)
+    assert parts["forward"] / parts["backward"] == pytest.approx(
+        known.shares["forward"] / known.shares["backward"], rel=0.02
+    )
+    assert last.attributes["samples"] == 8
+
+
+def test_long_steps_are_looked_into_in_every_round():
+    sink, model = MemorySink(), Slow(forward=NAP)
+    with Monitor(None, sinks=[sink], detectors=(), strict=True) as monitor:
+        for number in range(3):
+            model.seconds = NAP * (number + 1)
+            with monitor.round(number, model), monitor.client("c0", model):
+                train(model, fast * 4)
+    seen = [parts_of(span)["forward"] for span in sink.of(Span, "client")]
+    assert [s / (8 * NAP) for s in seen] == pytest.approx([1, 2, 3], rel=0.2)
 
 
 def test_what_a_loop_does_besides_is_not_taken_for_loading_where_a_loader_is_known():

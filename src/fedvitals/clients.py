@@ -28,8 +28,8 @@ from fedvitals.profiling.capture import OPERATORS, Capture, Captures, Recording
 from fedvitals.profiling.client_memory import ClientMemory, OpenMemory
 from fedvitals.profiling.leak import CENSUS
 from fedvitals.profiling.memory import resident_bytes
-from fedvitals.profiling.parts import CLIENT, edge_span
-from fedvitals.profiling.phases import StepClock
+from fedvitals.profiling.parts import CLIENT, PHASES, edge_span
+from fedvitals.profiling.phases import Clocks, StepClock, turn_over
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import Span, Transfer
 from fedvitals.scope import Scope
@@ -88,7 +88,7 @@ class Clients:
         capture: Capture | None = None,
     ) -> None:
         self._chart, self._kit, self._sent, self._joined = chart, kit, sent, joined
-        self._profile = profile
+        self._profile, self._clocks = profile, Clocks()
         self._memory, self._captures = ClientMemory(), Captures(capture)
         self._open: dict[Node, OpenClient] = {}
         self._stack: OpenStack | None = None
@@ -130,7 +130,7 @@ class Clients:
                 opened.tables = {rows: table.digest for rows, table in tables.items()}
             report = functools.partial(self._chart.report, scope=opened.scope)
             # Who measures nothing at steps has no hooks there, which the clock would need.
-            opened.clock = StepClock() if self._profile and not self._kit.preset.brief else None
+            opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
             opened.session = ClientSession(self._kit, view, report, opened.clock)
             if self._profile:
                 opened.memory = self._memory.begin(model, view.parameters)
@@ -337,8 +337,10 @@ class Clients:
             self._sent(node, update, rows)
             cost = opened.session.cost + time.perf_counter() - started
             results.take({"monitor.cost": cost})
-            if opened.clock is not None:
-                told |= _phases(opened.clock, cost, results)
+            if self._profile and not self._kit.preset.brief:
+                so_far = time.perf_counter() - opened.began
+                told |= self._clocks.end(node, opened.clock, so_far, cost)
+                _tell_throughput(told, results)
         seconds = time.perf_counter() - opened.began
         results.take({"time.client": seconds})
         results.take(self._memory_of(opened, failed=failed))
@@ -348,6 +350,7 @@ class Clients:
         _tell_loss(results, logged="loss" in opened.logged)
         self._chart.tell(scope, results)
         self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
+        turn_over()
 
     def _memory_of(self, opened: OpenClient, *, failed: bool) -> Mapping[str, float]:
         session, scope = opened.session, opened.scope
@@ -366,14 +369,10 @@ class Clients:
             self._chart.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
 
 
-def _phases(clock: StepClock, cost: float, results: Results) -> dict[str, Any]:
-    """What a client's Span tells of its time; its throughput goes to the results."""
-    parts = clock.parts(cost)
-    working = sum(parts.get(name, 0.0) for name in ("data", "forward", "backward", "optimizer", "compute"))
-    if clock.samples and working:
-        results.take({"throughput.samples": clock.samples / working})
-    told: dict[str, Any] = {"parts": parts, "folded": True}
-    return {**told, "samples": clock.samples, "batch": clock.batch} if clock.samples else told
+def _tell_throughput(told: Mapping[str, Any], results: Results) -> None:
+    working = sum(told.get("parts", {}).get(name, 0.0) for name in (*PHASES, "compute"))
+    if told.get("samples") and working:
+        results.take({"throughput.samples": told["samples"] / working})
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:

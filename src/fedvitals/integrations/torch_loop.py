@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedvitals.errors import ConfigError
 from fedvitals.monitor import Monitor
-from fedvitals.probes.hooks import tell_of_steps
 
 NODE = "model"
 
@@ -50,19 +50,20 @@ def watch(
         monitor.client_end(NODE, error)
         monitor.round_end(count // steps, model)
 
-    def after_step(stepping: Optimizer) -> None:
+    def after_step(stepping: Optimizer, *_: Any) -> None:
         nonlocal count
         if stepping is not optimizer and not any(id(p) in own for g in stepping.param_groups for p in g["params"]):
             return
         if (count + 1) % steps == 0:
+            # After a step, not before: torch walks the very hooks that closing a client removes.
             end()
             count += 1
             begin()
         else:
             count += 1
 
-    forget = tell_of_steps(_AfterSteps(after_step))  # before the first client: who came first is told last
     begin()
+    handle = register_optimizer_step_post_hook(after_step)
     failure: BaseException | None = None
     try:
         yield monitor
@@ -70,17 +71,9 @@ def watch(
         failure = error
         raise
     finally:
-        forget()
+        handle.remove()
         if count and count % steps == 0 and failure is None:
             monitor.discard()  # the last window has just closed, and no step came after it
         else:
             end(failure)
         monitor.close()
-
-
-class _AfterSteps:
-    def __init__(self, after_step: Callable[[Optimizer], None]) -> None:
-        self.left = after_step
-
-    def meet(self, *_: Any) -> None:
-        """Nothing to do before a step."""

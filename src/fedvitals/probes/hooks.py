@@ -16,26 +16,18 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Owned = Sequence[Tensor | None]
 Measure = Callable[[Optimizer, Owned, int, Any], None]
 """Called with the optimiser, its parameters per layer, the step's number, and whether the step was skipped.
 
 The last is a bool, or a tensor of one where only the device knows."""
-
-
-class Told(Protocol):
-    """Who can be told of optimisers' steps."""
-
-    def meet(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any: ...
-    @property
-    def left(self) -> Callable[[Optimizer], None]: ...
 
 
 class StepCounter:
@@ -59,8 +51,6 @@ class StepCounter:
         steps = known[1] + 1 if known[1] >= 0 else -1
         self._mine[id(optimizer)] = (optimizer, steps)
         self.steps = max(self.steps, steps)  # two optimisers of one model step together
-
-    def left(self, optimizer: Optimizer) -> None: ...
 
     def optimizers(self) -> list[Optimizer]:
         """Those that stepped on these parameters."""
@@ -86,13 +76,11 @@ class StepHooks:
         parameters: Sequence[Tensor],
         measure: Measure,
         unscaled: Callable[[], None] | None = None,
-        stepped: Callable[[], None] | None = None,
     ) -> None:
         self._parameters = parameters
         self._ids = {id(p) for p in parameters}
         self._measure = measure
         self._unscaled = unscaled
-        self._stepped = stepped  # after each step
         self._known: dict[int, _Met] = {}
         self._handles: list[Any] = []
         self._forget = (tell_of_steps(self), tell_of_scalers(self))
@@ -131,12 +119,6 @@ class StepHooks:
     def optimizers(self) -> list[Optimizer]:
         """Those that stepped on these parameters."""
         return [known.optimizer for known in self._known.values() if known.owned is not None]
-
-    def left(self, optimizer: Optimizer) -> None:
-        """After a step of any optimiser."""
-        known = self._known.get(id(optimizer))
-        if self._stepped is not None and known is not None and known.owned is not None:
-            self._stepped()
 
     def _look_at(self, optimizer: Optimizer) -> _Met:
         """What is known of an optimiser, at its first step here or when it has been given new parameters."""
@@ -185,36 +167,29 @@ class StepHooks:
 
 
 _lock = threading.Lock()
-_met: list[Told] = []  # who is told of optimiser steps
-_handle: list[Any] = []  # of the two hooks that tell them
+_met: list[StepHooks | StepCounter] = []  # who is told of optimiser steps
+_handle: list[Any] = []  # of the one hook that tells them
 
 
-def tell_of_steps(hooks: Told) -> Callable[[], None]:
+def tell_of_steps(hooks: StepHooks | StepCounter) -> Callable[[], None]:
     """Call `hooks.meet` before each step of any optimiser; returns the function that ends it.
 
     torch has one table of such hooks for the process, and fails in the user's own `step` if it changes while another
     thread walks it. So there is one hook in it for all scopes, from the first that opens to the last that closes.
-    After the step `hooks.left` is called, in the same way, and of the newest first: the outermost may close the others.
     """
     with _lock:
         if not _met:
             _handle.append(register_optimizer_step_pre_hook(_meet_all))
-            _handle.append(register_optimizer_step_post_hook(_leave_all))
         _met.append(hooks)
 
     def forget() -> None:
         with _lock:
             if hooks in _met:
                 _met.remove(hooks)
-                while _handle and not _met:
+                if not _met:
                     _handle.pop().remove()
 
     return forget
-
-
-def _leave_all(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for hooks in reversed(tuple(_met)):
-        hooks.left(optimizer)
 
 
 def _meet_all(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

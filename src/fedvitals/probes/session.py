@@ -41,9 +41,10 @@ class Clock(Protocol):
     """Told of a client's steps, to say what its time went to (`profiling.phases.StepClock`)."""
 
     def start(self, model: Any) -> None: ...
+    def due(self, step: int) -> bool: ...
     def begin_step(self, at: float) -> None: ...
-    def measured(self, at: float) -> None: ...
-    def end_step(self) -> None: ...
+    def measured(self, step: int, optimizer: Any, skipped: Any) -> None: ...
+    def stop(self, steps: int, last: float, measuring: float) -> None: ...
     def remove(self) -> None: ...
 
 
@@ -100,13 +101,13 @@ class ClientSession:
         self._stepwise = [(i, p) for i, p in at_steps if p.probe is not gradients and not hasattr(p.probe, "prepare")]
         self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if hasattr(p.probe, "prepare")]
         self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen and bool(at_steps))
-        measure, stepped = (self._measure, None) if clock is None else (self._measure_timed, clock.end_step)
+        measure = self._measure if clock is None else self._measure_timed
         self._hooks: StepHooks | StepCounter = (
-            StepHooks(view.parameters, measure, self._clip.look, stepped) if at_steps else StepCounter(view.parameters)
+            StepHooks(view.parameters, measure, self._clip.look) if at_steps else StepCounter(view.parameters)
         )
         self._last_input = _catch_input(view) if kit.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
-        self.cost = self._began - began
+        self.cost = self._set_up = self._began - began
         try:
             self._arm(0)
             if clock is not None:
@@ -129,6 +130,8 @@ class ClientSession:
     def finish(self) -> tuple[Results, Tensor, Array | None]:
         """The results; the client's update as one vector; and its nine sums per layer, unless the preset is brief."""
         ended = time.perf_counter()
+        if self._clock is not None:
+            self._clock.stop(self._steps, self._step_began, self.cost - self._set_up)
         self.optimizers = self._hooks.optimizers()  # before the hooks are gone
         self.abandon()
         training = ended - self._began - self.cost
@@ -189,11 +192,16 @@ class ClientSession:
 
     # -- at each step -------------------------------------------------------------------------------------------------
 
-    def _measure_timed(self, *step: Any) -> None:
-        assert self._clock is not None  # noqa: S101 - asked where this was chosen
-        self._clock.begin_step(time.perf_counter())
-        self._measure(*step)
-        self._clock.measured(time.perf_counter())
+    def _measure_timed(
+        self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor
+    ) -> None:
+        clock = self._clock
+        if clock is None or not clock.due(step):
+            self._measure(optimizer, owned, step, skipped)
+            return
+        clock.begin_step(time.perf_counter())
+        self._measure(optimizer, owned, step, skipped)
+        clock.measured(step, optimizer, skipped)
 
     def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor) -> None:
         """Called before each optimiser step, on the thread that trains."""

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client's training spends its time on: loading data, forward, backward, optimiser; and our own measuring.
 
-Every step tells when the optimiser began and ended, and how long DataLoaders kept it waiting. What lies between,
-forward and backward, is divided as in the first steps and every eighth: a hook on a model costs more than the clock.
+The whole is known to the microsecond, and so is the time in DataLoaders. How the rest divides is looked into at the
+first two steps and each sixteenth, by their median: hooks at every step took 1 % of a small model's training, and one
+step in which the machine did something else must not count sixteenfold. Of up to two steps nothing is estimated. Where
+even that would cost over a third of a percent, clients take turns, and a round that was not looked into is divided as
+the client's last one that was.
 
 Between two steps lies the loading of data. Where a DataLoader is used its own time is known, and the rest of the gap is
 left unaccounted for, which is honest: it is whatever else the user's loop does. Where none is, the gap counts as
@@ -12,9 +15,12 @@ the whole is right, not its division.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,10 +29,14 @@ from torch.utils.data import dataloader
 now = time.perf_counter
 
 TICKS = 2**20  # in a second: what is told to a microsecond is half as long on the wire
-FIRST, EVERY = 3, 8  # steps that are looked into: so many at the beginning, and then each eighth
+ALLOWED = 1 / 300  # of the training, for looking into it
+LOOKING, LOOKING_AT_A_STEP = 120e-6, 8e-6  # seconds, as measured between the steps of a small CNN
+LONGEST_TURN, CLIENTS = 20, 100_000
+FIRST, EVERY = 2, 16  # steps that are looked into: so many at the beginning, and then each sixteenth
 
 # What a client is doing; what ends next is counted there.
 START, BETWEEN, FORWARD, BACKWARD, MEASURING, STEP = range(6)
+GAP, WAITED, WENT_FORWARD, WENT_BACKWARD, COMPUTED, OPTIMIZED = range(6)  # of one step
 
 
 class _Turn(threading.local):
@@ -41,174 +51,235 @@ class _Turn(threading.local):
 _turn = _Turn()
 
 
-class StepClock:
-    """Of one client while it trains. `begin_step`, `measured` and `end_step` are called around an optimiser's step."""
+def turn_over() -> None:
+    """A client was closed on this thread: until now it was its turn."""
+    _turn.mark = now()
 
-    __slots__ = (
-        "_backward",
-        "_batches",
-        "_compute",
-        "_data",
-        "_forget",
-        "_forward",
-        "_gap",
-        "_handles",
-        "_inside",
-        "_loaded",
-        "_mark",
-        "_model",
-        "_nested",
-        "_optimizer",
-        "_seen_loader",
-        "_state",
-        "_wait",
-        "_whole",
-        "batch",
-        "measure",
-        "steps",
-    )
+
+class StepClock:
+    """Of one client while it trains: `begin_step` and `measured` before an optimiser's step, where it is `due`."""
 
     def __init__(self) -> None:
-        self._data = self._optimizer = self._wait = self._compute = self._whole = self.measure = 0.0
-        self._gap = self._forward = self._backward = self._inside = 0.0  # of the steps that were looked into
-        self.batch = self.steps = self._batches = self._nested = 0
-        self._model: Any = None
         self._state = START  # until the first batch: optimisers and loaders are made, which is neither
-        self._handles: list[Any] = []
+        self._row, self._rows = [0.0] * 6, list[list[float]]()
+        self._looking = True  # into the step that comes next
+        self._wakes = 0
+        self._nested = self._batches = self._samples = self.batch = self.steps = 0
+        self._set_up = self._whole = self._loaded = self._after = self._rest = 0.0
+        self._hooks: list[Any] = []
+        self._post: list[Any] = []
         self._forget: Callable[[], None] | None = None
+        self._model: Any = None
 
     def start(self, model: Any) -> None:
         """Training begins."""
         self._forget = watch_loaders()
         self._model = model if _can_be_hooked(model) else None
-        self._look()
+        self._hook()
         turn = _turn
-        self._mark = turn.mark = now()
-        self._loaded, self._seen_loader = turn.loading, turn.loaders
+        self._began = self._mark = turn.mark = now()
+        self._loading_before = self._loading = turn.loading
+        self._loaders_before = turn.loaders
         turn.clock = self
 
+    def due(self, step: int) -> bool:
+        """Whether this step, or the next, is looked into."""
+        if self._post and not self._looking:  # not in the hook itself, over which torch is walking
+            self._release(self._post)
+        return self._looking or step + 1 == self._wakes
+
+    def begin_step(self, at: float) -> None:
+        """An optimiser is about to step, and we to measure."""
+        if self._state == STEP:  # an optimiser that calls another one's step
+            self._row[OPTIMIZED] += at - self._mark
+            self._nested += 1
+        elif self._looking:
+            self._row[WENT_BACKWARD if self._state == BACKWARD else COMPUTED] += self._since(at)
+            self._release(self._hooks)
+        self._state, self._mark = MEASURING, at
+
+    def measured(self, step: int, optimizer: Any, skipped: Any) -> None:
+        after = step + 1
+        self._wakes = after if after < FIRST else -(-after // EVERY) * EVERY
+        if after == self._wakes:
+            self._hook()
+        if not self._post:
+            self._post.append(optimizer.register_step_post_hook(self._end_step))
+        self._state, self._mark = STEP, now()
+        if skipped is True:  # a GradScaler's: the optimiser is not reached
+            self._end_step()
+
+    def _end_step(self, *_: Any) -> None:
+        at, turn = now(), _turn
+        if self._state == BACKWARD:  # a closure went forward and backward inside the step
+            self._row[WENT_BACKWARD] += at - self._mark
+        else:
+            self._row[OPTIMIZED] += at - self._mark
+        if self._nested:
+            self._nested -= 1
+            self._mark = at
+            return
+        if self._looking:
+            self._rows.append(self._row)
+        self._row = [0.0] * 6
+        self._looking = bool(self._hooks) or (self._model is None and self._wakes < FIRST)
+        self._state, self._mark, self._loading = BETWEEN, at, turn.loading
+        turn.clock, turn.mark = self, at
+
+    def stop(self, steps: int, last: float, measuring: float) -> None:
+        """Training is over: after so many steps, of which the last began then; measuring them took so long."""
+        turn = _turn
+        at = now()
+        if turn.clock is not self and steps:
+            self._after = max(0.0, turn.mark - last)  # others went on, and were closed, since
+        self.steps = steps
+        self._loaded = turn.loading - self._loading_before if turn.loaders != self._loaders_before else 0.0
+        self._whole = max(0.0, last - self._began - self._set_up - measuring) if steps else 0.0
+        self._rest = max(0.0, at - last - self._after)
+
     def remove(self) -> None:
-        self._unhook()
+        self._release(self._hooks)
+        self._release(self._post)
         self._model = None
         if self._forget is not None:
             self._forget()
         if _turn.clock is self:
             _turn.clock = None
 
-    def begin_step(self, at: float) -> None:
-        """An optimiser is about to step, and we to measure."""
-        if self._state == STEP:  # an optimiser that calls another one's step
-            self._optimizer += at - self._mark
-            self._nested += 1
-        elif self._handles:
-            self._forward_or_backward(at)
-            self._unhook()
-        else:
-            self._whole += self._since(at)
-        self._state, self._mark = MEASURING, at
-
-    def measured(self, at: float) -> None:
-        self.measure += at - self._mark
-        self._state, self._mark = STEP, at
-
-    def end_step(self) -> None:
-        at, turn = now(), _turn
-        if self._state == BACKWARD:  # a closure went forward and backward inside the step
-            self._backward += at - self._mark
-        else:
-            self._optimizer += at - self._mark
-        if self._nested:
-            self._nested -= 1
-            self._mark = at
-            return
-        self.steps += 1
-        if self.steps < FIRST or self.steps % EVERY == 0:
-            self._look()
-        turn.clock, turn.mark = self, at
-        self._state, self._mark = BETWEEN, at
-
     def _since(self, at: float) -> float:
-        """What went by since the last mark, less what is known of it: others' turns on this thread, and loading."""
+        """What went by since the last mark, less others' turns on this thread, and loading."""
         turn = _turn
         gap = at - self._mark
         if turn.clock is not self:
             others = min(max(0.0, turn.mark - self._mark), gap)
-            self._wait += others
+            self._row[WAITED] += others
             gap -= others
             turn.clock = self
-        if turn.loaders != self._seen_loader:
-            loaded = min(turn.loading - self._loaded, gap)
-            self._data += loaded
-            self._loaded, self._seen_loader = turn.loading, turn.loaders
-            gap -= loaded
-        return gap
+        loaded = min(turn.loading - self._loading, gap)
+        self._loading = turn.loading
+        return gap - loaded
 
     # -- in the steps that are looked into ----------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        if self._model is not None:
-            self._handles = [
+    def _hook(self) -> None:
+        if self._model is not None and not self._hooks:
+            self._hooks += [
                 self._model.register_forward_pre_hook(self._forward_begins),
                 self._model.register_forward_hook(self._forward_ends),
             ]
 
-    def _unhook(self) -> None:
-        for handle in self._handles:
+    def _release(self, handles: list[Any]) -> None:
+        for handle in handles:
             handle.remove()
-        self._handles.clear()
+        handles.clear()
 
     def _forward_begins(self, _module: Any, inputs: tuple[Any, ...]) -> None:
         if self._state == MEASURING:  # a probe of ours looks through the model
             return
         at = now()
         gap = self._since(at)
-        if self._state == BETWEEN:
-            self._gap += gap
+        if self._state == START:
+            self._set_up = gap
+        elif self._state == BETWEEN:
+            self._row[GAP] += gap
         elif self._state == STEP:
-            self._optimizer += gap
-        elif self._state != START:
-            self._backward += gap
+            self._row[OPTIMIZED] += gap
+        else:
+            self._row[WENT_BACKWARD] += gap
         if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
             self.batch = inputs[0].shape[0]
-            self._inside += self.batch
+            self._samples += self.batch
         self._state, self._mark = FORWARD, at
 
     def _forward_ends(self, *_: Any) -> None:
         if self._state != MEASURING:
             at = now()
-            self._forward += at - self._mark
+            self._row[WENT_FORWARD] += at - self._mark
             self._state, self._mark = BACKWARD, at
-
-    def _forward_or_backward(self, at: float) -> None:
-        self._batches += 1
-        if self._state == BACKWARD:
-            self._backward += self._since(at)
-        else:
-            self._compute += self._since(at)  # a model that was not called as a whole: no more is known
 
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     @property
     def samples(self) -> int:
-        """That went through the model; exact in the steps that were looked into."""
-        return round(self._inside / self._batches * self.steps) if self._batches else 0
+        """That went through the model; exact where every step was looked into."""
+        return round(self._samples / len(self._rows) * self.steps) if self._rows else 0
 
     def parts(self, measure: float) -> dict[str, float]:
         """Seconds by part, without those that took none. `measure`: what measuring took, in the steps and around."""
-        seen = {"gap": self._gap, "forward": self._forward, "backward": self._backward, "compute": self._compute}
-        total = sum(seen.values())
-        times = 1 + self._whole / total if total else 1.0
-        gap, forward, backward, compute = (seconds * times for seconds in seen.values())
+        row = self._over_all()
         found = {
-            "data": self._data + (gap if not self._seen_loader else 0.0),
-            "forward": forward,
-            "backward": backward,
-            "optimizer": self._optimizer,
-            "compute": compute if total else self._whole,
-            "measure": max(measure, self.measure),
-            "wait": self._wait,
+            "data": self._loaded + (row[GAP] if not self._loaded else 0.0),
+            "forward": row[WENT_FORWARD],
+            "backward": row[WENT_BACKWARD],
+            "optimizer": row[OPTIMIZED],
+            "compute": row[COMPUTED],
+            "measure": measure,
+            "wait": row[WAITED] + self._after,
         }
-        return {name: ticks / TICKS for name, seconds in found.items() if (ticks := int(seconds * TICKS)) > 0}
+        return {name: _ticks(seconds) for name, seconds in found.items() if seconds * TICKS >= 1}
+
+    def _over_all(self) -> list[float]:
+        """All steps' seconds, divided as in those that were looked into."""
+        rows = self._rows
+        if not rows:
+            return [0.0] * 4 + [self._whole] + [0.0]
+        if len(rows) >= self.steps:
+            return [sum(column) for column in zip(*rows, strict=True)]
+        usual = rows[1:] or rows  # the first step makes what the others find
+        row = [median(column) * self.steps for column in zip(*usual, strict=True)]
+        # The last step began when the whole ended: its optimiser comes on top.
+        whole = max(0.0, self._whole - self._loaded + min(row[OPTIMIZED] / self.steps, self._rest))
+        times = whole / sum(row) if sum(row) else 0.0
+        return [seconds * times for seconds in row]
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of a client: in which of its rounds it is looked into, and what was seen the last time."""
+
+    place: int  # among the clients, so that not all are looked into in the same round
+    rounds: int = 0
+    every: int = 1
+    shares: dict[str, float] = field(default_factory=dict)  # of a client's time, without measuring
+    told: dict[str, int] = field(default_factory=dict)
+
+
+class Clocks:
+    """Whose steps are looked into, over a run."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def begin(self, node: str) -> StepClock | None:
+        """A clock for this client-round; None where it is not its turn."""
+        known = self._known.get(node)
+        if known is None:
+            if len(self._known) >= CLIENTS:
+                self._known.clear()
+            known = self._known[node] = _Known(len(self._known))
+        known.rounds += 1
+        return StepClock() if known.rounds == 1 or (known.rounds + known.place) % known.every == 0 else None
+
+    def end(self, node: str, clock: StepClock | None, seconds: float, measure: float) -> dict[str, Any]:
+        """What the client's Span tells: parts, and samples and batch where they are known."""
+        known = self._known.get(node)
+        if known is None:  # forgotten in between, for too many others
+            return {}
+        training = max(seconds - measure, 0.0)
+        if clock is not None:
+            parts = clock.parts(measure)
+            cost = LOOKING + LOOKING_AT_A_STEP * clock.steps
+            known.every = min(LONGEST_TURN, max(1, math.ceil(cost / max(ALLOWED * training, 1e-9))))
+            known.shares = {name: part / training for name, part in parts.items() if name != "measure" and training}
+            known.told = {"samples": clock.samples, "batch": clock.batch} if clock.samples else {}
+        else:
+            parts = {name: _ticks(share * training) for name, share in known.shares.items()}
+            parts["measure"] = _ticks(measure)
+        return {"parts": parts, "folded": True, **known.told}
+
+
+def _ticks(seconds: float) -> float:
+    return int(seconds * TICKS) / TICKS
 
 
 def _can_be_hooked(model: Any) -> bool:

@@ -23,9 +23,6 @@ WORDS: tuple[str, ...] = (
     "scale.sensitivity_error", "scale.zero_samples", "scale.nonfinite_samples", "scale.images", "scale.from_batch",
     "nonlinearity.nlc", "clients", "clients.failed", "label.entropy", "time.round", "time.client", "time.step",
     "memory.resident", "memory.peak", "traffic.sent", "traffic.received", "monitor.cost", "monitor.lost",
-    "throughput.samples", "memory.model", "memory.buffers", "memory.gradients", "memory.optimizer",
-    "memory.activations", "memory.telemetry", "memory.batch", "memory.tensors", "memory.limit", "memory.growth",
-    "fit.confident_wrong", "fit.confused_label", "fit.confused_guess", "update.samples",
 )  # fmt: skip
 
 NUMBER_OF: dict[str, int] = {word: number for number, word in enumerate(WORDS)}
