@@ -118,11 +118,11 @@ def test_a_client_that_fails_is_left_out_and_the_run_goes_on():
 class _Dying:
     """A model of the user's own that kills its process when it meets its time."""
 
-    def __init__(self, flag):
-        self.flag = flag
+    def __init__(self, flag, die):
+        self.flag, self.die = flag, die
 
     def __call__(self):
-        flag = self.flag
+        flag, die = self.flag, self.die
 
         class Dies(torch.nn.Module):
             def __init__(self):
@@ -133,28 +133,37 @@ class _Dying:
                 if self.training and Path(flag).exists():
                     with contextlib.suppress(FileNotFoundError):  # the other worker took it
                         Path(flag).rename(f"{flag}.taken")
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        die()
                 return self.layer(x)
 
         return Dies()
 
 
-def test_a_worker_that_dies_is_replaced_and_its_client_failed(tmp_path):
+@pytest.mark.parametrize(
+    ("die", "issue", "kind", "words"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "OUT_OF_MEMORY", "WorkerKilled", "was killed (signal 9)"),
+     (lambda: os._exit(3), "CRASH", "WorkerDied", "died (exit code 3)")],
+)  # fmt: skip
+def test_a_worker_that_dies_is_replaced_and_its_client_failed(tmp_path, die, issue, kind, words):
+    """Killed as the kernel does it is memory, in words of its own; any other end is a crash."""
     flag = tmp_path / "die"
-    e = experiment(model=lab.Own(_Dying(str(flag))), rounds=3)
+    e = experiment(model=lab.Own(_Dying(str(flag), die)), rounds=3)
     sink = MemorySink()
     with Monitor(None, sinks=[sink], strict=True) as monitor:
         run = lab.rounds(e, monitor, engine="reuse", workers=2)
         next(run)
         flag.touch()
         results = list(run)
-        monitor.flush()
+        (found,) = [one for one in monitor.findings() if one.issue in ("OUT_OF_MEMORY", "CRASH")]
     assert len(results[-1].rounds) == 3
     assert not flag.exists()
     died = [r for r in sink.records if type(r).__name__ == "Event" and r.name == "client.failed"]
     assert len(died) == 1
     assert died[0].where.round == 1
-    assert "worker process died" in died[0].message
+    assert f"worker process {words}" in died[0].message
+    assert died[0].data["exception"] == kind
+    assert (found.issue, found.where.node) == (issue, died[0].where.node)
+    assert ("killed" in found.message) == (issue == "OUT_OF_MEMORY")
 
 
 def test_updates_come_in_order_whoever_finishes_first():

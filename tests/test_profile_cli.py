@@ -25,7 +25,7 @@ def store(tmp_path_factory):
         spot = Where("r1", number, "c0")
         for name, value in (("throughput.samples", 50.0), ("samples", 100.0), ("memory.resident", 1e6 + 1e5 * number),
                             ("memory.tensors", 300.0), ("memory.model", 100.0), ("memory.activations", 200.0),
-                            ("machine.cpu", 40.0)):  # fmt: skip
+                            ("machine.cpu", 40.0), ("gpu.utilisation", 90.0)):  # fmt: skip
             told.add(Metric(spot, told.at, name, value))
     rows = [{"name": "aten::conv2d", "calls": 3, "seconds": 0.25, "device_seconds": 0.0, "bytes": 4096}]
     told.add(Event(Where("r1", 2, "c0"), told.at, "info", "profile.operators", "", {"operators": rows}))
@@ -98,7 +98,7 @@ def test_costs_are_those_of_the_records(store, capsys):
     peaks = {one["metric"]: one for one in found["memory"]["peaks"]}
     assert (peaks["memory.resident"]["bytes"], peaks["memory.resident"]["growth_bytes"]) == (1.3e6, pytest.approx(3e5))
     assert found["memory"]["shares"] == {"model": 100.0, "activations": 200.0}
-    assert found["machine"][0]["extreme"] == 40.0
+    assert {one["metric"]: one["extreme"] for one in found["machine"]} == {"machine.cpu": 40.0, "gpu.utilisation": 90.0}
     assert found["operators"][0]["data"]["operators"][0]["name"] == "aten::conv2d"
     assert found["traffic"]["bytes"] == 15 * 2 * BYTES
     away = next(one for one in found["traffic"]["clients"] if one["node"] == "c2")

@@ -98,6 +98,15 @@ def test_over_selection_with_and_without_clients_to_spare():
     assert spare.after == pytest.approx(exact + 0.5, rel=0.03)
 
 
+def test_over_selection_when_somebody_was_away():
+    """Who was asked and not there is no client to spare: all ten were asked, so fewer are needed."""
+    times = run(lambda number: TEN if number else {**TEN, "c0": {"away": 12.5}})
+    row = rows_of(times)["over_select", 1.3]
+    assert row.name == "10 clients asked, the first 8 taken"
+    assert row.key["all_asked"]
+    assert row.after == pytest.approx(np.mean([11.5 + 0.5, *[10.5 + 0.5] * (len(times) - 1)]))
+
+
 def test_asynchronous_lands_as_often_as_all_clients_together_do():
     each = [0.7 + i / 60 if i < 36 else 10.0 for i in range(40)]
     ways = {f"c{i}": {"compute": seconds} for i, seconds in enumerate(each)}

@@ -34,6 +34,12 @@ def test_units_are_scaled():
     assert (with_unit(0.5, "share"), with_unit(0.5, "seconds"), with_unit(0.5, "1")) == ("50 %", "500 ms", "0.5")
 
 
+def test_long_times_are_hours():
+    """From 120 minutes on; a minute that is nearly full is the next one."""
+    assert (seconds(7199), seconds(7200), seconds(86_400 + 59.6)) == ("119 min 59 s", "2 h 0 min", "24 h 1 min")
+    assert seconds(3 * 3600 - 1) == "3 h 0 min"
+
+
 def test_control_characters_are_shown_not_obeyed():
     assert shown("a\x1b[2Jb\nc") == "a?[2Jb?c"
     assert shown("[red]x[/red]") == "\\[red]x\\[/red]"

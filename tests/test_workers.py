@@ -121,7 +121,8 @@ def _by_process(record):
     name = getattr(record, "name", "")
     if isinstance(record, Transfer):
         return record.kind == "telemetry"  # which only records that come home have
-    return name.startswith(("machine.", "process.", "time.critical")) or (name.startswith("memory.") and name != "memory.resident")
+    of_memory = name.startswith("memory.") and name != "memory.resident"
+    return of_memory or name.startswith(("machine.", "process.", "time.critical"))
 
 
 def check_like_twin(sink, twin):

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from fedvitals.integrations.torch_loop import watch as watch
     from fedvitals.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
+    from fedvitals.profiling.capture import Capture as Capture
     from fedvitals.schedule import budget as budget
     from fedvitals.schedule import every as every
     from fedvitals.schedule import first as first
     from fedvitals.schedule import last as last
-    from fedvitals.profiling.capture import Capture as Capture
     from fedvitals.store import open_store as open_store
     from fedvitals.telemetry.alerts import Alerts as Alerts
     from fedvitals.telemetry.timing import timed as timed

@@ -133,7 +133,7 @@ class Clients:
             opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
             opened.session = ClientSession(self._kit, view, report, opened.clock)
             if self._profile:
-                opened.memory = self._memory.begin(model, view.parameters)
+                opened.memory = self._memory.begin(model, view.parameters, node)
             opened.recording = self._captures.begin(node, opened.scope.round, model, report)
 
         def begin() -> OpenClient:

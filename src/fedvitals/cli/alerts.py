@@ -114,7 +114,7 @@ def _replayed(reader: Reader, run: str, rules: Sequence[Rule]) -> list[Alert]:
     found = reader.database.rows(
         f"{rows.select(Metric)} WHERE run = ? AND name IN ({marks}) ORDER BY arrival", (run, *names)
     )
-    metrics = [rows.from_row(Metric, row) for row in found]
+    metrics = rows.from_rows(Metric, found)
     return replay(run, rules, metrics, queries.records(reader, run, Finding), _families())
 
 

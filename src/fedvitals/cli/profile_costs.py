@@ -84,6 +84,7 @@ def _memory(console: Any, profile: Profile) -> None:
         console.print(bar, no_wrap=True)
         for line in in_lines("  ", items, console.width):
             console.print(line)
+        console.print("  [dim]On which devices that would fit: --devices[/dim]")
     console.print()
 
 
@@ -98,7 +99,7 @@ def _machine(console: Any, profile: Profile) -> None:
         extreme = "at least" if one.metric in ROOM else "at most"
         values = f"{_reading(one.mean, one.unit)} on average, {extreme} {_reading(one.extreme, one.unit)}"
         where = f"{shown(one.node)}, round {one.round}" if one.node else f"round {one.round}"
-        name = shown(one.metric.removeprefix("machine.").replace("_", " "))
+        name = shown(one.metric.removeprefix("machine.").replace("_", " ").replace(".", " "))
         console.print(f"  {name:20} {values}  [dim]{where}[/dim]")
     console.print()
 

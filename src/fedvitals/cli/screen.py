@@ -44,6 +44,9 @@ def number(value: float | None, unit: str = "") -> str:
 def seconds(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "–"
+    if value >= 7200:
+        hours, minutes = divmod(round(value / 60), 60)
+        return f"{hours} h {minutes} min"
     if value >= 120:
         return f"{value // 60:.0f} min {value % 60:.0f} s"
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):

@@ -191,8 +191,9 @@ class Federation:
         """Send it on its way; whether something of use arrives."""
         e, observer = self.experiment, self.observer
         if update.error is not None:
-            if update.error_type == "WorkerDied":
-                observer.event("error", "client.failed", update.error, node=update.node)
+            if update.error_type in ("WorkerDied", "WorkerKilled"):  # who raised has told of it already
+                told = {"exception": update.error_type}
+                observer.event("error", "client.failed", update.error, node=update.node, data=told)
             return False
         if not update.sent:
             ill.apply_update(e.faults, self.round, update, self._past, e.seed)

@@ -151,6 +151,7 @@ class Pool:
     def _replace(self, worker: _Worker, jobs: dict[int, _Job], done: dict[int, tuple[Any, bytes]]) -> None:
         """A worker died: what it was at has failed, what it had not begun is handed out again."""
         worker.process.join()
+        code = worker.process.exitcode
         self.deaths += 1
         lost = list(worker.jobs)
         fresh = self._start()
@@ -160,7 +161,7 @@ class Pool:
             job = jobs[lost[0]]
             if isinstance(job.work, Examination):
                 raise ChildProcessError("A worker died while it tested a model.")
-            done[lost[0]] = ([*_failed(job.work, self._states[job.tray])], b"")
+            done[lost[0]] = ([*_failed(job.work, self._states[job.tray], code)], b"")
         for number in lost[1:]:
             self._send(worker, number, jobs[number])
 
@@ -224,13 +225,15 @@ def _done(desk: Desk, number: int, rows: Tensor, work: Any, watcher: Any) -> tup
         return number, error, b""
 
 
-def _failed(tasks: Sequence[Task], rows: Tensor) -> Iterator[Update]:
+def _failed(tasks: Sequence[Task], rows: Tensor, code: int | None) -> Iterator[Update]:
+    killed = code == -signal.SIGKILL
+    how = "was killed (signal 9), as the kernel does when memory runs out," if killed else f"died (exit code {code})"
+    error, kind = f"The worker process {how} while it trained this client.", "WorkerKilled" if killed else "WorkerDied"
     row = 0
     for task in tasks:
         for node in task.nodes:
             rows[row].copy_(task.start)
-            error = "The worker process died while it trained this client (killed, or out of memory)."
-            yield Update(node, rows[row], task.start, 0, task.group, error=error, error_type="WorkerDied")
+            yield Update(node, rows[row], task.start, 0, task.group, error=error, error_type=kind)
             row += 1
 
 

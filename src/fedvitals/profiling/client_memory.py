@@ -11,6 +11,7 @@ whoever reads `torch.cuda.max_memory_allocated` himself sees the peak since then
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from fedvitals.profiling.memory import heap_bytes, limit_bytes, resident_bytes
 from fedvitals.profiling.tensors import Activations, StepWatch, shares
 
 LOOK_EVERY = 10  # rounds
+HEAP_SHARE = 1 / 1000  # of the time, for asking what the heap holds
 TELL_EVERY = 100  # rounds, at the latest: detectors do not look back for ever
 
 
@@ -46,6 +48,33 @@ class _Told:
     values: dict[str, float]
 
 
+class _Turns:
+    """Whose heap is asked for: walking through it may take as long as a local step, so that clients take turns."""
+
+    def __init__(self) -> None:
+        self._cost = 0.0  # seconds, of one question
+        self._began = time.perf_counter()
+        self._spent = 0.0
+        self._times: dict[str, int] = {}
+
+    def due(self, node: str) -> bool:
+        """Whether it is this client's turn, and what was spent is little enough of all the time so far."""
+        times = self._times.setdefault(node, 0)
+        dear = self._spent + 2 * self._cost > HEAP_SHARE * (time.perf_counter() - self._began)
+        if dear or times * len(self._times) > sum(self._times.values()):
+            return False
+        self._times[node] += 1
+        return True
+
+    def timed(self, ask: Callable[[], int | None]) -> int:
+        """The answer; and what it took, as was taken at the client's begin."""
+        began = time.perf_counter()
+        found = ask() or 0
+        self._cost = time.perf_counter() - began
+        self._spent += 2 * self._cost
+        return found
+
+
 class ClientMemory:
     """Of one process and one run."""
 
@@ -55,9 +84,10 @@ class ClientMemory:
         self._begun = 0
         self._open = 0
         self._leak = LeakWatch()
+        self._heaps = _Turns()
         self._lock = threading.Lock()
 
-    def begin(self, model: Any, parameters: Sequence[Any]) -> OpenMemory:
+    def begin(self, model: Any, parameters: Sequence[Any], node: str = "") -> OpenMemory:
         device = _cuda_device(parameters)
         if device is not None:
             torch.cuda.reset_peak_memory_stats(device)
@@ -66,7 +96,7 @@ class ClientMemory:
             self._begun += 1
             self._open += 1
             alone = self._open == 1
-            heap = heap_bytes() if alone and self._leak.suspected else None
+            heap = heap_bytes() if alone and self._leak.suspected and self._heaps.due(node) else None
             return OpenMemory(model, resident_bytes() if alone else None, self._begun, steps, device, heap)
 
     def close(self, opened: OpenMemory) -> None:
@@ -96,7 +126,7 @@ class ClientMemory:
             if opened.began is not None and opened.number == self._begun:
                 found["memory.growth"] = resident - opened.began
                 if opened.heap is not None:
-                    found["memory.kept"] = (heap_bytes() or 0) - opened.heap
+                    found["memory.kept"] = self._heaps.timed(heap_bytes) - opened.heap
         if opened.device is not None:
             found["memory.cuda_allocated"] = torch.cuda.max_memory_allocated(opened.device)
             found["memory.cuda_reserved"] = torch.cuda.max_memory_reserved(opened.device)

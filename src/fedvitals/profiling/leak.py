@@ -26,6 +26,9 @@ BASELINE = 2  # rounds after these, whose least is compared with
 SUSPICIOUS = 8 << 20  # bytes above it
 APART = 3  # rounds from the first census to the second; then twice as many each time
 MOST = 8  # censuses of a process in a run: each may take a tenth of a second
+SHARE = 1 / 400  # of the time, for censuses; more only where the growth presses
+PRESSING = 24 << 20  # bytes
+EXPECTED = 0.15  # seconds of a census, before one was taken
 GROUPS = 12  # that an event tells of
 SECONDS = 1.0  # that a census may take; one that is not done by then is not used
 
@@ -89,6 +92,7 @@ class LeakWatch:
         self._first: tuple[int, int, dict[Group, tuple[int, int]]] | None = None  # round, resident, count and bytes
         self._due = 0  # how many rounds must have passed
         self._taken = 0
+        self._began, self._spent, self._cost = time.perf_counter(), 0.0, EXPECTED
 
     @property
     def suspected(self) -> bool:
@@ -113,8 +117,13 @@ class LeakWatch:
             return None
         if self._first is not None and now - self._first[1] < SUSPICIOUS // 2:
             return None
+        elapsed = time.perf_counter() - self._began
+        if now - usual < PRESSING and self._spent + self._cost > SHARE * elapsed:
+            return None  # a few megabytes can wait until the run is long enough to pay for the counting
         self._taken += 1
         taken = census()
+        self._cost = time.perf_counter() - self._began - elapsed
+        self._spent += self._cost
         self._due = len(self._rounds) + APART * 2 ** max(0, self._taken - 2)
         if not taken.complete:
             return None

@@ -46,6 +46,7 @@ REST = {  # parts in which a node waits, and for what
     "idle": "between two rounds",
     "away": "not there at all",
 }
+_NUMBER = (int, float)  # made once: `int | float` is made anew wherever it stands
 LONGEST = 1e12  # seconds; whole numbers of any size may come
 PHASES = ("data", "forward", "backward", "optimizer")  # of a local step
 
@@ -61,7 +62,7 @@ def parts_of(span: Span) -> dict[str, float]:
     if not isinstance(told, Mapping):
         return {}
     known = {name: value for name, value in told.items() if name in WORK or name in REST}
-    return {name: float(v) for name, v in known.items() if isinstance(v, int | float) and 0 <= v <= LONGEST}
+    return {name: float(v) for name, v in known.items() if isinstance(v, _NUMBER) and 0 <= v <= LONGEST}
 
 
 def unfold(span: Span) -> list[Span]:

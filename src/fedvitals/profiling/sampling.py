@@ -87,6 +87,7 @@ def _follow(
     times: Sequence[Seconds], places: int, most: int, aggregations: int, pause: float, chance: np.random.Generator
 ) -> float:
     """When the last of the aggregations is over."""
+    drawn_from = [own.tolist() for own in times]
     under_way: list[tuple[float, int]] = []
     busy: set[int] = set()
     clock = 0.0
@@ -97,7 +98,8 @@ def _follow(
             while order and len(under_way) < places:
                 client = order.pop()
                 if client not in busy and client not in landed:
-                    heapq.heappush(under_way, (clock + float(chance.choice(times[client])), client))
+                    own = drawn_from[client]  # as `chance.choice` does it, ten times as fast
+                    heapq.heappush(under_way, (clock + own[chance.integers(len(own))], client))
                     busy.add(client)
             if not under_way:
                 break

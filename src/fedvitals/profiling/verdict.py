@@ -66,9 +66,9 @@ class RunVerdict:
     by_round: tuple[RoundVerdict, ...]
 
 
-def judge_round(time: RoundTime) -> RoundVerdict:
-    """What this round is bound by."""
-    path = critical_path(time)
+def judge_round(time: RoundTime, path: Path | None = None) -> RoundVerdict:
+    """What this round is bound by. `path`: its critical path, where that is known already."""
+    path = critical_path(time) if path is None else path
     # Who brings what it began before the round holds nobody up: asynchronous servers go on with the others.
     slow, seconds = ((), time.seconds) if time.overlapping else slowest_few(path.shape)
     bound_by: str | None = None
@@ -112,7 +112,7 @@ def _rest(shape: Shape, gone: Any) -> float:
 
 def excess(shape: Shape, nodes: Collection[str]) -> str | None:
     """The class of work in which some clients are furthest behind the median of the others."""
-    chosen = np.isin(shape.nodes, [*nodes])
+    chosen = np.array([node in nodes for node in shape.nodes], bool)
     if not chosen.any() or chosen.all():
         return None
     more = shape.work[chosen].mean(axis=0) - np.median(shape.work[~chosen], axis=0)
@@ -127,12 +127,16 @@ def largest(shares: Mapping[str, float]) -> tuple[str, float]:
     return (kind, known[kind]) if known[kind] > BOUND else (NOTHING, known[kind])
 
 
-def judge(times: Sequence[RoundTime]) -> RunVerdict | None:
-    """What these rounds are bound by; all of one clock (`timeline.of_clock`). None where there are none."""
+def judge(times: Sequence[RoundTime], *, paths: Sequence[Path] | None = None) -> RunVerdict | None:
+    """What these rounds are bound by; all of one clock (`timeline.of_clock`). None where there are none.
+
+    `paths`: those of the rounds, where they are known already.
+    """
+    paths = [critical_path(time) for time in times] if paths is None else paths
+    rounds = tuple(judge_round(time, path) for time, path in zip(times, paths, strict=True) if time.seconds > 0)
     times = [time for time in times if time.seconds > 0]
-    if not times:
+    if not rounds:
         return None
-    rounds = tuple(judge_round(time) for time in times)
     total = sum(one.seconds for one in rounds)
     shares = _mean_shares(rounds, total)
     slow, rest = _steady_stragglers(rounds, total)

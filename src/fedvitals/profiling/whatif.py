@@ -315,28 +315,30 @@ def _over_selections(seen: _Seen) -> Iterable[Row]:
     if pool.cohort < 2:
         return
     rest = float(np.mean([shape.rest for shape in seen.shapes]))
+    called = int(np.median([len(time.clients) for time in seen.times]))  # also those who were away
+    spare = len({one.node for time in seen.times for one in time.clients}) > called
     for more in OVER_SELECTION:
-        spare = len(pool.nodes) > pool.cohort
-        needed = pool.cohort if spare else max(1, round(pool.cohort / more))
+        needed = pool.cohort if spare else max(1, round(called / more))
         asked = min(len(pool.nodes), math.ceil(needed * more - 1e-9))
         if spare:
             after = [pool.nth(needed, asked) + rest]
         else:  # everybody was there: who would have been the last to count is known
-            after = [_first(shape, needed / pool.cohort) for shape in seen.shapes]
+            both = zip(seen.times, seen.shapes, strict=True)
+            after = [_first(shape, round(needed / called * len(time.clients))) for time, shape in both]
         yield seen.row(
             {"over_select": more, "needed": needed, "all_asked": not spare},
             f"{asked} clients asked, the first {needed} taken",
             after,
             "Clients are drawn by chance, and take the times that they took in these rounds.",
             "Slow clients seldom count, and their data with them"
-            + ("." if spare else f"; {1 - needed / pool.cohort:.0%} fewer updates in a round."),
+            + ("." if spare else f"; {1 - needed / called:.0%} fewer updates in a round."),
             lost=1 - needed / asked,
         )
 
 
-def _first(shape: Shape, share: float) -> float:
+def _first(shape: Shape, count: int) -> float:
     """The round's seconds if it ends when so many of its clients are done."""
-    place = min(len(shape.nodes), max(1, round(share * len(shape.nodes)))) - 1
+    place = min(len(shape.nodes), max(1, count)) - 1
     return float(np.partition(shape.ends, place)[place]) + shape.rest
 
 

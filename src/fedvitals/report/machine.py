@@ -48,11 +48,12 @@ class Memory:
     node: str | None  # the client whose tensors take the most
     shares: Mapping[str, float]  # its bytes, by what they are for, in its largest round
     by_client: Mapping[str, float]  # largest tensor bytes, else resident memory, largest first
+    batch: float | None  # samples that its activations are of
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One metric machine.* over nodes and rounds."""
+    """One metric machine.*, process.* or gpu.* over nodes and rounds."""
 
     metric: str
     unit: str
@@ -102,11 +103,13 @@ def memory_of(reader: Reader, run: str) -> Memory | None:
     by_client = {node: top for node, top in (tensors or resident).items() if is_client(node)}
     order = sorted(by_client, key=lambda node: -by_client[node])
     worst = order[0] if tensors and order else None
+    batches = courses(reader, run, "memory.batch").get(worst, {}) if worst is not None else {}
     return Memory(
         tuple(peak for peak in peaks if peak.metric.removeprefix("memory.") not in SHARES),
         worst,
         {} if worst is None else _shares(known, worst),
         {node: by_client[node] for node in order},
+        None if worst is None else batches.get(_largest_round(known["memory.tensors"][worst])),
     )
 
 
@@ -116,6 +119,10 @@ def _unit(name: str) -> str:
 
 def _largest(course: Course) -> float:
     return max((v for v in course.values() if math.isfinite(v)), default=0.0)
+
+
+def _largest_round(course: Course) -> int:
+    return max(course, key=lambda number: course[number] if math.isfinite(course[number]) else -1.0)
 
 
 def _peak(name: str, by_node: Mapping[str | None, Course]) -> Peak | None:
@@ -128,8 +135,7 @@ def _peak(name: str, by_node: Mapping[str | None, Course]) -> Peak | None:
 
 
 def _shares(known: Mapping[str, Mapping[str | None, Course]], node: str) -> dict[str, float]:
-    whole = known["memory.tensors"][node]
-    number = max(whole, key=lambda n: whole[n] if math.isfinite(whole[n]) else -1.0)
+    number = _largest_round(known["memory.tensors"][node])
     found = {share: known.get(f"memory.{share}", {}).get(node, {}).get(number, 0.0) for share in SHARES}
     return {share: value for share, value in found.items() if math.isfinite(value) and value > 0}
 
@@ -137,7 +143,7 @@ def _shares(known: Mapping[str, Mapping[str | None, Course]], node: str) -> dict
 def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
     found = []
     for name in queries.metric_names(reader, run):
-        if not name.startswith("machine."):
+        if not name.startswith(("machine.", "process.", "gpu.")):
             continue
         by_node = courses(reader, run, name)
         every = [(v, node, n) for node, c in by_node.items() for n, v in c.items() if math.isfinite(v)]

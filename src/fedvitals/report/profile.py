@@ -79,8 +79,9 @@ def profile_of(
     clock = clock or (main_clock(everything) if everything else "real")
     times = of_clock(everything, clock)
     shown = _shown(times, round, run)
-    verdict = judge(times)
-    rows = what_if(times, transfers=transfers)
+    paths = [critical_path(time) for time in times]
+    verdict = judge(times, paths=paths)
+    rows = what_if(times, transfers=transfers, paths=paths)
     traffic = traffic_of(transfers, events, queries.attendance(reader, run), described.tables, described.topology)
     clients, server = _sum(one.parts for time in times for one in time.clients), _server(times)
     return Profile(
@@ -94,8 +95,8 @@ def profile_of(
         server_parts=server,
         unaccounted=median(time.unaccounted for time in times) if times else None,
         waterfall=shown,
-        path=None if shown is None else critical_path(shown),
-        stragglers=tuple(stragglers(times)),
+        path=None if shown is None else paths[times.index(shown)],
+        stragglers=tuple(stragglers(times, paths=paths)),
         what_if=tuple(rows),
         remedies=tuple(remedies(verdict, rows)) if verdict else (),
         throughput=throughput_of(reader, run, of_clock(everything, "real")),

@@ -179,4 +179,4 @@ class SqlHistory:
         found = self._database.rows(
             f"{rows.select(Event)} WHERE run = ?{conditions} ORDER BY at, arrival", (self._run, *values)
         )
-        return [rows.from_row(Event, row) for row in found]
+        return rows.from_rows(Event, found)

@@ -63,7 +63,7 @@ def records_of_kind(reader: Reader, run: str, kind: type[R], round_: int | None 
             yield from page  # type: ignore[misc]
     else:
         for found in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_):
-            yield from (rows.from_row(kind, row[1:]) for row in found)
+            yield from rows.from_rows(kind, [row[1:] for row in found])
 
 
 def layer_pages(

