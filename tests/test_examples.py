@@ -49,3 +49,16 @@ def test_the_readmes_ten_lines_of_the_lab_run(tmp_path, capsys):
     exec(short, names)
     assert len(names["result"].rounds) == 2
     assert len(capsys.readouterr().out.splitlines()) >= 2  # its accuracy, and what was found
+
+
+def test_the_readmes_sinks_are_what_they_are_called(tmp_path):
+    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for name in ("google.protobuf", "prometheus_client"):
+        pytest.importorskip(name)
+    snippet = snippet.replace('"runs.db"', repr(str(tmp_path / "runs.db"))).replace(
+        "Prometheus()", "Prometheus(port=0)"
+    )
+    names = {"fv": fedvitals}
+    exec(snippet.replace('"alerts.toml"', repr(str(ROOT / "examples/alerts.toml"))), names)
+    with names["monitor"] as monitor:
+        assert len(monitor._chart._sinks) == 3

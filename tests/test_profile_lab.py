@@ -120,7 +120,7 @@ def large(tmp_path):
 
 
 def test_devices_tell_what_fits_and_what_would(large, capsys):
-    """A laptop holds 10 GB. A phone has 3 GiB, of which nine tenths may be filled: 0.9 GB for activations, 7 samples."""
+    """A laptop holds 10 GB. A phone has 3 GiB, nine tenths of them to be filled: 0.9 GB for activations, 7 samples."""
     code, out, _ = run(capsys, "large", "--devices", "--json", "--store", large)
     assert code == 0
     rows = {row["device"]: row for row in json.loads(out)["result"]["devices"]}
