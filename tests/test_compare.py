@@ -9,7 +9,7 @@ import pytest
 from fedvitals.cli.bars import SEVERAL, log_plot, shares_of
 from fedvitals.cli.main import main
 from fedvitals.records import Finding, Metric, Where
-from fedvitals.report.chance import change, student
+from fedvitals.report.chance import change, pairing, student
 from fedvitals.report.compare import compare, flattened
 from fedvitals.store import open_reader
 from timed_run import STARTED, begin, stored
@@ -174,3 +174,37 @@ def test_wrong_use_is_told(store, capsys, arguments, words):
     code, _, err = run(capsys, "compare", *arguments, "--store", store)
     assert code == 2
     assert words in err
+
+
+def test_the_same_seeds_are_compared_seed_by_seed(tmp_path, capsys):
+    """Accuracy falls by about 0.03 with each of three seeds, which differ by 0.2 themselves: Welch sees nothing."""
+    told = []
+    for seed, best, less in ((7, 0.9, 0.03), (8, 0.7, 0.028), (9, 0.8, 0.032)):
+        told.append(run_of(f"a-{seed}", "a", seed=seed, best=best, started=STARTED + seed))
+        told.append(run_of(f"b-{seed}", "b", seed=seed, best=best - less, rate=0.2, started=STARTED + 99 - seed))
+        told.append(run_of(f"c-{seed}", "c", seed=seed + 1, best=best - less, rate=0.3, started=STARTED + 200))
+    path = stored(tmp_path / "runs.db", *told)
+    found = result(capsys, "compare", "a", "b", "--repeats", "--store", path)
+    (accuracy,) = rows(found)["accuracy, last"]["changes"]
+    assert accuracy["paired"]
+    assert -0.04 < accuracy["low"] < -0.03 < accuracy["high"] < -0.02
+    assert "seed by seed, over the seeds 7, 8, 9" in found["confidence"]
+    assert found["partings"][0]["beyond_repeats_by"] == "accuracy"
+    found = result(capsys, "compare", "a", "c", "--repeats", "--store", path)
+    (accuracy,) = rows(found)["accuracy, last"]["changes"]
+    assert not accuracy["paired"]
+    assert accuracy["low"] < 0 < accuracy["high"]
+    assert "after Welch" in found["confidence"]
+
+
+def test_paired_by_hand():
+    """Differences 1, 2 and 3: 2 ± 4.303 · 1/√3. All the same: counts, of which chance makes such, so Welch judges."""
+    assert pairing([7, 8, 9], [9, 7, 8]) == [1, 2, 0]
+    for one, two in (([7, 8], [7, 9]), ([7, 7], [7, 7]), ([None, None], [None, None]), ([7, 8], [7, 8, 9]), ([7], [7])):
+        assert pairing(one, two) is None
+    found = change([10, 20, 30], [23, 31, 12], pairs=pairing([7, 8, 9], [8, 9, 7]))
+    assert (found.difference, found.paired) == (2, True)
+    assert found.high - found.difference == pytest.approx(4.3027 / 3**0.5, abs=1e-3)
+    same = change([3, 4, 5], [4, 5, 6], pairs=[0, 1, 2])
+    assert (same.difference, same.paired, same.beyond_chance) == (1, False, False)
+    assert not change([1, 2], [3, float("nan")], pairs=[0, 1]).paired

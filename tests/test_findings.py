@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Findings as cases, what detectors may see, and the verbs that show them."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -310,6 +311,26 @@ def test_a_node_in_full(store, capsys):
     ):
         assert words in out, words
     assert "MISSING_CLASSES" not in out
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_crash_shows_its_words_and_the_end_of_its_traceback(kept, tmp_path, capsys):
+    """Where privacy allows; a line of it moves no cursor and is no markup."""
+    path = tmp_path / "runs.db"
+    with fv.Monitor(path, "crashed", tracebacks=kept) as monitor:
+        for number in range(2):
+            with monitor.round(number), contextlib.suppress(ValueError), monitor.client("c0", nn.Linear(3, 2)):
+                raise ValueError(f"sample {number} is [red]no image\x1b[2J")
+    code, out, _ = run(capsys, "findings", "crashed", "--all", "--store", path)
+    assert code == 1
+    assert "error     ValueError: sample 1 is [red]no image?[2J" in out
+    assert ('raise ValueError(f"sample {number}' in out) == kept
+    assert ("none was kept" in out) != kept
+    assert "\x1b[2J" not in out
+    (case,) = json.loads(run(capsys, "findings", "crashed", "--json", "--store", path)[1])["result"]["cases"]
+    assert (case["error"]["event"], case["error"]["round"]) == ("client.failed", 1)
+    assert case["error"]["message"].startswith("ValueError: sample 1")
+    assert bool(case["error"]["traceback"]) == kept
 
 
 def test_a_note_is_no_trouble_and_a_suspect_is_concerned(store, capsys):

@@ -7,8 +7,8 @@ import pytest
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor import Monitor
+from fedvitals.parts import edge_span, parts_of, unfold
 from fedvitals.profiling.ledger import Ledger
-from fedvitals.profiling.parts import edge_span, parts_of, unfold
 from fedvitals.records import Span, Where
 from fedvitals.testing import MemorySink
 

@@ -110,11 +110,44 @@ def test_a_larger_batch_than_was_measured_is_scaled():
     assert "a batch of 74 in place of 128" in found.message
 
 
+def told(number, name, value, node="c1"):
+    return Metric(Where("r", number, node), 3.0, f"memory.{name}", float(value))
+
+
+def small(telemetry, resident, limit, activations=3_000):
+    """A model of 5 kB, and what else there is."""
+    shares = {"model": 2_000, "gradients": 2_000, "optimizer": 0, "activations": activations, "telemetry": telemetry}
+    return [told(1, name, value) for name, value in {**shares, "resident": resident, "limit": limit}.items()]
+
+
+def test_tensors_that_are_no_real_part_are_not_blamed():
+    """30 kB of tensors, most of them ours, in a process of 480 MB that has 25 GB: neither they nor we filled it."""
+    found = ran_out(failed("MemoryError", "MemoryError: "), 25e9, more=small(21_600, 480 * MB, 25e9))
+    assert "Fedvitals" not in found.message
+    assert "took most" not in found.message
+    assert "batch" not in found.message
+    assert "not in the model's tensors, which are 28.6 kB in a step; the process held 480 MB of 25 GB" in found.message
+    assert "one large piece was asked for" in found.message
+    assert (found.confidence, found.evidence["explained"]) == (1.0, False)
+    full = ran_out(failed("MemoryError", "MemoryError: "), 500.0 * MB, more=small(21_600, 480 * MB, 500 * MB))
+    assert "the process held 480 MB: look at data, caches and results" in full.message
+
+
+def test_what_we_hold_is_named_only_where_it_is_most():
+    """Of 30 MB in a process of 100 MB ours are 16: not a fifth. Of 60 they are 40, and that is said."""
+    little = ran_out(failed("MemoryError", "MemoryError: "), 25e9, more=small(16 * MB, 100 * MB, 25e9, 14 * MB))
+    assert "itself" not in little.message
+    most = ran_out(failed("MemoryError", "MemoryError: "), 25e9, more=small(40 * MB, 100 * MB, 25e9, 20 * MB))
+    assert "Fedvitals itself took most: 40 MB" in most.message
+
+
 def test_a_process_that_was_killed_has_its_own_words():
     killed = ran_out(failed("WorkerKilled", "(its words need privacy level 3)"), 500.0 * MB)
     assert killed.issue == "OUT_OF_MEMORY"
     assert killed.message.startswith("The process of c1 was killed, as the kernel does when memory runs out.")
-    assert killed.confidence < 1
+    assert killed.confidence == 0.8
+    held = [told(1, "resident", 100 * MB)]
+    assert ran_out(failed("WorkerKilled", ""), 500.0 * MB, more=held).confidence == 0.6  # others may have filled it
     counted = Metric(Where("r", 1, "server"), 2.0, "machine.oom_kills", 1.0)
     proved = ran_out(failed(None, "The worker process died (killed, or out of memory)."), 500.0 * MB, more=[counted])
     assert proved.message.startswith("The process of c1 was killed by the kernel, which had run out of memory.")

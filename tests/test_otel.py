@@ -17,7 +17,6 @@ import torch
 from fedvitals.catalog import MEASURES
 from fedvitals.errors import ConfigError, MissingExtraError, RecordError
 from fedvitals.monitor import Monitor
-from fedvitals.profiling.parts import unfold
 from fedvitals.records import Event, Finding, Metric, Run, Span, Suspect, Where
 from fedvitals.telemetry import otel as otel_module
 from fedvitals.telemetry import otel_names
@@ -61,7 +60,7 @@ def send(listener, *records, **settings) -> OpenTelemetry:
 
 
 def test_a_span_keeps_its_ids_parent_and_times(listener):
-    send(listener, Run("r1", "digits", "lab", "hierarchical"), span(steps=20, parts={"data": 0.5, "forward": 1.0}))
+    send(listener, Run("r1", "digits", "lab", "hierarchical"), span(steps=20))
     (found,) = listener.spans()
     assert (found.trace_id.hex(), found.span_id.hex(), found.parent_span_id.hex()) == (TRACE, CLIENT, ROUND)
     assert found.name == "client"
@@ -77,7 +76,7 @@ def test_a_span_keeps_its_ids_parent_and_times(listener):
 
 
 def test_parts_of_a_span_become_its_children(listener):
-    send(listener, span(parts={"data": 0.5, "forward": 1.0}), unfold=unfold)
+    send(listener, span(parts={"data": 0.5, "forward": 1.0}))
     parent, data, forward = listener.spans()
     assert [s.name for s in (data, forward)] == ["data", "forward"]
     assert {data.parent_span_id, forward.parent_span_id} == {parent.span_id}
@@ -156,7 +155,7 @@ def test_events_and_findings_are_log_records(listener):
 
 
 def test_the_contract_of_sinks_holds(listener):
-    check_sink(lambda: OpenTelemetry(listener.endpoint, unfold=unfold))
+    check_sink(lambda: OpenTelemetry(listener.endpoint))
     assert len(listener.spans()) == 3
     assert all(any(s.trace_id) for s in listener.spans()), "an id of zeros is none"
 
@@ -375,7 +374,7 @@ def test_a_refusal_quotes_the_receiver(listener):
 
 @pytest.mark.thorough
 def test_a_whole_run_arrives(listener):
-    monitor = tiny_run(None, sinks=[OpenTelemetry(listener.endpoint, unfold=unfold)], detectors=[])
+    monitor = tiny_run(None, sinks=[OpenTelemetry(listener.endpoint)], detectors=[])
     spans = listener.spans()
     ids = {s.span_id for s in spans}
     assert len({s.trace_id for s in spans}) == 1

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 
 from fedvitals.errors import ConfigError
-from fedvitals.profiling.parts import unfold
 from fedvitals.records import Event, Metric, Record, Span, Where
 from fedvitals.scope import Scope
 from fedvitals.telemetry import otlp_receiver
 from fedvitals.telemetry.otel import OpenTelemetry
-from fedvitals.telemetry.otel_encode import no_parts, traces
+from fedvitals.telemetry.otel_encode import traces
 from fedvitals.telemetry.otel_live import live, tell
 from fedvitals.telemetry.otlp_receiver import JSON, PROTOBUF, Receiver
 from fedvitals.telemetry.timing import timed
@@ -64,7 +63,7 @@ def post(receiver, path="/v1/traces", body=b"", kind=PROTOBUF, **headers):
 
 
 def request_of(*spans: Span) -> bytes:
-    return traces({}, spans, no_parts, {}).SerializeToString()
+    return traces({}, spans, {}).SerializeToString()
 
 
 def span(**changes) -> Span:
@@ -97,8 +96,8 @@ def test_a_run_comes_back_as_it_was():
     kept = MemorySink()
     found: list[Record] = []
     expected: set[str] = set()
-    with Receiver(found.extend, expected, port=0) as receiver:
-        sinks = [kept, _Announcing(OpenTelemetry(receiver.endpoint, unfold=unfold), expected)]
+    with Receiver(found.extend, expected, port=0, whole=True) as receiver:
+        sinks = [kept, _Announcing(OpenTelemetry(receiver.endpoint), expected)]
         tiny_run(None, sinks=sinks, detectors=[])
         assert receiver.rejected == 0
     wanted = [r for r in kept.records if isinstance(r, Span | Metric | Event)]
@@ -135,7 +134,7 @@ def test_awkward_values_come_back():
         Event(Where("r1", 2), AT, "critical", "log", "", data, "worker-1", 10),
     ]
     with receiving() as (receiver, found):
-        OpenTelemetry(receiver.endpoint, unfold=unfold).write(records)
+        OpenTelemetry(receiver.endpoint).write(records)
     assert sorted(map(key, found)) == sorted(map(key, records))
     assert {record.source for record in found} == {"worker-1"}
     assert list(found[0].attributes["parts"]) == list(parts), "in their order"
@@ -271,6 +270,24 @@ def test_only_expected_runs_and_nodes_are_taken():
         assert count == 3
         assert "run 'r2'" in why or "node" in why
         assert [record.where.node for record in found] == ["c7"]
+
+
+def test_a_client_cannot_say_what_a_round_was():
+    """Neither with our names nor under our name: its spans and metrics of the whole become its own."""
+    told = [
+        span(name="round", where=Where("r1", 3)),
+        span(name="server", id="a" * 16),
+        span(name="journey", id="b" * 16),
+        span(name="client", id="c" * 16),
+        Metric(Where("r1", 3), AT, "time.round", 1e6, "worker-1", 1),
+        Metric(Where("r1", 3), AT, "bottleneck.upload", 1.0, "worker-1", 2),
+        Metric(Where("r1", 3, "c7"), AT, "time.data", 1.0, "worker-1", 3),
+    ]
+    with receiving() as (receiver, found):
+        OpenTelemetry(receiver.endpoint).write(told)
+    assert [r.name for r in found if isinstance(r, Span)] == ["own.round", "own.server", "own.journey", "client"]
+    names = [r.name for r in found if isinstance(r, Metric)]
+    assert names == ["user.time.round", "user.bottleneck.upload", "time.data"]
 
 
 def test_a_token_is_needed_and_compared():

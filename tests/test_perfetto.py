@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from fedvitals import lab
 from fedvitals.monitor import Monitor
-from fedvitals.profiling.parts import unfold
 from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where
 from fedvitals.telemetry.perfetto import perfetto
 from fedvitals.testing import MemorySink, tiny_run
@@ -97,7 +96,7 @@ def test_nodes_are_threads_of_their_group():
         span("client", "c2", 3, 4, group="edge-0"),
         span("client", "lonely", 3, 4),
     ]
-    events = trace(RUN, spans, unfold=unfold)
+    events = trace(RUN, spans)
     assert names(events) == ["server", "clients", "edge-0"]
     assert names(events, "thread_name") == ["rounds", "server", "lonely", "c2", "c10", "edge-0"]
     by_name = {e["name"]: e for e in events if e["ph"] == "X"}
@@ -124,7 +123,7 @@ def test_ways_of_the_virtual_clock_are_arrows():
     parts = {"queue": 1.0, "download": 2.0, "compute": 3.0, "upload": 4.0}
     whole = span("round", None, 0, 12, own="b" * 16, clock="virtual")
     journey = span("journey", "c1", 0, 10, parent="b" * 16, clock="virtual", parts=parts)
-    events = trace(RUN, [whole, journey], unfold=unfold)
+    events = trace(RUN, [whole, journey])
     arrows = defaultdict(dict)
     for event in events:
         if event["ph"] in "sf":
@@ -186,7 +185,7 @@ def test_a_run_on_the_real_clock():
     kept = MemorySink()
     monitor = tiny_run(None, sinks=[kept], detectors=[])
     spans = kept.of(Span)
-    events = trace(monitor.run, spans, events=kept.events(), metrics=kept.metrics(), unfold=unfold)
+    events = trace(monitor.run, spans, events=kept.events(), metrics=kept.metrics())
     slices = [e["name"] for e in events if e["ph"] == "X"]
     assert slices.count("client") == 12
     assert {"c0", "c1", "c2", "c3"} <= set(names(events, "thread_name"))
@@ -213,7 +212,6 @@ def test_a_run_on_both_clocks(topology):
         transfers=kept.of(Transfer),
         metrics=kept.metrics(),
         events=kept.events(),
-        unfold=unfold,
     )
     processes = names(events)
     assert any(name.endswith("(virtual clock)") for name in processes)
@@ -238,7 +236,7 @@ SPANS = st.builds(
 @given(st.lists(SPANS, max_size=12), st.lists(st.tuples(st.floats(), st.none() | st.floats()), max_size=5))
 def test_whatever_is_told_the_rules_hold(spans, moments):
     transfers = [Transfer(Where("r1", 0, "c1"), at, "server", "c1", 1, 1, seconds) for at, seconds in moments]
-    trace(RUN, spans, transfers=transfers, unfold=unfold)
+    trace(RUN, spans, transfers=transfers)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1, max_size=20))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import dataloader as torch_dataloader
 
 from fedvitals.monitor import Monitor
-from fedvitals.profiling.parts import parts_of
+from fedvitals.parts import parts_of
 from fedvitals.records import Span
 from fedvitals.testing import MemorySink
 

@@ -127,3 +127,13 @@ def test_the_bandwidth_that_a_target_needs():
     assert (c1.node, c1.bits_per_second) == ("c1", None)
     assert c0.bits_per_second == 8 * 2 * BYTES / 1.0
     assert c0.now_bits_per_second == 8 * 2 * BYTES / 2.0
+
+
+def test_a_client_that_never_came_home_is_lost():
+    """It was handed the model and nothing of it came; whose telemetry alone is missing has answered."""
+    transfers = [sent("server", "c0", kind="model"), sent("server", "c1", kind="model"), sent("c1", "server")]
+    events = [told("worker.lost", node, 0) for node in ("c0", "c1", "c2", "c3")] + [told("client.failed", "c3", 0)]
+    found = traffic.traffic_of(transfers, events, {None: [0], "c2": [0]})
+    outcomes = {one.node: one.outcomes[0] for one in found.clients}
+    assert outcomes == {"c0": "lost", "c1": "answered", "c2": "answered", "c3": "failed"}
+    assert found.rounds[0].troubles == {"lost": 1, "failed": 1}

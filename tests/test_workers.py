@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients in other processes: recorded as if they had trained here, once each, and their loss is told."""
 
+import dataclasses
 import logging
 import multiprocessing
 import pickle
@@ -413,6 +414,43 @@ def test_a_thinned_parcel_is_counted_by_the_monitor():
         told = Event(Where(monitor.run.id, 0), 0.0, "warning", "worker.lost", "", {"records": 12})
         monitor.absorb(encode([stamped(told, "worker-1", 0)]))
     assert monitor.lost == sink.value("monitor.lost") == 12
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        Span(Where("r", 0), 0.0, "round", 1e6, "a" * 32, "b" * 16),
+        Span(Where("r", 0, "c0"), 0.0, "round", 1e6, "a" * 32, "b" * 16),
+        Span(Where("r", 0, "server"), 0.0, "server", 1e6, "a" * 32, "b" * 16),
+        Span(Where("r", 0, "c1"), 0.0, "journey", 1e6, "a" * 32, "b" * 16),
+        Metric(Where("r", 0), 0.0, "time.round", 1e6),
+        Metric(Where("r", 0), 0.0, "bottleneck.upload", 1.0),
+    ],
+    ids=lambda told: f"{told.name} {told.where.node}",
+)
+def test_no_worker_says_what_a_round_was(told):
+    """Its length and what it was bound by are the monitor's to tell; a client's own metrics are taken."""
+    monitor, sink = watched(strict=False)
+    where = dataclasses.replace(told.where, run=monitor.run.id)
+    with monitor, monitor.round(0):
+        monitor.absorb(encode([stamped(dataclasses.replace(told, where=where), "worker-1", 0)]))
+        own = Metric(Where(monitor.run.id, 0, "c0"), 0.0, "time.data", 0.5)
+        monitor.absorb(encode([stamped(own, "worker-2", 0)]))
+    assert monitor.lost == 1
+    assert sink.value("time.round") < 1e6
+    assert [span.seconds < 1e6 for span in sink.of(Span, "round")] == [True]
+    assert sink.value("time.data", node="c0") == 0.5
+
+
+def test_a_block_of_the_users_is_not_taken_for_the_round():
+    monitor, sink = watched()
+    worker = monitor.for_worker()
+    with monitor, monitor.round(0):
+        with worker.client("c0", make("cnn")), fv.timed("round"):
+            pass
+        monitor.absorb(worker.payload())
+    assert len(sink.of(Span, "round")) == len(sink.of(Span, "own.round")) == 1
+    assert monitor.lost == 0
 
 
 def test_every_observer_serves_workers():

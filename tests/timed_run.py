@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 
-from fedvitals.profiling.parts import edge_span
+from fedvitals.parts import edge_span
 from fedvitals.records import Event, Layer, LayerTable, Metric, Run, Span, Transfer, Where
 from fedvitals.store import open_store
 

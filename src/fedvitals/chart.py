@@ -29,10 +29,10 @@ from fedvitals import kernels
 from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
+from fedvitals.parts import edge_span
 from fedvitals.probes.results import Results
 from fedvitals.profiling.live import LiveProfile
 from fedvitals.profiling.machine import MachineSampler
-from fedvitals.profiling.parts import edge_span
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Event, Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope, current
@@ -101,6 +101,8 @@ class Chart:
 
     def admit(self, records: Iterable[Record]) -> None:
         """Records that came home from a worker process, as they are."""
+        if self._outlet is None and self._closed:
+            return
         outlet = self._outlet or self._open()
         if isinstance(outlet, Outlet):
             for record in records:

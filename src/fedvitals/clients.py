@@ -19,6 +19,7 @@ from torch import Tensor
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.parts import CLIENT, edge_span
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import ClientSession, Instruments, tables_of
 from fedvitals.probes.stack import StackSession, unmeasured
@@ -28,7 +29,6 @@ from fedvitals.profiling.capture import OPERATORS, Capture, Captures, Recording
 from fedvitals.profiling.client_memory import ClientMemory, OpenMemory
 from fedvitals.profiling.leak import CENSUS
 from fedvitals.profiling.memory import resident_bytes
-from fedvitals.profiling.parts import CLIENT, PHASES, edge_span
 from fedvitals.profiling.phases import Clocks, StepClock, turn_over
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import Span, Transfer
@@ -329,7 +329,8 @@ class Clients:
         results = Results()
         scope, node = opened.scope, opened.scope.node or ""
         told: dict[str, Any] = {"failed": failed}
-        self._let_go(opened)  # before probes look through the model
+        guard = functools.partial(self._chart.guard, scope=scope)  # of each part its own: none may cost the client
+        guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
         if opened.session is not None:
             results, update, rows = opened.session.finish()
             results.tables = opened.tables
@@ -338,19 +339,28 @@ class Clients:
             cost = opened.session.cost + time.perf_counter() - started
             results.take({"monitor.cost": cost})
             if self._profile and not self._kit.preset.brief:
-                so_far = time.perf_counter() - opened.began
-                told |= self._clocks.end(node, opened.clock, so_far, cost)
-                _tell_throughput(told, results)
+                told |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
         seconds = time.perf_counter() - opened.began
         results.take({"time.client": seconds})
-        results.take(self._memory_of(opened, failed=failed))
-        recorded = None if opened.recording is None else opened.recording.finish()
+        results.take(guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {})
+        recorded = guard("recording operators", lambda: opened.recording and opened.recording.finish())
         if recorded is not None:
             results.remarks.append((OPERATORS, *recorded))
         _tell_loss(results, logged="loss" in opened.logged)
         self._chart.tell(scope, results)
         self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
         turn_over()
+
+    def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
+        """What a client's Span tells of its time; its throughput goes to the results."""
+        seconds = time.perf_counter() - opened.began
+        told = self._clocks.end(opened.scope.node or "", opened.clock, seconds, cost)
+        training = seconds - sum(told.get("parts", {}).get(name, 0.0) for name in ("measure", "wait"))
+        if told.get("samples") and training > 0:
+            results.take({"throughput.samples": told["samples"] / training})
+        if opened.clock is not None and opened.clock.error is not None:
+            self._chart.report(opened.clock.error, "timing a model", opened.scope)
+        return told
 
     def _memory_of(self, opened: OpenClient, *, failed: bool) -> Mapping[str, float]:
         session, scope = opened.session, opened.scope
@@ -367,12 +377,6 @@ class Clients:
         grown = self._memory.grown(scope.round, resident) if self._profile else None
         if grown is not None:
             self._chart.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
-
-
-def _tell_throughput(told: Mapping[str, Any], results: Results) -> None:
-    working = sum(told.get("parts", {}).get(name, 0.0) for name in (*PHASES, "compute"))
-    if told.get("samples") and working:
-        results.take({"throughput.samples": told["samples"] / working})
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:

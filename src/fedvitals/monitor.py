@@ -339,9 +339,9 @@ class Monitor:
         return own
 
     def spent(self, part: str, seconds: float, node: Node = "server") -> None:
-        """A node spent so many seconds of the open round on a part (see `profiling.parts`); what is told adds up."""
+        """A node spent so many seconds of the open round on a part (see `fedvitals.parts`); what is told adds up."""
         if self._ledger is not None:
-            self._guard("spent()", functools.partial(self._ledger.spent, part, float(seconds), node))
+            self._guard("spent()", functools.partial(self._ledger.spent, part, seconds, node))
 
     def exchange(self, node: Node, sent: float, received: float, replied: float, returned: float) -> None:
         """A client elsewhere was asked and has answered; before `absorb`. Times since the epoch, of the two clocks."""

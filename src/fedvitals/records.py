@@ -8,6 +8,7 @@ since the epoch). `source` and `sequence` make it unique: delivered twice, it is
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,16 @@ class Where:
     step: int | None = None
     layer: str | None = None
     group: str | None = None
+
+
+_GROUP = re.compile(
+    r"(edge|cluster|ring)-[0-9]+"
+)  # how a topology names its groups; people may name clients «edge-box-1»
+
+
+def is_client(node: str | None) -> bool:
+    """Whether the node trains: not the server, nor an edge, cluster or ring."""
+    return node is not None and node != "server" and _GROUP.fullmatch(node) is None
 
 
 @dataclass(frozen=True, slots=True)

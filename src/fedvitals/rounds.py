@@ -14,6 +14,7 @@ import torch
 
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
+from fedvitals.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments, tables_of
@@ -21,7 +22,6 @@ from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
-from fedvitals.profiling.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.protocols import Node
 from fedvitals.records import Span
 from fedvitals.scope import Scope

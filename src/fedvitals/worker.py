@@ -31,13 +31,13 @@ import torch
 from fedvitals.chart import Chart
 from fedvitals.clients import Clients
 from fedvitals.errors import ConfigError, RecordError
+from fedvitals.parts import CLIENT, edge_span, of_the_whole
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
-from fedvitals.profiling.parts import CLIENT, edge_span
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import Event, LayerStats, Metric, Record, Run, Span, Transfer, run_of
 from fedvitals.scope import Scope
@@ -290,6 +290,9 @@ class Arrivals:
                 raise RecordError(f"A payload of run '{run_of(record)[:80]}' was given to run '{run}'.")
             if record.source == "" or record.source.startswith(SOURCE):
                 raise RecordError(f"A payload has records of source '{record.source}', which is no worker's.")
+            if isinstance(record, Span | Metric) and of_the_whole(record):
+                told = f"{type(record).__name__} '{record.name[:80]}'"
+                raise RecordError(f"A payload has the {told} of the whole round, which is not a worker's to tell.")
             if isinstance(record, Run):
                 tables |= {table.digest: table for table in record.tables}
             elif isinstance(record, LayerStats):

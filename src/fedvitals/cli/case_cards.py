@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
-    from fedvitals.records import Action
+    from fedvitals.records import Action, Event
 
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "dim"}
 TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
+TRACEBACK = 12  # last lines of one
+WIDEST = 300  # characters of a line of it
 
 
 def print_list(console: Any, cases: Sequence[Case], most: int | None = None) -> None:
@@ -26,7 +28,7 @@ def print_list(console: Any, cases: Sequence[Case], most: int | None = None) -> 
         console.print(f"[dim]          and {len(cases) - most} more[/dim]")
 
 
-def print_card(console: Any, case: Case, actions: Iterable[Action] = ()) -> None:
+def print_card(console: Any, case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> None:
     """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
     from fedvitals.cli.screen import shown
 
@@ -39,6 +41,8 @@ def print_card(console: Any, case: Case, actions: Iterable[Action] = ()) -> None
         ("how sure", _how_sure(case)),
     ):
         console.print(f"  {title:9} {shown(text)}", soft_wrap=True)
+    if failure is not None:
+        _print_failure(console, failure)
     numbers = _numbers(case)
     if numbers is not None:
         console.print("  rests on")
@@ -58,6 +62,30 @@ def print_card(console: Any, case: Case, actions: Iterable[Action] = ()) -> None
         told = f"{action.status}: {action.kind} {action.target or ''} (round {action.where.round})"
         console.print(f"  action    {shown(told)}", soft_wrap=True)
     console.print()
+
+
+def _print_failure(console: Any, failure: Event) -> None:
+    """The error in its own words and the last lines of its traceback, as far as privacy let them leave."""
+    from fedvitals.cli.screen import shown
+
+    first, *rest = failure.message.splitlines() or [""]
+    console.print(f"  {'error':9} {shown(first[:WIDEST])}", soft_wrap=True)
+    for line in rest[:TRACEBACK]:
+        console.print(f"  {'':9} {shown(line[:WIDEST])}", soft_wrap=True)
+    lines = traceback_of(failure)
+    if not lines:
+        console.print("  traceback [dim]none was kept: that needs Monitor(tracebacks=True) and privacy level 3[/dim]")
+        return
+    left = len(lines) - TRACEBACK
+    console.print("  traceback" + (f" [dim](its last {TRACEBACK} lines of {len(lines)})[/dim]" if left > 0 else ""))
+    for line in lines[-TRACEBACK:]:
+        console.print(f"    {shown(line[:WIDEST])}", soft_wrap=True)
+
+
+def traceback_of(failure: Event) -> list[str]:
+    """Its lines; none where privacy kept them."""
+    told = failure.data.get("traceback")
+    return [line.rstrip() for line in told.splitlines() if line.strip()] if isinstance(told, str) else []
 
 
 def _coloured(severity: str) -> str:
@@ -118,8 +146,8 @@ def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
             console.print(f"    {place}. {shown(sentence)}", soft_wrap=True)
 
 
-def as_json(case: Case, actions: Iterable[Action] = ()) -> dict[str, Any]:
-    """The case, with what the table of issues says of it."""
+def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> dict[str, Any]:
+    """The case, with what the table of issues says of it, and the error that it is about where there is one."""
     known, newest = case.known, case.newest
     return {
         "issue": case.issue,
@@ -148,4 +176,12 @@ def as_json(case: Case, actions: Iterable[Action] = ()) -> dict[str, Any]:
         "reference": known.reference,
         "exact": known.exact,
         "actions": list(actions),
+        "error": None
+        if failure is None
+        else {
+            "event": failure.name,
+            "round": failure.where.round,
+            "message": failure.message,
+            "traceback": traceback_of(failure),
+        },
     }

@@ -104,7 +104,9 @@ def _table(found: Comparison) -> Any:
         table.add_row("" if row.topic == topic else f"[bold]{row.topic}[/bold]", row.name, *cells)
         topic = row.topic
     if any(c is not None and c.beyond_chance is not None for row in found.rows for c in row.changes):
-        table.caption, table.caption_justify = "± 95 % interval; * larger than chance explains", "left"
+        by_seed = any(c is not None and c.paired for row in found.rows for c in row.changes)
+        of = ", seed by seed" if by_seed else ""
+        table.caption, table.caption_justify = f"± 95 % interval{of}; * larger than chance explains", "left"
     return table
 
 

@@ -100,7 +100,6 @@ def _counted(things: Iterable[T], what: str, tally: list[int]) -> Iterator[T]:
 
 
 def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
-    from fedvitals.profiling.parts import unfold
     from fedvitals.records import Event, Finding, Metric, Span, Transfer
     from fedvitals.store.paging import records_of_kind
     from fedvitals.telemetry.parquet import whole
@@ -119,7 +118,6 @@ def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _e
         transfers=of(Transfer),
         findings=of(Finding),
         metrics=of(Metric),
-        unfold=unfold,
     )
     with whole(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
@@ -217,10 +215,9 @@ def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endp
 
 
 def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpoint: str | None) -> Made:
-    from fedvitals.profiling.parts import unfold
     from fedvitals.telemetry.otel import OpenTelemetry
 
-    sink = OpenTelemetry(endpoint, unfold=unfold)
+    sink = OpenTelemetry(endpoint)
     count = _fed(reader, run, round_, sink)
     how = "Look for the service «fedvitals» in the tool behind it (Jaeger, Grafana Tempo, ...)."
     return {"where": sink.endpoint, "count": count, "what": "records", "open": how}

@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
-    from fedvitals.records import Action
+    from fedvitals.records import Action, Event
     from fedvitals.store.reader import Reader
 
 ROWS = 20  # of the list, unless --all
@@ -45,14 +45,16 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
         described = queries.get_run(reader, chosen)
         installed = detectors_of(described)
         clients = _verdicts(reader, chosen, number, found)
+        errors = _failures(reader, chosen, found)
+    cards = [(case, _about(case, actions), error) for case, error in zip(found, errors, strict=True)]
     if as_json:
-        told = [case_cards.as_json(case, _about(case, actions)) for case in found]
+        told = [case_cards.as_json(*card) for card in cards]
         print_json(
             "findings",
             {"run": chosen, "name": described.name, "detectors": installed, "cases": told, "clients": clients},
         )
     else:
-        _print(found, [_about(case, actions) for case in found], installed, chosen, full=everything or node is not None)
+        _print(cards, installed, chosen, full=everything or node is not None)
         _print_verdicts(clients, node)
     return int(any(is_trouble(case) for case in found))
 
@@ -122,21 +124,36 @@ def _about(case: Case, actions: Sequence[Action]) -> list[Action]:
     return list(newest.values())
 
 
-def _print(found: list[Case], actions: list[list[Action]], installed: int, run: str, *, full: bool) -> None:
+def _failures(reader: Reader, run: str, found: Sequence[Case]) -> list[Event | None]:
+    """For each case that is about an error, the newest event of it that the case knows of; None for the others."""
+    from fedvitals.store import queries
+
+    about = [case.newest.evidence.get("event") for case in found]
+    told = queries.events(reader, run, level="error") if any(about) else []
+    errors: list[Event | None] = []
+    for case, name in zip(found, about, strict=True):
+        same = [e for e in told if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
+        errors.append(max(same, key=lambda e: e.at, default=None))
+    return errors
+
+
+def _print(cards: Sequence[tuple[Case, list[Action], Event | None]], installed: int, run: str, *, full: bool) -> None:
     from rich.console import Console
 
     from fedvitals.cli import case_cards
+    from fedvitals.cli.screen import shown
 
     console = Console(highlight=False)
+    found = [case for case, _, _ in cards]
     if not found:
         judged = f"No findings by {installed} detectors." if installed else "Not judged: no detector was installed."
-        console.print(judged + ("" if installed else f" `fedvitals check {run}` does so now."))
+        console.print(judged + ("" if installed else f" `fedvitals check {shown(run)}` does so now."))
         return
     there = sum(case.still_there for case in found)
     console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold], {there} still there\n")
     if full:
-        for case, own in zip(found, actions, strict=True):
-            case_cards.print_card(console, case, own)
+        for case, own, failure in cards:
+            case_cards.print_card(console, case, own, failure)
         return
     case_cards.print_list(console, found, ROWS)
     console.print("\n[dim]Numbers, causes and what to do: --all, or --node NAME[/dim]")

@@ -38,6 +38,8 @@ OWN_BYTES = 64 << 10  # per client and round, at most
 EXPLAINED = 0.3  # of the growth, by the tensors that pile up, to name them
 STEADY = 0.7  # of the tensors per round that an earlier census saw, in a later one
 OWN_GROWTH = 0.5  # of all growth, that one client has to keep, more than its peers do, to be named
+REAL_PART = 0.2  # of the process, or of what there is: tensors that are less did not fill it
+FILLED = 0.5  # of what there is: who held less was refused one large piece, or others filled the rest
 KILLED = re.compile(r"worker process .*killed", re.IGNORECASE)  # as the lab words it
 
 
@@ -155,7 +157,7 @@ def _leak(
         graph = " that hold their graph" if group.get("graph") else ""
         each = group["more"] / group["rounds"]
         text += f" {each:,.0f} more tensors of shape {group['shape']} ({group['type']}){graph} are alive after each."
-    limit = _newest_limit(history, number)
+    limit = _newest(history, "memory.limit", number)
     if limit is not None and now < limit:
         text += f" The {size_words(limit)} that there are last for {(limit - now) / grown.per_round:,.0f} more rounds."
     numbers = [Number("memory.resident", now, now - grown.bytes, of="own past")]
@@ -194,23 +196,32 @@ def _whose(history: History, number: int, grown: Growth) -> tuple[Node, float] |
 
 
 def memory_words(history: History, number: int, event: Event) -> tuple[str, dict[str, Any]]:
-    """What took most, and what would have fitted, for a client that ran out of memory: a text, and its evidence."""
+    """What took most, and what would have fitted, for a client that ran out of memory: a text, and its evidence.
+
+    Only where a step's tensors are a real part of the process, or of what there is, have they to do with it.
+    """
     node = event.where.node
     shares, batch, tried = _shares_of(history, number, node)
     if not shares:
         return "", {}
     text, peak = "", predicted_peak(shares, batch, tried)
+    limit, resident = _newest(history, "memory.limit", number, node), _newest(history, "memory.resident", number, node)
+    wholes = [whole for whole in (resident, limit) if whole]
     more: dict[str, Any] = {"shares": shares, "peak_bytes": peak}
+    more |= {"resident_bytes": resident} if resident else {}
+    if wholes and peak < REAL_PART * min(wholes):
+        return _other_than_tensors(peak, resident, limit), more | {"limit_bytes": limit, "explained": False}
     if batch and tried and tried != batch and "activations" in shares:
         shares = {**shares, "activations": shares["activations"] * tried / batch}
         more["shares"] = shares
     largest = largest_share(shares)
-    if largest is not None:
+    # Nobody is sent after what we hold ourselves, unless that alone is a real part.
+    ours = largest is not None and largest[0] == "telemetry"
+    if largest is not None and not (ours and shares["telemetry"] < REAL_PART * min(wholes, default=math.inf)):
         name, part = largest
         text += f" {WORDS[name].capitalize()} took most: {size_words(shares[name])}, {part:.0%} of a step's tensors"
         text += f" (batch of {tried or batch:.0f})." if name == "activations" and (tried or batch) else "."
         more["largest"] = name
-    limit = _newest_limit(history, number, node)
     free = _available(history, number, limit, peak)
     if free is not None:
         remedies = fits(shares, free, tried or batch)
@@ -241,14 +252,23 @@ def _shares_of(history: History, number: int, node: Node | None) -> tuple[dict[s
     return {k: v for k, v in newest.items() if math.isfinite(v) and v >= 0}, measured, tried or measured
 
 
-def _newest_limit(history: History, number: int, node: Node | None = None) -> float | None:
-    own = [] if node is None else up_to(history.series("memory.limit", node), number)
-    if own:
-        return own[-1][1]
-    for other in history.nodes():
-        told = up_to(history.series("memory.limit", other), number)
+def _other_than_tensors(peak: float, resident: float | None, limit: float | None) -> str:
+    """Where to look instead: for data, caches and results, or for one piece that was too large."""
+    text = f" What took the memory is not in the model's tensors, which are {size_words(peak)} in a step"
+    if resident is None:
+        return f"{text}: look at data, caches and results that are kept."
+    text += f"; the process held {size_words(resident)}"
+    if limit is not None and resident < FILLED * limit:
+        return f"{text} of {size_words(limit)}: one large piece was asked for, or other processes took the rest."
+    return f"{text}: look at data, caches and results that are kept."
+
+
+def _newest(history: History, name: str, number: int, node: Node | None = None) -> float | None:
+    """As the node last told it; if it never did, as any other did."""
+    for who in [*([] if node is None else [node]), *(other for other in history.nodes() if other != node)]:
+        told = [value for _, value in up_to(history.series(name, who), number) if math.isfinite(value)]
         if told:
-            return told[-1][1]
+            return told[-1]
     return None
 
 
@@ -270,7 +290,9 @@ def killed_words(history: History, number: int, event: Event) -> tuple[str, floa
     who = event.where.node or "A process"
     if kills > 0:
         return f"The process of {who} was killed by the kernel, which had run out of memory.", 1.0
-    return f"The process of {who} was killed, as the kernel does when memory runs out.", 0.8
+    resident, limit = (_newest(history, f"memory.{name}", number, event.where.node) for name in ("resident", "limit"))
+    small = resident is not None and limit is not None and resident < FILLED * limit  # so others may have filled it
+    return f"The process of {who} was killed, as the kernel does when memory runs out.", 0.6 if small else 0.8
 
 
 DETECTORS: tuple[Detector, ...] = (leaks,)

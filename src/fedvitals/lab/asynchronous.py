@@ -26,7 +26,7 @@ from fedvitals.lab.network import Journey
 from fedvitals.lab.spans import part_metrics, tell_journey
 from fedvitals.lab.timetable import journey_parts, times_told
 from fedvitals.lab.work import Node, Task, Update
-from fedvitals.profiling.parts import ROUND, SERVER
+from fedvitals.parts import ROUND, SERVER
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the observer hears of the virtual clock: a span for each node and round, with its parts (`profiling.parts`)."""
+"""What the observer hears of the virtual clock: a span for each node and round, with its parts (`fedvitals.parts`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fedvitals.lab.network import Journey
 from fedvitals.lab.timetable import Timetable, offset_of, times_told
 from fedvitals.lab.work import Node
-from fedvitals.profiling.parts import EDGE, JOURNEY, ROUND, SERVER
+from fedvitals.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.protocols import Observer
 
 MEASURED = ("queue", "download", "data", "upload", "wait")  # parts that become metrics; compute is one already

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from fedvitals.catalog import CATALOG, public_name
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.kernels import GradientRecorder, sums
+from fedvitals.model_hooks import Hook
 from fedvitals.probes.activations import Take, activations, watched_modules
 from fedvitals.probes.allowance import Allowance
 from fedvitals.probes.clipping import ClipWatch
@@ -41,9 +42,9 @@ class Clock(Protocol):
     """Told of a client's steps, to say what its time went to (`profiling.phases.StepClock`)."""
 
     def start(self, model: Any) -> None: ...
-    def due(self, step: int) -> bool: ...
+    def due(self) -> bool: ...
     def begin_step(self, at: float) -> None: ...
-    def measured(self, step: int, optimizer: Any, skipped: Any) -> None: ...
+    def measured(self, optimizer: Any, skipped: Any) -> None: ...
     def stop(self, steps: int, last: float, measuring: float) -> None: ...
     def remove(self) -> None: ...
 
@@ -105,7 +106,7 @@ class ClientSession:
         self._hooks: StepHooks | StepCounter = (
             StepHooks(view.parameters, measure, self._clip.look) if at_steps else StepCounter(view.parameters)
         )
-        self._last_input = _catch_input(view) if kit.wants_inputs and view.data is None else None
+        self._last_input = _catch_input(view, report) if kit.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
         try:
@@ -195,13 +196,26 @@ class ClientSession:
     def _measure_timed(
         self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor
     ) -> None:
-        clock = self._clock
-        if clock is None or not clock.due(step):
-            self._measure(optimizer, owned, step, skipped)
-            return
-        clock.begin_step(time.perf_counter())
+        clock, looked = self._clock, False
+        try:
+            looked = clock is not None and clock.due()
+            if clock is not None and looked:
+                clock.begin_step(time.perf_counter())
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            looked = self._without_clock(error)
         self._measure(optimizer, owned, step, skipped)
-        clock.measured(step, optimizer, skipped)
+        try:
+            if clock is not None and looked:
+                clock.measured(optimizer, skipped)
+        except Exception as error:  # noqa: BLE001
+            self._without_clock(error)
+
+    def _without_clock(self, error: Exception) -> bool:
+        clock, self._clock = self._clock, None
+        if clock is not None:
+            clock.remove()
+        self._report(error, "timing a step")
+        return False
 
     def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor) -> None:
         """Called before each optimiser step, on the thread that trains."""
@@ -384,14 +398,14 @@ class ClientSession:
             self._report(error, what)
 
 
-def _catch_input(view: View) -> Any:
+def _catch_input(view: View, report: Report) -> Any:
     """Remember the input of the last training batch, for probes that need samples and were given no data."""
 
-    def hook(module: Any, inputs: tuple[Any, ...]) -> None:
+    def catch(module: Any, inputs: tuple[Any, ...]) -> None:
         if module.training and inputs and isinstance(inputs[0], Tensor):
             view.last_input = inputs[0]
 
-    return view.model.register_forward_pre_hook(hook)
+    return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))
 
 
 def _name(probe: Probe) -> str:

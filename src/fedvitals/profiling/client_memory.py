@@ -89,7 +89,7 @@ class ClientMemory:
 
     def begin(self, model: Any, parameters: Sequence[Any], node: str = "") -> OpenMemory:
         device = _cuda_device(parameters)
-        if device is not None:
+        if device is not None and not self._open:  # the peak of one that still trains is not ours to forget
             torch.cuda.reset_peak_memory_stats(device)
         steps = self._activations.watch(model, sum(p.numel() for p in parameters if p.requires_grad))
         with self._lock:
@@ -134,7 +134,8 @@ class ClientMemory:
 
     def grown(self, round: int | None, resident: float | None) -> tuple[str, dict[str, Any]] | None:  # noqa: A002
         """Words and data of the event `memory.census`, if the process grows and it is time for one."""
-        told = None if resident is None else self._leak.note(round, int(resident))
+        with self._lock:
+            told = None if resident is None else self._leak.note(round, int(resident))
         return None if told is None else (in_words(told), told)
 
     def _shares(

@@ -8,11 +8,12 @@ time, what the server is known to have done does; what is left is unaccounted fo
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import NamedTuple
 
-from fedvitals.profiling.parts import REST, SERVER, WORK
+from fedvitals.parts import REST, SERVER, WORK
 from fedvitals.profiling.shape import Shape, shape_of
 from fedvitals.profiling.stays import CLOSE, UNACCOUNTED, Block
 from fedvitals.profiling.timeline import NodeTime, RoundTime, by_class
@@ -44,7 +45,7 @@ class Path:
     began: float
     seconds: float
     links: tuple[Link, ...]  # the first to the last
-    slowest: str | None  # the client with most of it
+    slowest: str | None  # the client with most of it; None also where nobody is waited for
     part: str  # what took longest: of that client, or of the server if that is more
     part_seconds: float
     without: float | None  # the round's seconds without the slowest
@@ -72,6 +73,9 @@ def critical_path(time: RoundTime) -> Path:
     units = sorted(_units(time), key=lambda unit: unit.ended)
     links = _chain(time, units)
     shape = shape_of(time)
+    flown = flights(time) if time.overlapping else {}
+    if flown:
+        links = [_in_flight(link, flown) if link.node in shape.nodes else link for link in links]
     by_node: dict[str, float] = {}
     sums: dict[str, float] = {}
     for link in links:
@@ -79,12 +83,12 @@ def critical_path(time: RoundTime) -> Path:
             by_node[link.node] = by_node.get(link.node, 0.0) + link.seconds
         for part, seconds in link.parts.items():
             sums[part] = sums.get(part, 0.0) + seconds
-    slowest = max(by_node, key=lambda node: by_node[node]) if by_node else None
+    slowest = max(by_node, key=lambda node: by_node[node]) if by_node and not flown else None
     saved = None if slowest is None else shape.without([slowest])
     whole = time.seconds if time.seconds > 0 else 1.0
     shares = {kind: seconds / whole for kind, seconds in by_class(sums).items()}
-    node, part, seconds = _longest(links, slowest)
-    text = _words(time, links, shape, slowest, saved, (node, part, seconds))
+    node, part, seconds = _longest(links, [slowest] if slowest else shape.nodes if flown else [])
+    text = _landed(time, flown) if flown else _words(time, links, shape, slowest, saved, (node, part, seconds))
     return Path(
         time.round,
         time.clock,
@@ -222,7 +226,36 @@ def _told(node: NodeTime | None, part: str, began: float, ended: float) -> bool:
     return inside > 0.5 * (ended - began)
 
 
-def _longest(links: list[Link], slowest: str | None) -> tuple[str, str, float]:
+def flights(time: RoundTime) -> dict[str, float]:
+    """What the journeys that ended in the round consisted of, with what lies before it: shares, each counts the same.
+
+    So much shorter is the time from one landing to the next, if a part takes none: Σ 1/time is how often they land.
+    """
+    found: dict[str, float] = {}
+    for one in time.clients:
+        work = {part: seconds for part, seconds in one.told.items() if part in WORK}
+        whole = sum(work.values())
+        for part, seconds in work.items() if one.busy > 0 and whole > 0 else ():
+            found[part] = found.get(part, 0.0) + seconds / whole
+    return {part: share / sum(found.values()) for part, share in found.items()}
+
+
+def _in_flight(link: Link, flown: Mapping[str, float]) -> Link:
+    """A stretch of an asynchronous round: of a journey only the end lies in it, so all of them say what it was."""
+    parts = {part: link.seconds * share for part, share in flown.items()}
+    return replace(link, part=_largest(parts), parts=parts)
+
+
+def _landed(time: RoundTime, flown: Mapping[str, float]) -> str:
+    each = [sum(v for part, v in one.told.items() if part in WORK) for one in time.clients if one.busy > 0]
+    part = max(flown, key=lambda name: flown[name])
+    return (
+        f"round {time.round} took {in_words(time.seconds)}: {len(each)} updates came in, of {in_words(median(each))} in "
+        f"the median, {flown[part]:.0%} of that {NOUNS.get(part, part)}"
+    )
+
+
+def _longest(links: list[Link], clients: Collection[str]) -> tuple[str, str, float]:
     """Whose part took longest: the slowest client's, or the server's if that is more."""
     sums: dict[tuple[str, str], float] = {}
     for link in links:
@@ -231,7 +264,7 @@ def _longest(links: list[Link], slowest: str | None) -> tuple[str, str, float]:
                 sums[link.node, part] = sums.get((link.node, part), 0.0) + seconds
     best: tuple[str, str, float] = (SERVER, UNACCOUNTED, 0.0)
     for (node, part), seconds in sums.items():
-        if node in (slowest, SERVER) and part not in REST and seconds > best[2]:
+        if (node == SERVER or node in clients) and part not in REST and seconds > best[2]:
             best = (node, part, seconds)
     return best
 

@@ -8,6 +8,7 @@ event `memory.census`; whether it is a leak is for a detector to say (`diagnosis
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -65,7 +66,8 @@ def census(objects: Iterable[Any] | None = None, seconds: float = SECONDS) -> Ce
             break
         kind = type(one)  # not isinstance: that may run code of the object's own
         if kind is Tensor or kind is torch.nn.Parameter:
-            _count(one, groups, seen)
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # one of torch.func's, without a storage
+                _count(one, groups, seen)
     return Census(groups, complete, time.thread_time() - began)
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.parts import EDGE, JOURNEY, REST, SERVER, WORK, edge_span, parts_of
 from fedvitals.profiling.clock import Offset
-from fedvitals.profiling.parts import EDGE, JOURNEY, REST, SERVER, WORK, edge_span, parts_of
 from fedvitals.records import Span
 
 NODES = 100_000  # whose clocks are known; a bound against hosts that name every message's sender anew
@@ -64,7 +64,7 @@ class Ledger:
             raise ConfigError(unknown("part of a round", part, [*WORK, *REST]))
         with self._lock:
             own = self._spent.setdefault(node, {})
-            own[part] = own.get(part, 0.0) + max(0.0, seconds)
+            own[part] = own.get(part, 0.0) + max(0.0, float(seconds))
 
     def exchange(self, node: str, sent: float, received: float, replied: float, returned: float) -> Offset:
         """What is known of the client's clock now."""
@@ -130,8 +130,8 @@ class Ledger:
             "download": here - sent,
             "queue": began - here,
             "data": data,
-            "compute": over - began - data,
-            "upload": returned - over,
+            "compute": away - began - data,  # packing and compressing an update is the client's own work, too
+            "upload": returned - away,
             "wait": ended - returned,
         }
         parts = {name: max(0.0, seconds) for name, seconds in parts.items()}

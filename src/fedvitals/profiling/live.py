@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fedvitals.profiling.parts import CLIENT, EDGE, JOURNEY, ROUND, SERVER, WORK, clock_of
+from fedvitals.parts import CLIENT, EDGE, JOURNEY, ROUND, SERVER, WORK, clock_of
 from fedvitals.profiling.stays import held, told_parts
 from fedvitals.records import Metric, Record, Span, Where
 

@@ -2,10 +2,10 @@
 """What a client's training spends its time on: loading data, forward, backward, optimiser; and our own measuring.
 
 The whole is known to the microsecond, and so is the time in DataLoaders. How the rest divides is looked into at the
-first two steps and each sixteenth, by their median: hooks at every step took 1 % of a small model's training, and one
-step in which the machine did something else must not count sixteenfold. Of up to two steps nothing is estimated. Where
-even that would cost over a third of a percent, clients take turns, and a round that was not looked into is divided as
-the client's last one that was.
+first three steps and each seventeenth, by their median: hooks at every step took 1 % of a small model's training, and a
+step in which the machine did something else must not count seventeenfold. Of up to three steps nothing is estimated.
+Where even that would cost over a third of a percent, clients take turns, and a round that was not looked into is
+divided as the client's last one that was.
 
 Between two steps lies the loading of data. Where a DataLoader is used its own time is known, and the rest of the gap is
 left unaccounted for, which is honest: it is whatever else the user's loop does. Where none is, the gap counts as
@@ -26,17 +26,19 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
+from fedvitals.model_hooks import Hook, can_be_hooked
+
 now = time.perf_counter
 
 TICKS = 2**20  # in a second: what is told to a microsecond is half as long on the wire
 ALLOWED = 1 / 300  # of the training, for looking into it
 LOOKING, LOOKING_AT_A_STEP = 120e-6, 8e-6  # seconds, as measured between the steps of a small CNN
 LONGEST_TURN, CLIENTS = 20, 100_000
-FIRST, EVERY = 2, 16  # steps that are looked into: so many at the beginning, and then each sixteenth
+FIRST, EVERY = 3, 17  # steps that are looked into; a prime, so that each of several optimisers has its turn
 
 # What a client is doing; what ends next is counted there.
 START, BETWEEN, FORWARD, BACKWARD, MEASURING, STEP = range(6)
-GAP, WAITED, WENT_FORWARD, WENT_BACKWARD, COMPUTED, OPTIMIZED = range(6)  # of one step
+GAP, WAITED, WENT_FORWARD, WENT_BACKWARD, COMPUTED, OPTIMIZED, SAMPLES = range(7)  # of one step
 
 
 class _Turn(threading.local):
@@ -46,6 +48,7 @@ class _Turn(threading.local):
     mark = 0.0
     loading = 0.0
     loaders = 0  # batches that came from one
+    inside = 0  # of how many loaders, one within the other
 
 
 _turn = _Turn()
@@ -61,20 +64,22 @@ class StepClock:
 
     def __init__(self) -> None:
         self._state = START  # until the first batch: optimisers and loaders are made, which is neither
-        self._row, self._rows = [0.0] * 6, list[list[float]]()
+        self._row, self._rows = [0.0] * 7, list[list[float]]()
         self._looking = True  # into the step that comes next
-        self._wakes = 0
-        self._nested = self._batches = self._samples = self.batch = self.steps = 0
+        self._count, self._wakes = 0, 1  # steps so far, and which one is looked into next
+        self._nested = self._inner = self.batch = self.steps = 0
         self._set_up = self._whole = self._loaded = self._after = self._rest = 0.0
         self._hooks: list[Any] = []
-        self._post: list[Any] = []
+        self._posts: dict[int, Any] = {}  # by optimiser
         self._forget: Callable[[], None] | None = None
         self._model: Any = None
+        self.error: Exception | None = None
 
     def start(self, model: Any) -> None:
         """Training begins."""
         self._forget = watch_loaders()
-        self._model = model if _can_be_hooked(model) else None
+        self._model = model if can_be_hooked(model) else None
+        self._thread = threading.get_ident()
         self._hook()
         turn = _turn
         self._began = self._mark = turn.mark = now()
@@ -82,47 +87,51 @@ class StepClock:
         self._loaders_before = turn.loaders
         turn.clock = self
 
-    def due(self, step: int) -> bool:
-        """Whether this step, or the next, is looked into."""
-        if self._post and not self._looking:  # not in the hook itself, over which torch is walking
-            self._release(self._post)
-        return self._looking or step + 1 == self._wakes
+    def due(self) -> bool:
+        """Whether the step that begins now, or the next, is looked into."""
+        if self._posts and not self._looking:  # not in the hook itself, over which torch is walking
+            self._release()
+        self._count += 1
+        return self._looking or self._count == self._wakes
 
     def begin_step(self, at: float) -> None:
         """An optimiser is about to step, and we to measure."""
         if self._state == STEP:  # an optimiser that calls another one's step
             self._row[OPTIMIZED] += at - self._mark
             self._nested += 1
+            self._inner += 1
         elif self._looking:
             self._row[WENT_BACKWARD if self._state == BACKWARD else COMPUTED] += self._since(at)
-            self._release(self._hooks)
+            self._unhook()
         self._state, self._mark = MEASURING, at
 
-    def measured(self, step: int, optimizer: Any, skipped: Any) -> None:
-        after = step + 1
-        self._wakes = after if after < FIRST else -(-after // EVERY) * EVERY
-        if after == self._wakes:
-            self._hook()
-        if not self._post:
-            self._post.append(optimizer.register_step_post_hook(self._end_step))
+    def measured(self, optimizer: Any, skipped: Any) -> None:
+        if not self._nested:
+            after = self._count
+            self._wakes = after if after < FIRST else -(-after // EVERY) * EVERY
+            if after == self._wakes:
+                self._hook()
+                self._wakes = after
+        if id(optimizer) not in self._posts:
+            self._posts[id(optimizer)] = optimizer.register_step_post_hook(Hook(self._end_step, self._fail))
         self._state, self._mark = STEP, now()
         if skipped is True:  # a GradScaler's: the optimiser is not reached
             self._end_step()
 
     def _end_step(self, *_: Any) -> None:
         at, turn = now(), _turn
-        if self._state == BACKWARD:  # a closure went forward and backward inside the step
-            self._row[WENT_BACKWARD] += at - self._mark
-        else:
-            self._row[OPTIMIZED] += at - self._mark
+        if self._state not in (STEP, BACKWARD):  # of an optimiser that stepped outside of what is looked into
+            return
+        # A closure may have gone forward and backward inside the step.
+        self._row[WENT_BACKWARD if self._state == BACKWARD else OPTIMIZED] += at - self._mark
         if self._nested:
             self._nested -= 1
             self._mark = at
             return
         if self._looking:
             self._rows.append(self._row)
-        self._row = [0.0] * 6
-        self._looking = bool(self._hooks) or (self._model is None and self._wakes < FIRST)
+        self._row = [0.0] * 7
+        self._looking = bool(self._hooks) or (self._model is None and self._count < FIRST)
         self._state, self._mark, self._loading = BETWEEN, at, turn.loading
         turn.clock, turn.mark = self, at
 
@@ -133,13 +142,14 @@ class StepClock:
         if turn.clock is not self and steps:
             self._after = max(0.0, turn.mark - last)  # others went on, and were closed, since
         self.steps = steps
-        self._loaded = turn.loading - self._loading_before if turn.loaders != self._loaders_before else 0.0
+        if threading.get_ident() == self._thread and turn.loaders != self._loaders_before:
+            self._loaded = turn.loading - self._loading_before
         self._whole = max(0.0, last - self._began - self._set_up - measuring) if steps else 0.0
         self._rest = max(0.0, at - last - self._after)
 
     def remove(self) -> None:
-        self._release(self._hooks)
-        self._release(self._post)
+        self._unhook()
+        self._release()
         self._model = None
         if self._forget is not None:
             self._forget()
@@ -155,7 +165,7 @@ class StepClock:
             self._row[WAITED] += others
             gap -= others
             turn.clock = self
-        loaded = min(turn.loading - self._loading, gap)
+        loaded = min(max(0.0, turn.loading - self._loading), gap)  # on another thread than before: nothing is known
         self._loading = turn.loading
         return gap - loaded
 
@@ -164,14 +174,25 @@ class StepClock:
     def _hook(self) -> None:
         if self._model is not None and not self._hooks:
             self._hooks += [
-                self._model.register_forward_pre_hook(self._forward_begins),
-                self._model.register_forward_hook(self._forward_ends),
+                self._model.register_forward_pre_hook(Hook(self._forward_begins, self._fail)),
+                self._model.register_forward_hook(Hook(self._forward_ends, self._fail)),
             ]
 
-    def _release(self, handles: list[Any]) -> None:
-        for handle in handles:
+    def _unhook(self) -> None:
+        for handle in self._hooks:
             handle.remove()
-        handles.clear()
+        self._hooks.clear()
+
+    def _release(self) -> None:
+        for handle in self._posts.values():
+            handle.remove()
+        self._posts.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """Something in the user's model is not as we think: look no more, and say so at the end."""
+        self.error = error
+        self._model = None
+        self._looking, self._wakes = False, -1
 
     def _forward_begins(self, _module: Any, inputs: tuple[Any, ...]) -> None:
         if self._state == MEASURING:  # a probe of ours looks through the model
@@ -187,8 +208,8 @@ class StepClock:
         else:
             self._row[WENT_BACKWARD] += gap
         if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
-            self.batch = inputs[0].shape[0]
-            self._samples += self.batch
+            self.batch = int(inputs[0].shape[0])
+            self._row[SAMPLES] += self.batch
         self._state, self._mark = FORWARD, at
 
     def _forward_ends(self, *_: Any) -> None:
@@ -202,7 +223,7 @@ class StepClock:
     @property
     def samples(self) -> int:
         """That went through the model; exact where every step was looked into."""
-        return round(self._samples / len(self._rows) * self.steps) if self._rows else 0
+        return round(self._over_all()[SAMPLES]) if self._rows else 0
 
     def parts(self, measure: float) -> dict[str, float]:
         """Seconds by part, without those that took none. `measure`: what measuring took, in the steps and around."""
@@ -222,15 +243,16 @@ class StepClock:
         """All steps' seconds, divided as in those that were looked into."""
         rows = self._rows
         if not rows:
-            return [0.0] * 4 + [self._whole] + [0.0]
-        if len(rows) >= self.steps:
+            return [0.0] * 4 + [self._whole] + [0.0] * 2
+        steps = self._count * len(rows) / (len(rows) + self._inner)  # of which some were inside of others
+        if len(rows) >= steps:
             return [sum(column) for column in zip(*rows, strict=True)]
         usual = rows[1:] or rows  # the first step makes what the others find
-        row = [median(column) * self.steps for column in zip(*usual, strict=True)]
+        row = [median(column) * steps for column in zip(*usual, strict=True)]
         # The last step began when the whole ended: its optimiser comes on top.
-        whole = max(0.0, self._whole - self._loaded + min(row[OPTIMIZED] / self.steps, self._rest))
-        times = whole / sum(row) if sum(row) else 0.0
-        return [seconds * times for seconds in row]
+        whole = max(0.0, self._whole - self._loaded + min(row[OPTIMIZED] / steps, self._rest))
+        spent = sum(row[:SAMPLES])
+        return [*(seconds * whole / spent if spent else 0.0 for seconds in row[:SAMPLES]), row[SAMPLES]]
 
 
 @dataclass(slots=True)
@@ -282,14 +304,9 @@ def _ticks(seconds: float) -> float:
     return int(seconds * TICKS) / TICKS
 
 
-def _can_be_hooked(model: Any) -> bool:
-    """Not where a hook would have the model compiled anew, or is not called."""
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
-    return isinstance(model, torch.nn.Module) and not compiled and not isinstance(model, torch.jit.ScriptModule)
-
-
 _lock = threading.Lock()
 _watching = [0]
+_replaced: list[tuple[Any, Any]] = []  # our method, and the one that it stands in for
 _Iterator: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001 - torch tells it nowhere else
 
 
@@ -297,7 +314,8 @@ def watch_loaders() -> Callable[[], None]:
     """Time every DataLoader from here on; gives the function that ends it. Its method is put back after the last."""
     with _lock:
         if not _watching[0]:
-            _Iterator.__next__ = _timed_next(_Iterator.__next__)
+            _replaced.append((_timed_next(_Iterator.__next__), _Iterator.__next__))
+            _Iterator.__next__ = _replaced[-1][0]
         _watching[0] += 1
     ended: list[bool] = []
 
@@ -307,20 +325,25 @@ def watch_loaders() -> Callable[[], None]:
                 return
             ended.append(True)
             _watching[0] -= 1
-            if not _watching[0] and hasattr(_Iterator.__next__, "original"):
-                _Iterator.__next__ = _Iterator.__next__.original
+            if not _watching[0]:
+                ours, original = _replaced.pop()
+                if _Iterator.__next__ is ours:  # else somebody has replaced it since, and calls ours, which goes on
+                    _Iterator.__next__ = original
 
     return forget
 
 
 def _timed_next(original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807 - it stands in for that method
+        turn = _turn
         began = now()
+        turn.inside += 1
         try:
             return original(self)
         finally:
-            _turn.loading += now() - began
-            _turn.loaders += 1
+            turn.inside -= 1
+            if not turn.inside:  # a loader that reads from another one waits for it, too
+                turn.loading += now() - began
+                turn.loaders += 1
 
-    __next__.original = original  # type: ignore[attr-defined]
     return __next__

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.profiling.parts import JOURNEY, REST
+from fedvitals.parts import JOURNEY, REST
 from fedvitals.profiling.stays import CLOSE
 from fedvitals.profiling.timeline import NodeTime, RoundTime, by_class, span_of_work
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fedvitals.profiling.parts import CLIENT, JOURNEY, REST, SERVER, parts_of
+from fedvitals.parts import CLIENT, JOURNEY, REST, SERVER, parts_of
 from fedvitals.records import Span
 
 UNACCOUNTED = "unaccounted"

@@ -12,8 +12,9 @@ import numpy as np
 
 from fedvitals.profiling.critical import Path, critical_path
 from fedvitals.profiling.stays import UNACCOUNTED
-from fedvitals.profiling.timeline import RoundTime
+from fedvitals.profiling.timeline import RoundTime, asynchronous
 from fedvitals.profiling.verdict import excess
+from fedvitals.profiling.warmup import usual
 
 
 class Turn(NamedTuple):
@@ -42,8 +43,14 @@ class Straggler:
 
 
 def stragglers(times: Sequence[RoundTime], *, most: int = 20, paths: Sequence[Path] | None = None) -> list[Straggler]:
-    """Who cost the most seconds first. `paths`: those of the rounds, where they are known already."""
+    """Who cost the most seconds first. `paths`: those of the rounds, where they are known already.
+
+    A first round that was a warm-up is left out; () where nobody is waited for, as in asynchronous aggregation.
+    """
+    if asynchronous(times):
+        return []
     paths = [critical_path(time) for time in times] if paths is None else paths
+    _, paths = usual(times, paths)
     lost: dict[str, float] = {}
     for path in paths:
         if path.slowest is not None and path.without is not None:

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedvitals.model_hooks import Hook, can_be_hooked
+
+SHAPES = 64  # of inputs whose activations are remembered
 MOST_NODES = 100_000  # of a graph that are looked at
 MOST_DEPTH = 4  # of lists and mappings in an optimiser's state
 
@@ -32,8 +35,11 @@ def storage_bytes(tensors: Iterable[Any], seen: Seen) -> int:
         for plain in (tensor,) if tensor.layout is torch.strided else _dense_parts(tensor):
             if plain.device.type == "meta":
                 continue
-            storage = plain.untyped_storage()
-            address = storage.data_ptr()
+            try:
+                storage = plain.untyped_storage()
+                address = storage.data_ptr()
+            except (RuntimeError, NotImplementedError):  # a wrapper around other tensors has no memory of its own
+                continue
             if address not in seen:
                 seen.add(address)
                 total += storage.nbytes()
@@ -142,8 +148,9 @@ class StepWatch:
         self._outputs: list[weakref.ref[Tensor]] = []
         self._model = weakref.ref(model)
         self._forget: list[Callable[[], None]] = []
-        if _can_be_hooked(model):
-            self._forget.append(model.register_forward_pre_hook(self._forward, with_kwargs=True).remove)
+        if can_be_hooked(model):
+            hook = Hook(self._forward, self._failed)
+            self._forget.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def remove(self) -> None:
         for forget in self._forget:
@@ -161,16 +168,19 @@ class StepWatch:
         self._key = (type(model), self._key, model.training, *((t.shape, t.dtype) for t in tensors))
         self.bytes = self._known.get(self._key)
         if self.bytes is None:
-            self._forget = [model.register_forward_hook(self._answered).remove, tell_of_backward(self)]
+            hook = Hook(self._answered, self._failed)
+            self._forget = [model.register_forward_hook(hook).remove, tell_of_backward(self)]
 
     def _answered(self, _model: Any, _inputs: Any, output: Any) -> None:
         """Where `torch.autograd.backward` is never called, what the model alone saves is all that is known."""
-        try:
-            tensors = list(_tensors_in(output))
-            self._outputs = [weakref.ref(tensor) for tensor in tensors]
-            self._take(tensors)
-        except Exception:  # noqa: BLE001 - runs inside the user's forward pass; without it, a metric is missing
-            self.remove()
+        tensors = list(_tensors_in(output))
+        self._outputs = [weakref.ref(tensor) for tensor in tensors]
+        self._take(tensors)
+
+    def _failed(self, _error: Exception) -> None:
+        """Tensors of a kind that has no size, or no storage: then a metric is missing, and no more."""
+        self.remove()
+        self.bytes = None
 
     def backward_begins(self, roots: Any) -> None:
         """Called with the loss, or several, before the backward pass."""
@@ -192,13 +202,9 @@ class StepWatch:
         total = saved_bytes(roots, seen)
         alive = [tensor for tensor in (reference() for reference in self._outputs) if tensor is not None]
         if total is not None:
+            if len(self._known) >= SHAPES:
+                self._known.pop(next(iter(self._known)))
             self.bytes = self._known[self._key] = total + storage_bytes([*roots, *alive], seen)
-
-
-def _can_be_hooked(model: Any) -> bool:
-    """Not where a hook would have the model compiled anew, or is not called."""
-    compiled = getattr(model, "_compiled_call_impl", None) is not None
-    return isinstance(model, torch.nn.Module) and not compiled and not isinstance(model, torch.jit.ScriptModule)
 
 
 _lock = threading.Lock()

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedvitals.profiling.parts import CLIENT, EDGE, JOURNEY, NESTED, REST, ROUND, SERVER, WORK, clock_of
+from fedvitals.parts import CLIENT, EDGE, JOURNEY, NESTED, REST, ROUND, SERVER, WORK, clock_of
 from fedvitals.profiling.stays import (
     CLOSE,
     NODES,
@@ -165,6 +165,17 @@ def by_class(parts: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
+def may_tell(span: Span) -> bool:
+    """Whether the Span's node may say this: only the whole tells of the round, and only the server of itself."""
+    node = span.where.node
+    return node is None if span.name == ROUND else node in (None, SERVER) if span.name == SERVER else True
+
+
+def asynchronous(times: Sequence[RoundTime]) -> bool:
+    """Whether most rounds took in what was begun before them: nobody is waited for there."""
+    return sum(time.overlapping for time in times) > len(times) / 2
+
+
 def main_clock(times: Iterable[RoundTime]) -> str:
     """«virtual» where there is one: real seconds of a simulation say nothing of the federation."""
     return "virtual" if any(time.clock == "virtual" for time in times) else "real"
@@ -220,7 +231,7 @@ def _round(number: int, clock: str, spans: list[Span], names: _Names, before: Ro
     for span in usable:
         if span.name == ROUND:
             continue
-        node = span.where.node if span.name != SERVER else span.where.node or SERVER
+        node = SERVER if span.name == SERVER else span.where.node
         own = by_node.get(node or "")
         if not node or span.parent in superseded or (len(own) >= SPANS if own else len(by_node) >= NODES):
             left_out += 1
@@ -249,13 +260,17 @@ _ORDER = {SERVER: 0, EDGE: 1, CLIENT: 2}
 
 
 def _usable(spans: list[Span]) -> tuple[list[Span], int]:
-    """Those that can be true, each once; and how many are not."""
-    seen: set[str] = set()
+    """Those that can be true, each once; and how many are not.
+
+    Ids are told by machines, too: nobody's Span is left out because another node used its id before.
+    """
+    seen: set[tuple[str, str, str | None]] = set()
     kept = []
     for span in spans:
         fine = 0 <= span.seconds <= LONGEST and -LARGEST < span.at < LARGEST  # NaN is in neither
-        if fine and span.id not in seen:
-            seen.add(span.id)
+        own = (span.id, span.name, span.where.node)
+        if fine and own not in seen and may_tell(span):
+            seen.add(own)
             kept.append(span)
     return kept, len(spans) - len(kept)
 

@@ -8,18 +8,19 @@ clients pass models to each other. What edges and the server exchange is counted
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
 from fedvitals.records import Event, LayerTable, Transfer
+from fedvitals.records import is_client as is_client
 
 T = TypeVar("T")
 
 TELEMETRY = "telemetry"
-GROUPS = ("edge-", "cluster-", "ring-")  # how the names of nodes begin that are no clients
 TROUBLES = {
     "client.dropped_out": "away",
     "client.failed": "failed",
@@ -27,10 +28,9 @@ TROUBLES = {
     "update.late": "late",
 }
 """What can become of a client in a round, from the worst on; «answered» if nothing of this."""
+NEVER_CAME = "worker.lost"  # its records did not come home; where nothing else of it did either, it is lost itself
 LEVELS = (0.80, 0.90, 0.95)
 EXCHANGING = ("hierarchical", "rings")  # topologies in which a pair exchanges several messages in a round
-_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "bool": 1}
-
 
 _NO_NEED = ("download", "upload", "wait", "idle", "away")  # parts that are transfers, or no need of the client's own
 
@@ -70,6 +70,7 @@ class ClientTraffic:
     telemetry_bytes: int
     retries: int | None  # None: where pairs exchange many messages in a round, a second one tells nothing
     outcomes: Mapping[int, str]  # round → «answered», «late», «lost», «failed», «away»; rounds not asked are absent
+    round_bytes: float = 0.0  # up and down in one round: the median over those in which anything moved
 
     @property
     def asked(self) -> int:
@@ -158,12 +159,9 @@ class Needed:
     target_seconds: float
     other_seconds: float  # what it needs beside its transfers
     bytes: float  # up and down, in one round
-    bits_per_second: float | None  # None: no bandwidth is enough, the rest alone takes longer
+    bits_per_second: float | None  # None: no bandwidth is enough, latency and the rest alone take longer
     now_bits_per_second: float | None
-
-
-def is_client(node: str) -> bool:
-    return node != "server" and not node.startswith(GROUPS)
+    latency_seconds: float = 0.0  # of its messages in a round, both ways: no bandwidth shortens these
 
 
 def traffic_of(
@@ -177,7 +175,7 @@ def traffic_of(
     books = _Books()
     for one in transfers:
         books.enter(one)
-    outcomes = outcomes_of(events, attendance or {}, {*books.up, *books.down})
+    outcomes = outcomes_of(events, attendance or {}, {*books.up, *books.down}, books.up)
     again = topology not in EXCHANGING
     up, down = Flow.of(books.up.values()), Flow.of(books.down.values())
     return Traffic(
@@ -230,9 +228,15 @@ def _add(sums: dict[tuple[str, int], list[float]], key: tuple[str, int], flow: S
 
 
 def outcomes_of(
-    events: Iterable[Event], attendance: Mapping[str | None, Sequence[int]], moved: Iterable[tuple[str, int]] = ()
+    events: Iterable[Event],
+    attendance: Mapping[str | None, Sequence[int]],
+    moved: Iterable[tuple[str, int]] = (),
+    sent: Collection[tuple[str, int]] = (),
 ) -> dict[str, dict[int, str]]:
-    """What became of each client in each round in which it was asked; of several troubles the worst."""
+    """What became of each client in each round in which it was asked; of several troubles the worst.
+
+    `moved`: clients and rounds with any message; `sent`: with one of the client's own.
+    """
     found: dict[str, dict[int, str]] = {}
     for node, number in moved:
         found.setdefault(node, {})[number] = "answered"
@@ -242,6 +246,8 @@ def outcomes_of(
     order = list(TROUBLES.values())
     for event in events:
         outcome, client, when = TROUBLES.get(event.name), event.where.node, event.where.round
+        if event.name == NEVER_CAME and (client, when) not in sent and when not in attendance.get(client, ()):
+            outcome = "lost"
         if outcome is None or client is None or when is None or not is_client(client):
             continue
         before = found.setdefault(client, {}).get(when, "answered")
@@ -253,6 +259,11 @@ def outcomes_of(
 def _by_client(books: _Books, outcomes: Mapping[str, Mapping[int, str]], again: bool) -> tuple[ClientTraffic, ...]:
     up, down = _by(0, books.up), _by(0, books.down)
     telemetry, twice = _by(0, books.telemetry), _by(0, books.twice)
+    moved: Counter[tuple[str, int]] = Counter()
+    for sums in (books.up, books.down):
+        for key, flow in sums.items():
+            moved[key] += int(flow[0])
+    usual = {node: median(sizes) for node, sizes in _by(0, moved).items()}
     clients = [
         ClientTraffic(
             node,
@@ -261,6 +272,7 @@ def _by_client(books: _Books, outcomes: Mapping[str, Mapping[int, str]], again: 
             sum(telemetry.get(node, ())),
             sum(twice.get(node, ())) if again else None,
             outcomes.get(node, {}),
+            usual.get(node, 0.0),
         )
         for node in {*up, *down, *outcomes}
     ]
@@ -296,12 +308,18 @@ def _by(place: int, sums: Mapping[tuple[str, int], T]) -> dict[Any, list[T]]:
     return found
 
 
+def width(dtype: str) -> int:
+    """Bytes of one value, from the name of its type: «uint8», «float8_e4m3fn», «complex128»; 4 of what has no number."""
+    found = re.search(r"(?<![0-9])(8|16|32|64|128)(?![0-9])", dtype)
+    return 1 if dtype == "bool" else int(found[1]) // 8 if found else 4
+
+
 def layers_of(tables: Sequence[LayerTable], up: Flow, down: Flow) -> tuple[LayerTraffic, ...]:
     """Each layer's part of the clients' traffic, the largest first; parameters and buffers, since both are sent."""
     sizes: dict[str, int] = {}
     for table in tables:
         if table.rows in ("parameter", "buffer"):
-            sizes |= {one.name: math.prod(one.shape) * _BYTES.get(one.dtype, 4) for one in table.layers}
+            sizes |= {one.name: math.prod(one.shape) * width(one.dtype) for one in table.layers}
     whole = sum(sizes.values())
     found = [
         LayerTraffic(
@@ -355,24 +373,29 @@ def reached(
 
 
 def needed(
-    ways: Mapping[str, Sequence[Mapping[str, float]]], traffic: Traffic, target_seconds: float, server_seconds: float
+    ways: Mapping[str, Sequence[Mapping[str, float]]],
+    traffic: Traffic,
+    target_seconds: float,
+    server_seconds: float,
+    latency: Mapping[str, float] | None = None,
 ) -> tuple[Needed, ...]:
     """The bandwidth that each client needs for rounds of `target_seconds`, the neediest first.
 
-    bits/s = 8 · (bytes up + down) / (target − server's own part − what the client needs beside transfers), each a
-    median over its rounds. `ways`: each client's parts, round by round; waiting is no need, for it is what is saved.
+    bits/s = 8 · (bytes up + down) / (target − server's own part − what the client needs beside transfers − latency),
+    each a median over its rounds. `ways`: each client's parts, round by round; waiting is no need, for it is what is
+    saved. `latency`: seconds of each way of a round that no bandwidth shortens, where they are known.
     """
     found = []
     for client in traffic.clients:
         own = ways.get(client.node, ())
-        rounds = max(1, client.count("answered"))
-        size = (client.up.bytes + client.down.bytes) / rounds
+        size = client.round_bytes
         if not own or not size:
             continue
         other = median(sum(v for part, v in one.items() if part not in _NO_NEED) for one in own)
         moving = median(one.get("download", 0.0) + one.get("upload", 0.0) for one in own)
-        left = target_seconds - server_seconds - other
-        now = 8 * size / moving if moving > 0 else None
+        still = min(2 * max(0.0, (latency or {}).get(client.node, 0.0)), moving)
+        left = target_seconds - server_seconds - other - still
+        now = 8 * size / (moving - still) if moving > still else None
         enough = 8 * size / left if left > 0 else None
-        found.append(Needed(client.node, target_seconds, other, size, enough, now))
+        found.append(Needed(client.node, target_seconds, other, size, enough, now, still))
     return tuple(sorted(found, key=lambda one: -(math.inf if one.bits_per_second is None else one.bits_per_second)))

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.parts import WORK
 from fedvitals.profiling.critical import Path, critical_path, in_words
-from fedvitals.profiling.parts import WORK
 from fedvitals.profiling.sampling import Pool, buffered, expected_longest
 from fedvitals.profiling.shape import CLASSES, Seconds, Shape, in_turns, scaled, shape_of_flights
 from fedvitals.profiling.stays import CLOSE

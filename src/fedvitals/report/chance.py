@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a difference between repeats is worth: Welch's interval, and plain words where there is nothing to rest on."""
+"""What a difference between repeats is worth: an interval, seed by seed where both sides have the same seeds."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Change:
     low: float | None  # of the interval in which the true difference lies with `SURE`; None: too few repeats
     high: float | None
     runs: tuple[int, int]  # repeats on each side
+    paired: bool = False  # the interval is that of the differences seed by seed, not Welch's
 
     @property
     def beyond_chance(self) -> bool | None:
@@ -29,11 +30,30 @@ class Change:
         return None if self.low is None or self.high is None else self.low > 0 or self.high < 0
 
 
-def change(before: Sequence[float], after: Sequence[float], sure: float = SURE) -> Change | None:
-    """The difference of the means, with Welch's interval where both sides have at least two runs.
+def pairing(before: Sequence[int | None], after: Sequence[int | None]) -> list[int] | None:
+    """For each run of the first side, the place of the other side's run of its seed; None unless all are the same."""
+    if (
+        len(before) < 2
+        or None in before
+        or len(set(before)) < len(before)
+        or sorted(map(str, before)) != sorted(map(str, after))
+    ):
+        return None
+    return [after.index(seed) for seed in before]
 
-    d ± t_f · √(s₁²/n₁ + s₂²/n₂), f by Welch and Satterthwaite (Welch 1947).
+
+def change(
+    before: Sequence[float], after: Sequence[float], sure: float = SURE, pairs: Sequence[int] | None = None
+) -> Change | None:
+    """The difference of the means, with an interval where both sides have at least two runs.
+
+    With `pairs` (see `pairing`) that of the differences, seed by seed: d ± t_(n−1) · s/√n. What a seed does to both
+    sides is then no noise. Otherwise Welch's: d ± t_f · √(s₁²/n₁ + s₂²/n₂), f by Welch and Satterthwaite (Welch 1947).
     """
+    if pairs is not None and all(map(math.isfinite, (*before, *after))):
+        by_seed = _paired([after[place] - value for value, place in zip(before, pairs, strict=True)], before, sure)
+        if by_seed is not None:
+            return by_seed
     one, two = ([v for v in values if math.isfinite(v)] for values in (before, after))
     if not one or not two:
         return None
@@ -49,6 +69,17 @@ def change(before: Sequence[float], after: Sequence[float], sure: float = SURE) 
     freedom = error**2 / sum(e**2 / (n - 1) for e, n in zip(errors, runs, strict=True))
     reach = student(freedom, sure) * math.sqrt(error)
     return Change(difference, relative, difference - reach, difference + reach, runs)
+
+
+def _paired(differences: Sequence[float], before: Sequence[float], sure: float) -> Change | None:
+    """None where every seed has the same difference: counts do so by chance, and then there is no noise to go by."""
+    count, difference = len(differences), fmean(differences)
+    spread = math.sqrt(variance(differences))
+    if spread <= 1e-9 * max(map(abs, differences)):
+        return None
+    relative = difference / abs(fmean(before)) if fmean(before) else None
+    reach = student(count - 1, sure) * spread / math.sqrt(count)
+    return Change(difference, relative, difference - reach, difference + reach, (count, count), paired=True)
 
 
 def student(freedom: float, sure: float = SURE) -> float:

@@ -18,7 +18,7 @@ from fedvitals.diagnosis.cases import Case, is_trouble, rank
 from fedvitals.errors import ConfigError
 from fedvitals.profiling.traffic import LEVELS
 from fedvitals.records import Run
-from fedvitals.report.chance import Change, change
+from fedvitals.report.chance import Change, change, pairing
 from fedvitals.report.figures import Figures, figures_of, highest, last, mean
 from fedvitals.report.parting import Parting, parting
 from fedvitals.store import queries
@@ -242,8 +242,15 @@ def _row(sides: Sequence[Sequence[Figures]], topic: str, name: str, unit: str, b
         unit,
         better,
         tuple(mean(values) if values else None for values in whole),
-        tuple(change(whole[0], other) for other in whole[1:]),
+        tuple(
+            change(whole[0], values, pairs=_by_seed(sides[0], side) if whole[0] and values else None)
+            for values, side in zip(whole[1:], sides[1:], strict=True)
+        ),
     )
+
+
+def _by_seed(before: Sequence[Figures], after: Sequence[Figures]) -> list[int] | None:
+    return pairing([f.run.seed for f in before], [f.run.seed for f in after])
 
 
 def _troubles(sides: Sequence[Sequence[Figures]]) -> tuple[Trouble, ...]:
@@ -287,6 +294,21 @@ def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[Row]) -> str:
     beyond = sum(bool(c.beyond_chance) for c in judged)
     by_chance = 0.05 * len(judged)
     return (
-        f"{beyond} of {len(judged)} differences are larger than chance explains (95 % intervals after Welch, over "
-        f"{' and '.join(map(str, counts))} runs); about {by_chance:.0f} would be by chance alone."
+        f"{beyond} of {len(judged)} differences are larger than chance explains (95 % intervals {_method(sides)}); "
+        f"about {by_chance:.0f} would be by chance alone."
     )
+
+
+def _method(sides: Sequence[Sequence[Figures]]) -> str:
+    """How the intervals were come by, for the sides that have the seeds of the first and for those that do not."""
+    paired = [_by_seed(sides[0], side) is not None for side in sides[1:]]
+    seeds = ", ".join(str(f.run.seed) for f in sorted(sides[0], key=lambda f: f.run.seed or 0))
+    by_seed = f"of the differences seed by seed, over the seeds {seeds} of both sides"
+    counts = " and ".join(str(len(side)) for side in sides)
+    welch = f"after Welch, over {counts} runs of different seeds"
+    if all(paired):
+        return by_seed
+    if not any(paired):
+        return welch
+    letters = [letter for letter, same in zip(LETTERS[1:], paired, strict=False) if same]
+    return f"{by_seed.removesuffix(' of both sides')} of {LETTERS[0]} and {', '.join(letters)}; else {welch}"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedvitals.report.chance import change
+from fedvitals.report.chance import change, pairing
 from fedvitals.report.figures import Figures
 
 NOISE = 1e-5  # relative: what the order of float32 sums may change, over a local training
@@ -92,7 +92,7 @@ def _same(one: float | None, two: float | None, noise: float) -> bool:
 
 
 def _beyond_repeats(before: Sequence[Figures], after: Sequence[Figures]) -> tuple[int | None, str | None]:
-    """The first round in which Welch's interval leaves out 0, held to 95 % over all rounds and both metrics at once."""
+    """The first round in which the interval leaves out 0, held to 95 % over all rounds and both metrics at once."""
     if min(len(before), len(after)) < 2:
         return None, None
     kinds = {
@@ -105,8 +105,10 @@ def _beyond_repeats(before: Sequence[Figures], after: Sequence[Figures]) -> tupl
         for number in {n for course in (*one, *two) for n in course}
     ]
     sure = 1 - (1 - SURE_IN_ALL) / max(1, len(tests))
+    pairs = pairing([f.run.seed for f in before], [f.run.seed for f in after])
     for number, name, a, b in sorted(tests, key=lambda test: test[:2]):
-        found = change(a, b, sure)
+        whole = len(a) == len(before) and len(b) == len(after)  # a run that ended sooner has no partner here
+        found = change(a, b, sure, pairs if whole else None)
         if found is not None and found.beyond_chance:
             return number, name
     return None, None

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from fedvitals.errors import ConfigError
+from fedvitals.parts import REST, WORK
 from fedvitals.profiling.critical import Path, critical_path
-from fedvitals.profiling.parts import REST, WORK
 from fedvitals.profiling.remedies import Remedy, remedies
 from fedvitals.profiling.stragglers import Straggler, stragglers
 from fedvitals.profiling.timeline import RoundTime, main_clock, of_clock, timeline

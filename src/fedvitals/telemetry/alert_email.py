@@ -17,9 +17,9 @@ from email.utils import formatdate
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.telemetry.alert_channels import DOUBT, LATER, REFUSED, DeliveryError, check_text, hard_limit, identity
 from fedvitals.telemetry.alert_message import Message
+from fedvitals.telemetry.http_server import LOOPBACK
 
 PORTS = {"starttls": 587, "ssl": 465, "none": 25}
-HERE = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Email:
                 raise ConfigError(f"'{address}' {whose} is no e-mail address. Write only 'name@example.org'.")
         if self.security not in PORTS:
             raise ConfigError(unknown("security of an e-mail channel", self.security, PORTS))
-        if self.password is not None and self.security == "none" and self.host not in HERE:
+        if self.password is not None and self.security == "none" and self.host not in LOOPBACK:
             raise ConfigError(
                 f"The password {whose} would travel readable for all. Use security = 'starttls' or 'ssl'."
             )

@@ -39,7 +39,7 @@ from fedvitals.records import (
     Truth,
 )
 from fedvitals.telemetry.logs import bounded
-from fedvitals.telemetry.otel_encode import Unfold, gauges, logs, no_parts, traces
+from fedvitals.telemetry.otel_encode import gauges, logs, traces
 from fedvitals.telemetry.otel_names import message
 
 logger = logging.getLogger("fedvitals.telemetry")
@@ -77,8 +77,8 @@ class OpenTelemetry:
     """A sink that sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`otlp_receiver`).
 
     `endpoint`: its base address, else that of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318. `headers`: sent
-    along, for instance an authorization; else those of OTEL_EXPORTER_OTLP_HEADERS. `unfold` gives the parts of a Span
-    as Spans. `nodes`: of how many nodes metrics are sent, as each makes series of its own; spans are sent of all.
+    along, for instance an authorization; else those of OTEL_EXPORTER_OTLP_HEADERS. The parts of a Span's time are its
+    children. `nodes`: of how many nodes metrics are sent, as each makes series of its own; spans are sent of all.
     `signals`: «traces», «metrics», «logs», or some of these.
     """
 
@@ -90,7 +90,6 @@ class OpenTelemetry:
         endpoint: str | None = None,
         headers: Mapping[str, str] | None = None,
         *,
-        unfold: Unfold = no_parts,
         nodes: int = 200,
         signals: Sequence[str] = tuple(SIGNALS),
         timeout: float = 5.0,
@@ -100,7 +99,7 @@ class OpenTelemetry:
         self.endpoint = _checked(endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT)
         self.rejected = 0  # what a receiver took note of and did not keep
         self._headers = {**(_from_environment() if headers is None else headers)}
-        self._unfold, self._most_nodes, self._timeout = unfold, nodes, timeout
+        self._most_nodes, self._timeout = nodes, timeout
         self._runs: dict[str, Run] = {}
         self._failures: dict[tuple[str, int | None, str | None], Event] = {}
         self._nodes: dict[str, None] = {}
@@ -158,7 +157,7 @@ class OpenTelemetry:
             self.rejected += len(records)
             return
         if signal.path == TRACES.path:
-            found = traces(self._runs, records, self._unfold, self._failures)
+            found = traces(self._runs, records, self._failures)
         else:
             found = (gauges if signal.path == METRICS.path else logs)(self._runs, records)
         self._post(signal, bytes(found.SerializeToString()), len(records))

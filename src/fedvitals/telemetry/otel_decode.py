@@ -12,11 +12,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
+from fedvitals.parts import of_the_whole
 from fedvitals.records import Event, Metric, Record, Span, Where
 from fedvitals.telemetry import otel_names as names
 from fedvitals.telemetry.logs import bounded
@@ -47,10 +48,13 @@ class Taken:
 
 
 class Decoder:
-    """From requests to records. `runs` and `nodes` say whose are taken; a record without an identity gets one here."""
+    """From requests to records. `runs` and `nodes` say whose are taken; a record without an identity gets one here.
 
-    def __init__(self, runs: Container[str], nodes: Container[str] | None = None) -> None:
-        self._runs, self._nodes = runs, nodes
+    `whole`: whether the sender may say what a round was. What others call `round` or `server` is their own.
+    """
+
+    def __init__(self, runs: Container[str], nodes: Container[str] | None = None, *, whole: bool = False) -> None:
+        self._runs, self._nodes, self._whole = runs, nodes, whole
         self._source = f"otlp-{os.urandom(4).hex()}"
         self._sequence = itertools.count()
 
@@ -99,7 +103,8 @@ class Decoder:
             own |= {"message": bounded(span.status.message, TEXT)} if span.status.message else {}
         ids = (_identifier(span.trace_id, 16, "trace"), _identifier(span.span_id, 8, "span"))
         parent = _identifier(span.parent_span_id, 8, "parent span") if span.parent_span_id else None
-        yield Span(where, at, _name(span.name), seconds, *ids, parent, own, *self._identity(told))
+        found = Span(where, at, _name(span.name), seconds, *ids, parent, own, *self._identity(told))
+        yield replace(found, name=f"own.{found.name}") if of_the_whole(found) and not self._whole else found
         for event in () if ours else span.events[:16]:
             if event.name == "exception":
                 yield self._exception(event, where, ids, span.name, at + seconds)
@@ -123,7 +128,8 @@ class Decoder:
         if kind is None:
             raise RecordError(f"the metric {_shown(name)} has a point without a value")
         value = float(point.as_double if kind == "as_double" else point.as_int)
-        yield Metric(where, _seconds(point.time_unix_nano), _metric(name), value, *self._identity(told))
+        found = Metric(where, _seconds(point.time_unix_nano), _metric(name), value, *self._identity(told))
+        yield replace(found, name=f"user.{found.name}") if of_the_whole(found) and not self._whole else found
 
     def _log(self, record: Any, resource: Told, ours: bool) -> Iterator[Record]:
         told = resource | _attributes(record.attributes)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import fedvitals
+from fedvitals.parts import unfold
 from fedvitals.records import Event, Finding, Metric, Run, Span, Where
 from fedvitals.telemetry import otel_names as names
 from fedvitals.telemetry.logs import bounded
 from fedvitals.telemetry.otel_names import message
 
-Unfold = Callable[[Span], Sequence[Span]]
 Kind = TypeVar("Kind", Span, Metric, Event | Finding)
 Failures = Mapping[tuple[str, int | None, str | None], Event]  # by run, round and node
 
@@ -32,12 +32,7 @@ _INTERNAL = 1  # SPAN_KIND_INTERNAL
 _SAMPLED = 1
 
 
-def no_parts(span: Span) -> Sequence[Span]:  # noqa: ARG001 - the signature is `Unfold`
-    """For who knows nothing of the parts that a Span's time is made of."""
-    return ()
-
-
-def traces(runs: Mapping[str, Run], spans: Iterable[Span], unfold: Unfold, failures: Failures) -> Any:
+def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -> Any:
     """A request for /v1/traces: each span, followed by the parts of its time."""
     request = message("collector.trace.v1.trace_service", "ExportTraceServiceRequest")()
     for run, found in _by_run(spans).items():

@@ -12,21 +12,17 @@ expected runs (and nodes, where these are given) are taken, and `otel_decode` ch
 from __future__ import annotations
 
 import base64
-import hmac
-import http.server
 import importlib
 import json
 import logging
-import re
-import socket
 import threading
-import time
 import zlib
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Self
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.records import Record
+from fedvitals.telemetry.http_server import LOOPBACK, Answer, Refused, Request, Server
 from fedvitals.telemetry.logs import bounded
 from fedvitals.telemetry.otel import LOGS, METRICS, TRACES, Signal
 from fedvitals.telemetry.otel_decode import Decoder, Taken
@@ -36,8 +32,6 @@ logger = logging.getLogger("fedvitals.telemetry")
 
 BODY = 4 << 20  # bytes of a request, as it comes and unpacked: an empty message in it takes 30 times its own
 AT_ONCE = 16  # requests that are read at the same time
-READ_SECONDS, WHOLE_SECONDS = 5.0, 30.0  # for one read, for a whole body
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 _REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], Taken]]] = {
     "/v1/traces": (TRACES, "ExportTraceServiceRequest", Decoder.traces),
@@ -46,20 +40,14 @@ _REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], Taken]]] = {
 }
 
 
-class Refused(Exception):  # noqa: N818 - an answer, and no error of ours
-    """Why a request is not taken, and the status to say it with."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
 class Receiver:
     """An HTTP server on a thread of its own, from now until `close`.
 
     `take` gets the records of each request, on one thread at a time; if it raises, the sender is asked to come again.
-    `runs`: ids that are expected. `nodes`: whose records are taken; None for all, and for the whole as well. `token`:
-    needed in the header «Authorization: Bearer ...»; a must on any `host` but this machine itself. `port` 0: any free.
+    `runs`: ids that are expected. `nodes`: whose records are taken; None for all. `whole`: whether senders may say what
+    a round was, for all, as where another monitor sends its run; a client may not, and what it calls `round` becomes
+    `own.round`. `token`: needed in the header «Authorization: Bearer ...»; a must on any `host` but this machine
+    itself. `port` 0: any free.
     """
 
     def __init__(
@@ -68,6 +56,7 @@ class Receiver:
         runs: Container[str],
         *,
         nodes: Container[str] | None = None,
+        whole: bool = False,
         host: str = "127.0.0.1",
         port: int = 4318,
         token: str | None = None,
@@ -79,28 +68,23 @@ class Receiver:
             )
         message("common.v1.common", "AnyValue")
         self.taken = self.rejected = 0  # records
-        self._take, self._token, self._loopback = take, token, host in LOOPBACK
-        self._decoder = Decoder(runs, nodes)
+        self._take = take
+        self._decoder = Decoder(runs, nodes, whole=whole)
         self._lock = threading.Lock()
         self._said: set[str] = set()
         try:
-            self._server = _Server((host, port), self)
+            self._server = Server(
+                host, port, token, self._answer, _refuse, name="fedvitals-otlp", body=BODY, at_once=AT_ONCE
+            )
         except OSError as error:
             raise ConfigError(
                 f"The OTLP receiver cannot listen on {host}:{port} ({error}). Choose another port=; 0 takes any."
             ) from error
-        shown = f"[{host}]" if ":" in host else host
-        self.endpoint = f"http://{shown}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.05,), name="fedvitals-otlp", daemon=True
-        )
-        self._thread.start()
+        self.endpoint = self._server.url
 
     def close(self) -> None:
         """Take no more. A second call does nothing."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> Self:
         return self
@@ -108,18 +92,18 @@ class Receiver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def admit(self, host: str, authorization: str) -> None:
-        """Raises unless the sender may."""
-        # A web page can send to this machine under a name of its own; it cannot know the token.
-        if self._token is None:
-            name = re.sub(r":\d+$", "", host).strip("[]").lower()
-            if name not in LOOPBACK:
-                raise Refused(403, "Without a token, only requests to 127.0.0.1 or localhost are taken.")
-            return
-        if not hmac.compare_digest(authorization.encode("latin-1", "replace"), f"Bearer {self._token}".encode()):
-            raise Refused(401, "The header «Authorization: Bearer ...» with this receiver's token is missing or wrong.")
+    def _answer(self, request: Request) -> Answer:
+        kind = _kind(request)
+        if request.method != "POST":
+            raise Refused(405, "Only POST is answered here.")
+        if request.path not in _REQUESTS:
+            raise Refused(404, f"There is no such path; known: {', '.join(_REQUESTS)}.")
+        if kind not in (PROTOBUF, JSON):
+            raise Refused(415, f"Content-Type is {PROTOBUF} or {JSON}, got '{bounded(kind, 80)}'.")
+        body = _unpacked(request.body, request.headers.get("Content-Encoding", "").strip().lower())
+        return Answer(200, self._receive(request.path, kind, body), kind)
 
-    def receive(self, path: str, kind: str, body: bytes) -> bytes:
+    def _receive(self, path: str, kind: str, body: bytes) -> bytes:
         """The answer to a request whose size has been checked."""
         signal, name, decode = _REQUESTS[path]
         request = message(signal.response[0], name)
@@ -147,98 +131,6 @@ class Receiver:
                 logger.warning("Records that came by OTLP could not be handed over (%s). Said once.", cause)
             raise Refused(503, "The records could not be handed over; please come again.") from error
         self.taken += len(records)
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, address: tuple[str, int], receiver: Receiver) -> None:
-        self.receiver = receiver
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.free = threading.BoundedSemaphore(AT_ONCE)
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Without the look-up of this machine's name, which can take seconds."""
-        super(http.server.HTTPServer, self).server_bind()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.free.acquire(blocking=False):
-            self.shutdown_request(request)  # the sender tries again
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the signature is not ours
-        """A sender that hangs up is no news."""
-        logger.debug("A request by OTLP broke off.")
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Server
-    server_version, sys_version = "fedvitals", ""
-    timeout = READ_SECONDS
-
-    def do_POST(self) -> None:
-        kind = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        try:
-            answer, status = self._answer(kind), 200
-        except Refused as refused:
-            answer, status = _status(refused, kind), refused.status
-        self._reply(status, answer, kind if kind in (PROTOBUF, JSON) else JSON)
-
-    def do_GET(self) -> None:
-        self._reply(405, _status(Refused(405, "Only POST is answered here."), JSON), JSON)
-
-    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_GET  # noqa: N815 - the names are not ours
-
-    def _answer(self, kind: str) -> bytes:
-        # Read before anything is said: else the sender finds the connection cut off, and not our answer.
-        body = self._body(self._size())
-        if self.path not in _REQUESTS:
-            raise Refused(404, f"There is no such path; known: {', '.join(_REQUESTS)}.")
-        self.server.receiver.admit(self.headers.get("Host", ""), self.headers.get("Authorization", ""))
-        if kind not in (PROTOBUF, JSON):
-            raise Refused(415, f"Content-Type is {PROTOBUF} or {JSON}, got '{bounded(kind, 80)}'.")
-        body = _unpacked(body, self.headers.get("Content-Encoding", "").strip().lower())
-        return self.server.receiver.receive(self.path, kind, body)
-
-    def _size(self) -> int:
-        told = self.headers.get("Content-Length", "")
-        if not (told.isascii() and told.isdecimal() and len(told) < 20):
-            raise Refused(411, "The header Content-Length is missing, or no number.")
-        if int(told) > BODY:
-            raise Refused(413, f"The request has {told} bytes; {BODY} are the limit. Send smaller batches.")
-        return int(told)
-
-    def _body(self, size: int) -> bytes:
-        pieces, until = [], time.monotonic() + WHOLE_SECONDS
-        while size > 0:
-            piece = self.rfile.read1(min(size, 1 << 16))
-            if not piece or time.monotonic() > until:
-                raise Refused(400, f"The request broke off {size} bytes before its end.")
-            pieces.append(piece)
-            size -= len(piece)
-        return b"".join(pieces)
-
-    def _reply(self, status: int, body: bytes, kind: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name is not ours
-        logger.debug(format, *args)
 
 
 def _unpacked(body: bytes, encoding: str) -> bytes:
@@ -275,6 +167,16 @@ def _written(response: Any, kind: str) -> bytes:
     if kind == PROTOBUF:
         return bytes(response.SerializeToString())
     return str(_json_format().MessageToJson(response, indent=None)).encode()
+
+
+def _kind(request: Request) -> str:
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+def _refuse(refused: Refused, request: Request) -> Answer:
+    kind = PROTOBUF if _kind(request) == PROTOBUF else JSON
+    later = {"Retry-After": "1"} if refused.status == 503 else {}
+    return Answer(refused.status, _status(refused, kind), kind, later)
 
 
 def _status(refused: Refused, kind: str) -> bytes:

@@ -2,7 +2,7 @@
 """A run, or some of its rounds, as a trace that ui.perfetto.dev and chrome://tracing show: Chrome's trace event format.
 
     with open("trace.json", "w") as file:
-        file.writelines(perfetto(run, spans, unfold=unfold))
+        file.writelines(perfetto(run, spans))
 
 One process per group of nodes (the server, each edge, the clients of none), one thread per node. The lab's virtual
 clock has processes of its own. Times are microseconds since the run began.
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedvitals.parts import unfold
 from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where
 
-Unfold = Callable[[Span], Sequence[Span]]
 Json = dict[str, Any]
 
 SERVER, CLIENTS = "server", "clients"  # processes of nodes that are in no group
@@ -30,10 +30,6 @@ POINT = 1000  # nanoseconds of a slice that stands for a moment, as arrows bind 
 LONGEST = 10**18  # nanoseconds, 31 years: what lies further from the run's start is no time of it
 
 
-def no_parts(span: Span) -> Sequence[Span]:  # noqa: ARG001 - the signature is `Unfold`
-    return ()
-
-
 def perfetto(
     run: Run,
     spans: Iterable[Span],
@@ -43,16 +39,15 @@ def perfetto(
     findings: Iterable[Finding] = (),
     metrics: Iterable[Metric] = (),
     rounds: Container[int] | None = None,
-    unfold: Unfold = no_parts,
 ) -> Iterator[str]:
-    """The pieces of one JSON text; joined, they are the file. `rounds`: only these; `unfold`: a Span's parts as Spans.
+    """The pieces of one JSON text; joined, they are the file. `rounds`: only these.
 
     Findings, warnings and errors are instants, transfers slices with an arrow from the one to the other, and what is
     known of the whole (accuracy, loss, bytes) counters.
     """
     found = _Trace(run.started)
     chosen = [span for span in spans if _is_in(span.where, rounds)]
-    _add_spans(found, chosen, unfold)
+    _add_spans(found, chosen)
     _add_transfers(found, [transfer for transfer in transfers if _is_in(transfer.where, rounds)])
     for event in events:
         if event.level in TROUBLE and _is_in(event.where, rounds):
@@ -160,7 +155,7 @@ class _Trace:
             yield {**told, "pid": processes[SERVER], "tid": 0}
 
 
-def _add_spans(found: _Trace, spans: Sequence[Span], unfold: Unfold) -> None:
+def _add_spans(found: _Trace, spans: Sequence[Span]) -> None:
     for span in spans:
         if span.where.node is not None and span.where.group is not None:
             found.groups.setdefault(span.where.node, span.where.group)

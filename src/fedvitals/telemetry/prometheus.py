@@ -25,7 +25,8 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.records import Action, LayerStats, Record, Run, Sketch, Snapshot, Span, Truth
-from fedvitals.telemetry.prometheus_page import LOCAL, Page
+from fedvitals.telemetry.http_server import LOOPBACK
+from fedvitals.telemetry.prometheus_page import Page
 from fedvitals.telemetry.prometheus_state import SIGNS, RunState, Series
 
 logger = logging.getLogger("fedvitals.telemetry")
@@ -64,7 +65,7 @@ class Prometheus:
             self._exposition: Any = importlib.import_module("prometheus_client.exposition")
         except ImportError as error:
             raise MissingExtraError("prometheus-client", "prometheus", "The Prometheus exporter") from error
-        if host not in LOCAL and not token:
+        if host not in LOOPBACK and not token:
             raise ConfigError(
                 f"Prometheus on host '{host}' can be read by other machines, and has no token. Give one, "
                 "Prometheus(host=..., token=...), and the same to the scraper (`authorization: {credentials: ...}`)."

@@ -7,20 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedvitals.records import Metric
+from fedvitals.records import is_client as is_client
 
 SERVER = "server"
-GROUPS = ("edge-", "cluster-", "ring-")  # how the names of nodes begin that are no clients
 POINTS = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 # Nodes and names come from other machines: more than these are counted, not kept.
 CLIENTS_KEPT, NAMES_KEPT, ROUNDS_KEPT = 10_000, 300, 2
 NAME_CHARACTERS = 100  # of one name
 ONCE_A_ROUND = "gradient."  # metrics whose `step` says where in the round the one value stood
-
-
-def is_client(node: str | None) -> bool:
-    """Whether the node trains: not the server, nor an edge, cluster or ring."""
-    return node is not None and node != SERVER and not node.startswith(GROUPS)
 
 
 def of_the_round(metric: Metric) -> bool:

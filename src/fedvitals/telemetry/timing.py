@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
 from fedvitals.errors import ConfigError
+from fedvitals.parts import NESTED
 from fedvitals.records import Event, Record, Span, Where
 from fedvitals.scope import Scope, current
 from fedvitals.telemetry.logs import bounded
@@ -69,6 +70,8 @@ class Timed:
 
     def __init__(self, name: str | None, attributes: dict[str, Any]) -> None:
         self.name = name or "block"
+        if self.name in NESTED:  # which say what a round was
+            self.name = f"own.{self.name}"
         self.attributes = {f"own.{key}" if key in WRITTEN_BY_TIMED else key: attributes[key] for key in attributes}
         self._named = name is not None
         # One entry per `with` that is open, so that one object may be entered again inside itself.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedvitals.catalog import CATALOG
 from fedvitals.monitor import Monitor
-from fedvitals.profiling.parts import ROUND
+from fedvitals.parts import ROUND
 from fedvitals.records import Metric, Record, Run, Span, Where, stamped
 from fedvitals.telemetry.otel import OpenTelemetry
 from fedvitals.telemetry.otlp_receiver import Receiver

@@ -19,10 +19,10 @@ the phases of local steps are. The attribute `clock` is «virtual» where the la
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from fedvitals.records import Span
+from fedvitals.records import Metric, Span
 
 ROUND, SERVER, EDGE, JOURNEY, CLIENT = "round", "server", "edge", "journey", "client"  # names of Spans
 NESTED = (ROUND, SERVER, EDGE, JOURNEY, CLIENT)  # from the outside in
@@ -51,6 +51,13 @@ LONGEST = 1e12  # seconds; whole numbers of any size may come
 PHASES = ("data", "forward", "backward", "optimizer")  # of a local step
 
 
+def of_the_whole(record: Span | Metric) -> bool:
+    """Whether it says what a round was, for all: who runs the round says so, and no client may."""
+    if isinstance(record, Span):
+        return record.name in NESTED and record.name != CLIENT
+    return record.where.node is None and record.name.startswith(("time.", "bottleneck."))
+
+
 def clock_of(span: Span) -> str:
     """«real», or «virtual» where the lab's clock tells."""
     return "virtual" if span.attributes.get("clock") == "virtual" else "real"
@@ -76,11 +83,6 @@ def unfold(span: Span) -> list[Span]:
         children.append(replace(span, at=at, name=name, seconds=seconds, id=own, parent=span.id, attributes=told))
         at += seconds
     return children
-
-
-def unfolded(spans: Iterable[Span]) -> list[Span]:
-    """All of them, each followed by its parts."""
-    return [one for span in spans for one in (span, *unfold(span))]
 
 
 def edge_span(round_span: str | None, group: str) -> str:

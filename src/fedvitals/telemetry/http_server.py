@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small HTTP server for whoever may ask: few requests at a time, little patience, and no word in the user's log.
+
+    server = Server("127.0.0.1", 4318, None, answer, refuse, name="fedvitals-otlp")
+
+Strangers can reach it. Who it is stands in the headers, and is looked at before a body is read. From the moment that it
+is accepted a connection has a deadline, at which its socket is shut down, whatever it drips until then. When all places
+are taken, a newcomer gets that of the oldest which has not shown its token (or, where there is none, its whole request):
+silence keeps nobody out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.server
+import logging
+import math
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger("fedvitals.telemetry")
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # names of this machine that other machines cannot reach
+AT_ONCE = 16  # requests
+HEAD_SECONDS, BODY_SECONDS, READ_SECONDS = 5.0, 30.0, 5.0  # from accept to admitted; for a body; for one read
+LEFT_BYTES, LEFT_SECONDS = (
+    8 << 20,
+    1.0,
+)  # of a body that is refused: read and forgotten, so that the answer gets through
+SWEEP_SECONDS = 0.1  # between two looks at the deadlines
+
+
+class Refused(Exception):  # noqa: N818 - an answer, and no error of ours
+    """Why a request is not taken, and the status to say it with."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    method: str
+    path: str
+    headers: Mapping[str, str]  # by name, in any case
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+    kind: str  # its Content-Type
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Server:
+    """Serves what `answer` gives, on threads of its own, until closed; OSError when the port is taken.
+
+    `answer` may raise Refused; `refuse` puts that into words. `body`: bytes of a request that are read, 0 for none.
+    Without a `token`, only requests to this machine by its own name are served, as a page in a browser can send to it
+    under another; such a server belongs on `host` LOOPBACK.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        answer: Callable[[Request], Answer],
+        refuse: Callable[[Refused, Request], Answer],
+        *,
+        name: str,
+        body: int = 0,
+        at_once: int = AT_ONCE,
+    ) -> None:
+        server = self._server = _Server(host, port, token, answer, refuse, body, at_once)
+        self.port = server.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        _OPEN.add(server)
+        self._thread = threading.Thread(target=server.serve_forever, args=(SWEEP_SECONDS,), name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more; what is being answered is answered. A second call does nothing."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._server.cut(math.inf)
+        self._thread.join(READ_SECONDS)
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """A connection that is served: until when it may take, and whether it has shown that it may stay."""
+
+    socket: socket.socket
+    until: float
+    admitted: bool = False
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str | None,
+        answer: Callable[[Request], Answer],
+        refuse: Callable[[Refused, Request], Answer],
+        body: int,
+        at_once: int,
+    ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.token, self.answer, self.refuse, self.body, self._most = token, answer, refuse, body, at_once
+        self._lock = threading.Lock()
+        self.places: dict[socket.socket, _Place] = {}  # oldest first
+        self._threads = threading.BoundedSemaphore(4 * at_once)  # those whose place was taken need a moment to end
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        """As `socketserver` does it: `http.server` asks the name service for a name, which may take seconds."""
+        super(http.server.HTTPServer, self).server_bind()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._enter(request):
+            self.shutdown_request(request)  # the sender tries again
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._leave(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._leave(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the signature is not ours
+        """One that hangs up is no news."""
+        logger.debug("A request over HTTP broke off.", exc_info=True)
+
+    def service_actions(self) -> None:
+        """Between two requests, and ten times a second."""
+        self.cut(time.monotonic())
+
+    def cut(self, now: float) -> None:
+        """Shut what is past its deadline; whoever reads or writes there ends at once."""
+        with self._lock:
+            late = [place for place in self.places.values() if place.until < now]
+        for place in late:
+            _shut(place.socket)
+
+    def _enter(self, request: socket.socket) -> bool:
+        with self._lock:
+            if len(self.places) >= self._most:
+                oldest = next((place for place in self.places.values() if not place.admitted), None)
+                if oldest is None:
+                    return False
+                del self.places[oldest.socket]
+                _shut(oldest.socket)
+            if not self._threads.acquire(blocking=False):
+                return False
+            self.places[request] = _Place(request, time.monotonic() + HEAD_SECONDS)
+            return True
+
+    def _leave(self, request: socket.socket) -> None:
+        with self._lock:
+            self.places.pop(request, None)
+        self._threads.release()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    server_version, sys_version = "fedvitals", ""
+    timeout = READ_SECONDS
+
+    def do_GET(self) -> None:
+        place = self.server.places.get(self.connection) or _Place(self.connection, 0.0)
+        request, is_read = Request(self.command, self.path, self.headers), False
+        try:
+            self._may()
+            place.admitted = self.server.token is not None
+            if self.command == "POST" and self.server.body:
+                size = self._size()
+                place.until = time.monotonic() + BODY_SECONDS
+                request = Request(self.command, self.path, self.headers, self._body(size))
+            is_read, place.admitted, place.until = True, True, math.inf
+            answer = self.server.answer(request)
+        except Refused as refused:
+            answer = self.server.refuse(refused, request)
+        place.until = time.monotonic() + HEAD_SECONDS
+        self._reply(answer)
+        if not is_read:
+            self._forget_body()
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_HEAD = do_GET  # noqa: N815 - the names are not ours
+
+    def _may(self) -> None:
+        token = self.server.token
+        if token is None:
+            name = re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]").lower()
+            if name not in LOOPBACK:
+                raise Refused(403, "Without a token, only requests to 127.0.0.1 or localhost are answered.")
+            return
+        given, wanted = self.headers.get("Authorization", ""), f"Bearer {token}"
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace")):
+            raise Refused(401, "The header «Authorization: Bearer ...» with this server's token is missing or wrong.")
+
+    def _size(self) -> int:
+        told, most = self.headers.get("Content-Length", ""), self.server.body
+        if not (told.isascii() and told.isdecimal() and len(told) < 20):
+            raise Refused(411, "The header Content-Length is missing, or no number.")
+        if int(told) > most:
+            raise Refused(413, f"The request has {told} bytes; {most} are the limit. Send smaller batches.")
+        return int(told)
+
+    def _body(self, size: int) -> bytes:
+        pieces = []
+        while size > 0:
+            piece = self.rfile.read1(min(size, 1 << 16))
+            if not piece:
+                raise Refused(400, f"The request broke off {size} bytes before its end.")
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+    def _reply(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        more = {"WWW-Authenticate": "Bearer"} if answer.status == 401 else {}
+        length = {"Content-Type": answer.kind, "Content-Length": str(len(answer.body))}
+        for name, value in {**length, **more, **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def _forget_body(self) -> None:
+        """Else what was sent and not read would cut the connection off, and our answer with it."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(LEFT_SECONDS)
+            left, until = LEFT_BYTES, time.monotonic() + LEFT_SECONDS
+            while left > 0 and time.monotonic() < until:
+                piece = self.connection.recv(1 << 16)
+                if not piece:
+                    return
+                left -= len(piece)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's word
+        """Nothing: a line for each request would fill the user's log."""
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+_OPEN: weakref.WeakSet[_Server] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """A socket that a forked child (a data loader's worker) holds open would keep the port taken after our end."""
+    for server in list(_OPEN):
+        for one in (server.socket, *list(server.places)):
+            with contextlib.suppress(OSError):
+                one.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
