@@ -76,6 +76,7 @@ def test_demo_finds_the_client_with_wrong_labels(store, capsys):
     assert card["clients"][0]["why"] == "other direction"
 
 
+@pytest.mark.thorough
 def test_demo_is_the_same_for_the_same_seed(store, tmp_path, capsys):
     """Seeds are fixed: a second run gives the same accuracy and the same standing."""
     again = result(capsys, "demo", "--quick", "--store", tmp_path / "again.db")

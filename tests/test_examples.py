@@ -22,6 +22,7 @@ def test_the_readmes_snippet_is_the_example():
     assert body.replace('"runs.db"', "store") in example
 
 
+@pytest.mark.thorough
 def test_the_plain_loop_runs(tmp_path):
     """The example trains, and the store has every client's vital signs in every round."""
     pytest.importorskip("sklearn", reason="the example's data ship inside scikit-learn")
@@ -40,6 +41,7 @@ def test_the_plain_loop_runs(tmp_path):
         assert history.series("accuracy", None)[1][-1] > 0.8
 
 
+@pytest.mark.thorough
 def test_the_readmes_ten_lines_of_the_lab_run(tmp_path, capsys):
     """With those after them, which heal the same federation."""
     _, *snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

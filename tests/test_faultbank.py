@@ -60,6 +60,7 @@ def test_the_held_out_set_is_the_one_whose_digest_was_published():
     assert HELD_OUT in PAGE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["tune", "held-out", "quick"])
 def test_a_bank_is_the_same_each_time_and_every_faulty_case_has_its_twin(name):
     one, other = read_bank(name), read_bank(name)

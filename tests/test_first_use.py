@@ -71,6 +71,7 @@ def test_a_detector_that_raises_costs_only_itself():
     assert "the detector 'broken'" in event.message
 
 
+@pytest.mark.thorough
 def test_warnings_are_still_printed_where_nobody_set_up_logging():
     """Our handler on the root logger must not silence what Python would have printed."""
     code = (

@@ -108,7 +108,7 @@ def test_on_one_clock_the_parts_are_those_that_were():
     told = {"parts": {"data": 1.0, "forward": 2.0}, "folded": True}
     ledger.trained(Span(Where("r", 0, "c0"), 101.0, "client", 2.5, "", "b" * 16, None, told))
     (server, journey) = ledger.close(110.0)
-    assert journey.parts == {"download": 0.5, "queue": 0.5, "data": 1.0, "compute": 1.5, "upload": 3.5, "wait": 3.0}
+    assert journey.parts == {"download": 0.5, "queue": 0.5, "data": 1.0, "compute": 2.0, "upload": 3.0, "wait": 3.0}
     assert (journey.began, journey.seconds) == (100.0, 10.0)
     assert server.parts == {"wait": 7.0}
 

@@ -226,6 +226,7 @@ def test_the_backward_watch_goes_however_the_step_ends():
     again.remove()
 
 
+@pytest.mark.thorough
 def test_a_census_counts_by_shape_and_sees_graphs():
     def number(key):
         group = census().groups.get(key)

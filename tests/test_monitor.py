@@ -354,3 +354,12 @@ def test_kinds_of_records():
     assert {type(r) for r in sink.records} >= {Run, Metric, LayerStats, Span, Event, Sketch}
     keys = [(r.source, r.sequence) for r in sink.records if not isinstance(r, Run)]
     assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"sinks": ["prometheus"]}, "method write"), ({"sinks": "prometheus"}, "got 'p'"), ({"capture": 3}, "fv.Capture")],
+)
+def test_what_is_no_sink_and_no_capture_is_refused_before_anything_is_lost(wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        fv.Monitor(None, **wrong)

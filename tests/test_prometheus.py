@@ -216,6 +216,15 @@ def test_other_machines_need_a_token():
     sink.close()
 
 
+def test_a_page_of_the_web_cannot_read_it(exporter):
+    """One whose name was made to point to this machine sends its own name along."""
+    exporter.write([run_of()])
+    status, body = get(exporter.url, Host=f"evil.example:{exporter.port}")
+    assert status == 403
+    assert "fedvitals_" not in body
+    assert get(exporter.url, Host=f"localhost:{exporter.port}")[0] == 200
+
+
 def test_the_sinks_contract():
     check_sink(lambda: Prometheus(0))
 

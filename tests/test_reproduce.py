@@ -406,6 +406,7 @@ def command(capsys, *arguments):
     return done.value.code, captured.out, captured.err
 
 
+@pytest.mark.thorough
 def test_the_command_runs_resumes_and_says_that_it_is_a_rehearsal(lab, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fedvitals.trials.reproduce.has_gtsrb", lambda _: False)
     only = ("--only", "extended-centralized-*")

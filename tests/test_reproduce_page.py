@@ -62,6 +62,7 @@ def few(results, *names):
     return Results(run for name in names for run in results.of(name))
 
 
+@pytest.mark.thorough
 def test_the_same_results_give_the_same_bytes(results, tmp_path):
     some = few(results, "extended-hierarchical-exploding", "extended-hierarchical-vanishing", "sensitivity-slope")
     for name in ("first", "second"):
@@ -175,6 +176,7 @@ def as_gtsrb(result):
     return {**result, "dataset": "gtsrb", "digest": KNOWN_GTSRB[0]}
 
 
+@pytest.mark.thorough
 def test_only_gtsrb_with_100_clients_is_called_a_reproduction(tmp_path):
     studied = [condition for condition in CONDITIONS if condition.name in STUDIED]
     runs = [as_gtsrb(invented.measure(condition, 0)) for condition in studied]

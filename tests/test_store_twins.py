@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,7 @@ def answers(history):
     return found
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(RECORDS, st.lists(st.integers(1, 8), min_size=30, max_size=30), st.booleans())
 def test_memory_and_sql_are_twins(records, sizes, again):

@@ -364,6 +364,7 @@ def test_a_small_payload_cannot_fill_the_memory(filler):
         assert peak < 64 << 20, f"{peak / 2**20:.0f} MB, {len(with_records)} records"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("maps", "layers"), [(260_000, 60_000), (0, 125_000), (260_000, 0)])
 def test_the_worst_that_is_well_formed_stays_in_bounds(maps, layers):
     """Empty maps and layers without a name, the most memory per byte, beside as many matrices as fit: 49 MB."""

@@ -31,6 +31,7 @@ from fedvitals.diagnosis.examine import STANDARD, choose
 from fedvitals.diagnosis.live import Findings
 from fedvitals.diagnosis.policy import Policy, policy_of
 from fedvitals.diagnosis.unusable import Unusable
+from fedvitals.errors import ConfigError
 from fedvitals.probes.presets import resolve
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
@@ -87,6 +88,7 @@ class Monitor:
         strict: bool = False,
         id: str | None = None,  # noqa: A002 - the domain's word
     ) -> None:
+        _check_parts(sinks, capture)
         self._policy = policy_for(host, privacy, cohort, tracebacks)
         self._kit = Instruments(resolve(probes), update_memory)
         self._detectors = choose(detectors, false_alarms)
@@ -417,6 +419,16 @@ class Monitor:
             why = "Nothing is corrected by itself: this host does not ask what to do."
             cure = 'Call monitor.prescribed(round) before each round, or take cure="suggest".'
             self._record.event(scope, "warning", "cure.unasked", f"{why} {cure}")
+
+
+def _check_parts(sinks: Any, capture: Any) -> None:
+    for sink in sinks:
+        if not callable(getattr(sink, "write", None)):
+            raise ConfigError(
+                f"sinks= takes objects with a method write(records); got {sink!r}. Exporters: docs/exporters.md."
+            )
+    if capture is not None and not isinstance(capture, Capture):
+        raise ConfigError(f"capture= takes a fv.Capture(rounds=..., nodes=..., steps=...); got {capture!r}.")
 
 
 def _model(state: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +21,9 @@ ROWS = 6  # of clients and remedies, unless --all
 NODES = 20  # lines of the waterfall, unless --all
 UNEXPLAINED = 0.02  # of a node's round, from which it is told that no part explains it
 LEAST = 0.02  # of a round: a smaller gain is not worth a line
+OURS = 0.03  # of the critical path, from which it is told that measuring is in it
 COSTLY = 0.01  # of all rounds' time: who cost less is no straggler worth a line
+MOST_WAITS = 4  # that a waterfall names
 WIDEST = 200  # columns: beyond, the eye loses the line
 
 
@@ -108,19 +110,34 @@ def _print(profile: Profile, *, everything: bool) -> Any:
 
 
 def _head(console: Any, profile: Profile) -> None:
+    from fedvitals.cli.bars import percent
     from fedvitals.cli.screen import seconds, shown
 
     verdict, run = profile.verdict, profile.run
     clients = max((len(time.clients) for time in profile.times), default=0)
     if verdict is None:
-        console.print(f"[bold]{shown(run.name)}[/bold]  {run.id}")
+        console.print(f"[bold]{shown(run.name)}[/bold]  {shown(run.id)}")
         console.print("No round of this run was timed: there is nothing to say about its time.\n")
+        _still_open(console, profile)
         return
     other = [clock for clock in profile.clocks if clock != profile.clock]
     hint = f" (also: --clock {other[0]})" if other else ""
-    size = f"{verdict.rounds} rounds of {seconds(verdict.seconds)}, {clients} clients"
-    console.print(f"[bold]{shown(run.name)}[/bold]  {run.id}  [dim]{size}, {profile.clock} clock{hint}[/dim]")
-    console.print(f"\n[bold]{shown(verdict.text)}[/bold]\n")
+    rounds = f"{verdict.rounds} round{'s' * (verdict.rounds != 1)} of {seconds(verdict.seconds)}"
+    size = f"{rounds}, {clients} client{'s' * (clients != 1)}"
+    console.print(f"[bold]{shown(run.name)}[/bold]  {shown(run.id)}  [dim]{size}, {profile.clock} clock{hint}[/dim]")
+    console.print(f"\n[bold]{shown(verdict.text)}[/bold]")
+    whole = sum(profile.path_parts.values())
+    ours = profile.path_parts.get("measure", 0.0) / whole if whole > 0 else 0.0
+    if ours > OURS:
+        console.print(f"{percent(ours)} of the critical path is measuring by fedvitals, part of computing here.")
+    _still_open(console, profile)
+    console.print()
+
+
+def _still_open(console: Any, profile: Profile) -> None:
+    if profile.run.finished is None:
+        left = "" if profile.left_open is None else f" Round {profile.left_open} has no end and is left out."
+        console.print(f"The run is still open, or was killed.{left}")
 
 
 def _bars(console: Any, profile: Profile) -> None:
@@ -128,7 +145,7 @@ def _bars(console: Any, profile: Profile) -> None:
     from rich.text import Text
 
     from fedvitals.cli.bars import in_lines, percent, percents, stacked
-    from fedvitals.cli.screen import seconds
+    from fedvitals.cli.screen import seconds, shown
 
     console.print("[bold]Where the time went[/bold]")
     every = {"rounds": profile.path_parts, "clients": profile.client_parts, "server": profile.server_parts}
@@ -141,6 +158,10 @@ def _bars(console: Any, profile: Profile) -> None:
         for line in in_lines(f"  {title:8}", percents(parts), console.width):
             console.print(line)
     console.print("  [dim]rounds: along the critical path; clients: all of their time, waiting included[/dim]")
+    waited = sum(profile.waited_for.values())
+    if waited > UNEXPLAINED * sum(profile.client_parts.values()):
+        told = [f"{shown(node)} {percent(s / waited)}" for node, s in [*profile.waited_for.items()][:3]]
+        console.print(f"  [dim]clients waited {seconds(waited)} in all, for {', '.join(told)}[/dim]")
     if profile.unaccounted is not None and profile.unaccounted > UNEXPLAINED:
         share = percent(profile.unaccounted)
         console.print(
@@ -165,6 +186,8 @@ def _rounds(console: Any, profile: Profile) -> None:
     shortest, longest = (pick(verdict.by_round, key=lambda one: one.seconds) for pick in (min, max))
     numbers = f"{verdict.by_round[0].round} to {verdict.by_round[-1].round}"
     ends = f"{seconds(shortest.seconds)} (round {shortest.round}) to {seconds(longest.seconds)} (round {longest.round})"
+    if seconds(shortest.seconds) == seconds(longest.seconds):
+        ends = f"{seconds(longest.seconds)} each"
     console.print(f"[bold]Rounds {numbers}[/bold]  {ends}")
     console.print(Text.assemble("  seconds   ", above), no_wrap=True)
     console.print(Text.assemble("  bound by  ", below), no_wrap=True)
@@ -192,8 +215,9 @@ def _waterfall(console: Any, profile: Profile, most: int | None) -> None:
     nodes = sorted(time.nodes.values(), key=_order)
     on_path = {link.node for link in path.links}
     kept = nodes if most is None else _kept(nodes, on_path, most)
-    names = min(14, max(len(one.node) for one in (*kept, *nodes[:1])) if kept else 6)
-    width = max(10, console.width - names - 4 - 10)
+    names = max(4, min(14, max((len(one.node) for one in kept), default=0)))  # 4: «path»
+    lasting = max(len(seconds(one)) for one in (time.seconds, *(one.busy for one in kept)))
+    width = max(10, console.width - names - 5 - lasting)
     chain = [piece for link in path.links for piece in _pieces(link)]
     line = Text.assemble(f"  {'path':{names}} ", along(chain, time.began, time.seconds, width))
     console.print(Text.assemble(line, f"  {seconds(time.seconds)}"), no_wrap=True)
@@ -209,7 +233,25 @@ def _waterfall(console: Any, profile: Profile, most: int | None) -> None:
         console.print(f"  [dim]and {len(nodes) - len(kept)} more nodes: --all[/dim]")
     folded = any(i.folded for one in kept for i in one.intervals)
     note = "; parts of one client are sums, laid out one after the other" if folded else ""
-    console.print(f"  [dim]▸ on the critical path; at the right: seconds busy{note}[/dim]\n")
+    console.print(f"  [dim]▸ on the critical path; at the right: seconds busy{note}[/dim]")
+    _waited(console, profile.waits)
+    console.print()
+
+
+def _waited(console: Any, waits: Mapping[str, str]) -> None:
+    """For whom was waited in the round that is shown."""
+    from fedvitals.cli.screen import shown
+
+    by: dict[str, list[str]] = {}
+    for node, whom in waits.items():
+        by.setdefault(whom, []).append(node)
+    told = [
+        f"{shown(those[0]) if len(those) == 1 else f'{len(those)} nodes'} for {shown(whom)}"
+        for whom, those in sorted(by.items(), key=lambda item: -len(item[1]))
+    ]
+    if told:
+        more = f"; {len(told) - MOST_WAITS} more" if len(told) > MOST_WAITS else ""
+        console.print(f"  [dim]waits: {'; '.join(told[:MOST_WAITS])}{more}[/dim]")
 
 
 def _pieces(link: Link) -> list[tuple[str, float, float]]:
@@ -237,6 +279,8 @@ def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
 
     from fedvitals.cli.screen import seconds, shown, sparkline
 
+    if all(len(time.clients) < 2 for time in profile.times):
+        return  # who is alone holds up nobody
     whole = sum(time.seconds for time in profile.times)
     told = [one for one in profile.stragglers if rows is None or one.seconds_lost >= COSTLY * whole]
     if not told:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedvitals.profiling.traffic import ClientTraffic, Flow, Traffic
+    from fedvitals.report.machine import Memory
     from fedvitals.report.profile import Profile
 
 OUTCOMES = {"answered": "█", "late": "l", "lost": "x", "failed": "f", "away": "-"}
@@ -14,6 +15,7 @@ MEMORY = {
     "memory.peak": "process, peak",
     "memory.resident": "process, at the end",
     "memory.growth": "grew in a round",
+    "memory.kept": "heap kept in a round",
     "memory.cuda_allocated": "GPU, tensors",
     "memory.cuda_reserved": "GPU, reserved",
     "memory.tensors": "a step's tensors",
@@ -25,7 +27,7 @@ WIDTH = 24  # cells of a history
 
 def print_costs(console: Any, profile: Profile, rows: int | None) -> None:
     _throughput(console, profile, rows)
-    _memory(console, profile)
+    _memory(console, profile, rows)
     _machine(console, profile)
     _operators(console, profile, rows)
     _traffic(console, profile.traffic, rows)
@@ -40,17 +42,34 @@ def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
     if not told:
         return
     middle = told[len(told) // 2]
-    console.print(
-        f"[bold]Throughput[/bold]  {number(middle.samples_per_second)} samples/s at the median client, "
-        f"{number(told[0].samples_per_second)} to {number(told[-1].samples_per_second)}"
-    )
-    for one in told[: 3 if rows else None]:
+    # What machine trained how fast is of the real clock, whatever the rest of the report is of.
+    whose = " [dim](of this machine, real clock)[/dim]" if profile.clock == "virtual" else ""
+    paces = [number(one.samples_per_second) for one in (told[0], told[-1])]
+    span = f" at the median client, {paces[0]} to {paces[1]}" if len(told) > 1 else f", {shown(middle.node)}"
+    console.print(f"[bold]Throughput[/bold]  {number(middle.samples_per_second)} samples/s{span}{whose}")
+    for one in told[: 3 if rows else None] if len(told) > 1 or middle.epoch_seconds is not None else ():
         epoch = "" if one.epoch_seconds is None else f", {seconds(one.epoch_seconds)} an epoch"
         console.print(f"  {shown(one.node)}  {number(one.samples_per_second)} samples/s{epoch}")
     console.print()
 
 
-def _memory(console: Any, profile: Profile) -> None:
+def _grown(console: Any, memory: Memory, rows: int | None) -> None:
+    """While which clients the process grew most, and whose training kept the most; of one client that is told above."""
+    from fedvitals.cli.screen import shown, size
+
+    if len(memory.grown) > 1:
+        told = [one for one in memory.grown if one.bytes > 0][: 3 if rows else None]
+        for title, one in zip(["grew most with", *[""] * len(told)], told, strict=False):
+            where = f"{shown(one.node)}, over {one.rounds} rounds; {size(one.most_bytes)} of it in round {one.most_round}"
+            console.print(f"  {title:20} {size(one.bytes):>9}  [dim]{where}[/dim]")
+    if len(memory.kept) > 1 and memory.kept[0].bytes > 0:
+        first, second, *_ = memory.kept
+        rest = f"a round on average; the next is {shown(second.node)} with {size(second.bytes / second.rounds)}"
+        each = f"{size(first.bytes / first.rounds):>9}  [dim]{shown(first.node)}, {rest}[/dim]"
+        console.print(f"  {'heap kept most by':20} {each}")
+
+
+def _memory(console: Any, profile: Profile, rows: int | None) -> None:
     from rich.text import Text
 
     from fedvitals.cli.bars import BLUE, GREEN, GREY, ORANGE, PINK, SKY, in_lines, shares_of
@@ -62,14 +81,13 @@ def _memory(console: Any, profile: Profile) -> None:
     console.print("[bold]Memory[/bold]")
     order = [*MEMORY]
     for peak in sorted(memory.peaks, key=lambda one: order.index(one.metric) if one.metric in order else len(order)):
-        grew = (
-            f", grew by {size(peak.growth_bytes)} over the run"
-            if peak.metric in GROWS and peak.growth_bytes > 0
-            else ""
-        )
+        whose = f" ({shown(peak.growth_node)})" if peak.growth_node and peak.growth_node != peak.node else ""
+        grew = f", grew by {size(peak.growth_bytes)} over the run{whose}"
+        grew = grew if peak.metric in GROWS and peak.growth_bytes > 0 else ""
         where = f"{shown(peak.node)}, " if peak.node else ""
         name = MEMORY.get(peak.metric, shown(peak.metric))
         console.print(f"  {name:20} {size(peak.bytes):>9}  [dim]{where}round {peak.round}{grew}[/dim]")
+    _grown(console, memory, rows)
     if memory.shares:
         colours = dict(zip(("model", "buffers", "gradients", "optimizer", "activations", "telemetry"),
                            (BLUE, GREEN, SKY, ORANGE, PINK, GREY), strict=True))  # fmt: skip
@@ -138,16 +156,18 @@ def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
 
     if not traffic.bytes and not traffic.clients:
         return
-    console.print(f"[bold]Traffic[/bold]  {size(traffic.bytes)} in all")
+    moved = traffic.bytes - traffic.telemetry_bytes
+    untold = "no model and no update was told of: Monitor.transfer() does"
+    console.print(f"[bold]Traffic[/bold]  {f'{size(traffic.bytes)} in all' if moved else untold}", soft_wrap=not moved)
     for title, flow in (("up", traffic.up), ("down", traffic.down), ("between servers", traffic.between)):
         if flow.bytes:
             console.print(f"  {title:20} {size(flow.bytes):>9}  [dim]{_flow(flow)}[/dim]")
     if traffic.telemetry_bytes:
-        share = f"{100 * (traffic.telemetry_share or 0):.2g} % of all"
+        share = f"{percent(traffic.telemetry_share or 0.0)} of all" if moved else "fedvitals' own"
         console.print(f"  {'telemetry':20} {size(traffic.telemetry_bytes):>9}  [dim]{share}[/dim]")
     if traffic.retries:
         console.print(f"  {'sent again':20} {traffic.retries:>9}  [dim]the same message twice in a round[/dim]")
-    if traffic.layers:
+    if traffic.layers and moved:
         told = [f"{plain(one.layer)} {percent(one.share)}" for one in traffic.layers[: 4 if rows else None]]
         more = [f"{len(traffic.layers) - len(told)} more"] if len(told) < len(traffic.layers) else []
         packed = ["(after compression in proportion)"] if (traffic.up.compression or 1) != 1 else []
@@ -225,6 +245,8 @@ def _needed(console: Any, profile: Profile, rows: int | None) -> None:
 
     short = [one for one in profile.needed if _short(one.bits_per_second, one.now_bits_per_second)]
     if not profile.needed:
+        if profile.target_seconds is not None:
+            console.print(f"[bold]Bandwidth[/bold]  {profile.needed_why}\n", soft_wrap=True)
         return
     target = seconds(profile.needed[0].target_seconds)
     if not short:

@@ -13,6 +13,7 @@ from fedvitals.profiling.traffic import Reached, Traffic, is_client, reached, tr
 from fedvitals.records import Event, Finding, Run, Transfer
 from fedvitals.report.card import detectors_of
 from fedvitals.report.courses import Course, courses
+from fedvitals.report.machine import growth
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 
@@ -62,7 +63,7 @@ def figures_of(reader: Reader, run: str) -> Figures:
         seconds=seconds,
         virtual_seconds=virtual,
         peak_bytes=_peak(reader, run),
-        growth_bytes=_growth(reader, run),
+        growth_bytes=(growth(courses(reader, run, PEAKS[-1])) or (None,))[0],
         norms={node: course for node, course in norms.items() if node is not None and is_client(node)},
         gsc=federation(reader, run, "scale.gsc"),
         traffic=traffic,
@@ -94,11 +95,6 @@ def _peak(reader: Reader, run: str) -> float | None:
         if values:
             return max(values)
     return None
-
-
-def _growth(reader: Reader, run: str) -> float | None:
-    ends = [[v for v in course.values() if math.isfinite(v)] for course in courses(reader, run, PEAKS[-1]).values()]
-    return max((values[-1] - values[0] for values in ends if len(values) > 1), default=None)
 
 
 def last(course: Course) -> float | None:

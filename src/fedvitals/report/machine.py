@@ -39,7 +39,19 @@ class Peak:
     bytes: float
     node: str | None
     round: int
-    growth_bytes: float  # of that node, from its first round to its last
+    growth_bytes: float  # from its first round to its last, of the node that grew the most; as `compare` has it
+    growth_node: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """By how much memory grew while one client trained."""
+
+    node: str
+    bytes: float  # over all of its rounds in which it was measured
+    rounds: int  # how many those are
+    most_bytes: float  # in one of them
+    most_round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,8 @@ class Memory:
     shares: Mapping[str, float]  # its bytes, by what they are for, in its largest round
     by_client: Mapping[str, float]  # largest tensor bytes, else resident memory, largest first
     batch: float | None  # samples that its activations are of
+    grown: tuple[Grown, ...]  # of the process, while one client alone trained in it; the largest first
+    kept: tuple[Grown, ...]  # of the heap, where a leak was suspected; the largest in a round first
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +92,9 @@ def throughput_of(reader: Reader, run: str, times: Sequence[RoundTime]) -> tuple
     if not known:
         for time in times:
             for one in time.clients:
-                if one.samples and one.busy > 0:
-                    known.setdefault(one.node, {})[time.round] = one.samples / one.busy
+                own = one.busy - one.parts.get("measure", 0.0)
+                if one.samples and own > 0:
+                    known.setdefault(one.node, {})[time.round] = one.samples / own
     sizes = courses(reader, run, "samples")
     found = []
     for node, course in known.items():
@@ -110,7 +125,26 @@ def memory_of(reader: Reader, run: str) -> Memory | None:
         {} if worst is None else _shares(known, worst),
         {node: by_client[node] for node in order},
         None if worst is None else batches.get(_largest_round(known["memory.tensors"][worst])),
+        tuple(sorted(_by_client(known.get("memory.growth", {})), key=lambda one: -one.bytes)),
+        tuple(sorted(_by_client(known.get("memory.kept", {})), key=lambda one: -one.bytes / one.rounds)),
     )
+
+
+def growth(by_node: Mapping[str | None, Course]) -> tuple[float, str | None] | None:
+    """From the first round to the last, of the node that grew the most, and its name; None of less than two rounds."""
+    ends = [(node, [v for v in course.values() if math.isfinite(v)]) for node, course in by_node.items()]
+    found = [(values[-1] - values[0], node) for node, values in ends if len(values) > 1]
+    return max(found, key=lambda one: one[0], default=None)
+
+
+def _by_client(by_node: Mapping[str | None, Course]) -> list[Grown]:
+    found = []
+    for node, course in by_node.items():
+        finite = {number: value for number, value in course.items() if math.isfinite(value)}
+        if node is not None and is_client(node) and finite:
+            most = max(finite, key=lambda number: finite[number])
+            found.append(Grown(node, math.fsum(finite.values()), len(finite), finite[most], most))
+    return found
 
 
 def _unit(name: str) -> str:
@@ -130,8 +164,8 @@ def _peak(name: str, by_node: Mapping[str | None, Course]) -> Peak | None:
     if not every:
         return None
     value, node, number = (min if name in ROOM else max)(every, key=lambda one: one[0])
-    own = [v for v in by_node[node].values() if math.isfinite(v)]
-    return Peak(name, value, node, number, own[-1] - own[0])
+    grew, whose = growth(by_node) or (0.0, node)
+    return Peak(name, value, node, number, grew, whose)
 
 
 def _shares(known: Mapping[str, Mapping[str | None, Course]], node: str) -> dict[str, float]:

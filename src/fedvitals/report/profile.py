@@ -14,7 +14,7 @@ from fedvitals.parts import REST, WORK
 from fedvitals.profiling.critical import Path, critical_path
 from fedvitals.profiling.remedies import Remedy, remedies
 from fedvitals.profiling.stragglers import Straggler, stragglers
-from fedvitals.profiling.timeline import RoundTime, main_clock, of_clock, timeline
+from fedvitals.profiling.timeline import RoundTime, main_clock, of_clock, timeline, waiting_for
 from fedvitals.profiling.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
 from fedvitals.profiling.verdict import RunVerdict, judge
 from fedvitals.profiling.whatif import Row, what_if
@@ -59,6 +59,11 @@ class Profile:
     traffic: Traffic
     reached: tuple[Reached, ...]
     needed: tuple[Needed, ...]  # for the pace of the median client, unless told
+    needed_why: str | None  # why there is nothing in it
+    target_seconds: float | None  # that were asked for
+    waited_for: Mapping[str, float]  # node → seconds that clients waited for it, all rounds together; the most first
+    waits: Mapping[str, str]  # in the round that is shown: who waited for whom
+    left_open: int | None  # the round that a run which is still open had not finished; nothing of it is in here
 
 
 def profile_of(
@@ -77,13 +82,14 @@ def profile_of(
     if clock is not None and clocks and clock not in clocks:
         raise ConfigError(f"The run {run} has no {clock} clock, only the {' and '.join(clocks)} one.")
     clock = clock or (main_clock(everything) if everything else "real")
-    times = of_clock(everything, clock)
+    times, left_open = _finished(of_clock(everything, clock), described)
     shown = _shown(times, round, run)
     paths = [critical_path(time) for time in times]
     verdict = judge(times, paths=paths)
     rows = what_if(times, transfers=transfers, paths=paths)
     traffic = traffic_of(transfers, events, queries.attendance(reader, run), described.tables, described.topology)
     clients, server = _sum(one.parts for time in times for one in time.clients), _server(times)
+    needs = _needed(times, traffic, target_seconds)
     return Profile(
         run=described,
         clock=clock,
@@ -105,7 +111,38 @@ def profile_of(
         operators=operators_of(events),
         traffic=traffic,
         reached=_reached(reader, run, traffic),
-        needed=_needed(times, traffic, target_seconds),
+        needed=needs,
+        needed_why=None if needs else _why_not_needed(traffic),
+        target_seconds=target_seconds,
+        waited_for=_waited_for(times),
+        waits={} if shown is None else waiting_for(shown),
+        left_open=left_open,
+    )
+
+
+def _finished(times: list[RoundTime], run: Run) -> tuple[list[RoundTime], int | None]:
+    """The rounds without the last one, where a run is open and that has no end; and that one's number."""
+    if run.finished is not None or not times or times[-1].complete:
+        return times, None
+    return times[:-1], times[-1].round
+
+
+def _waited_for(times: Iterable[RoundTime]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for time in times:
+        whom = waiting_for(time)
+        for one in time.clients:
+            if one.node in whom:
+                found[whom[one.node]] = found.get(whom[one.node], 0.0) + one.parts["wait"]
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _why_not_needed(traffic: Traffic) -> str:
+    if not traffic.up.bytes + traffic.down.bytes:
+        return "not known which one a target needs: no transfer was told. Monitor.transfer(..., seconds=) does."
+    return (
+        "not known which one a target needs: of no client's transfers is it known how long they took. "
+        "Monitor.exchange() tells that, or a lab with a network."
     )
 
 

@@ -5,13 +5,14 @@
 
 Strangers can reach it. Who it is stands in the headers, and is looked at before a body is read. From the moment that it
 is accepted a connection has a deadline, at which its socket is shut down, whatever it drips until then. When all places
-are taken, a newcomer gets that of the oldest which has not shown its token (or, where there is none, its whole request):
+are taken, a newcomer gets that of the oldest which has not shown its token (where there is none, its whole request):
 silence keeps nobody out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import email.message
 import hmac
 import http.server
 import logging
@@ -50,7 +51,7 @@ class Refused(Exception):  # noqa: N818 - an answer, and no error of ours
 class Request:
     method: str
     path: str
-    headers: Mapping[str, str]  # by name, in any case
+    headers: email.message.Message
     body: bytes = b""
 
 
@@ -151,7 +152,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - the signature is not ours
         """One that hangs up is no news."""
-        logger.debug("A request over HTTP broke off.", exc_info=True)
+        logger.debug("A request over HTTP broke off.")
 
     def service_actions(self) -> None:
         """Between two requests, and ten times a second."""
