@@ -16,7 +16,7 @@ from fedvitals import lab
 from fedvitals.cli.main import app
 from fedvitals.errors import ConfigError
 from fedvitals.monitor import Monitor
-from fedvitals.store import open_reader
+from fedvitals.store import open_reader, queries
 from fedvitals.testing import MemorySink
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "experiments").glob("*.toml"))
@@ -180,6 +180,16 @@ def test_the_command_line_answers_wrong_use(tmp_path):
         assert done.exit_code == 2 or isinstance(done.exception, ConfigError)
         assert says in done.output + str(done.exception)
     assert not [*tmp_path.glob("runs.db*")]  # a run that never began leaves nothing behind
+
+
+def test_a_run_can_be_named_and_is_told_where_to_look(tmp_path):
+    path, store = write(tmp_path), str(tmp_path / "runs.db")
+    done = CliRunner().invoke(app, ["lab", path, "--set", "rounds=1", "--run", "first", "--store", store])
+    assert done.exit_code == 0, done.output
+    with open_reader(store) as reader:
+        (found,) = queries.list_runs(reader)
+    assert found.name == "first"
+    assert f"fedvitals profile {found.id} --store {store}" in done.output
 
 
 def test_the_plan_shows_who_holds_what_and_trains_nothing(tmp_path):

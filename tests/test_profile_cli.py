@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fedvitals profile`: where the time, the memory and the bytes went, of runs whose every second is known."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from fedvitals.cli.main import main
-from fedvitals.records import Event, Metric, Where
+from fedvitals.records import Event, Metric, Span, Transfer, Where
 from timed_run import BYTES, begin, stored
 
 CLIENTS = {"c0": (1.0, 2.0, 1.0), "c1": (1.0, 2.0, 1.0), "c2": (1.0, 2.0, 1.0), "c7": (1.0, 2.0, 9.0)}
@@ -175,3 +176,131 @@ def test_loads_no_torch(store):
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+def shown_of(capsys, path, name, *more):
+    code, out, _ = run(capsys, "profile", name, *more, "--store", path)
+    assert code == 0
+    return out
+
+
+def line_of(out, begins):
+    return next(line for line in out.splitlines() if line.startswith(begins))
+
+
+def test_one_client_has_no_others(tmp_path, capsys):
+    told = begin("r1", "alone")
+    for _ in range(3):
+        told.round({"c": (1.0, 2.0, 1.0)})
+    out = shown_of(capsys, stored(tmp_path / "runs.db", told), "alone")
+    assert "3 rounds of 4.5 s, 1 client," in out
+    assert "without c" not in out
+    assert "others" not in out
+    assert line_of(out, "Rounds 0 to 2").endswith("4.5 s each")
+    assert line_of(out, "  path").endswith("4.5 s")  # not cut, though the name is shorter than «path»
+
+
+def test_the_round_that_an_open_run_did_not_end_is_left_out(tmp_path, capsys):
+    told = begin("r1", "open")
+    told.records[0] = dataclasses.replace(told.records[0], finished=None)
+    for _ in range(2):
+        told.round(CLIENTS)
+    parts = {"download": 1.0, "compute": 70.0}
+    told.add(Span(Where("r1", 2, "c0"), told.at, "journey", 71.0, "t" * 32, "x", None, {"clock": "virtual",
+                                                                                        "parts": parts}))  # fmt: skip
+    path = stored(tmp_path / "runs.db", told)
+    out = shown_of(capsys, path, "open")
+    assert "The run is still open, or was killed. Round 2 has no end and is left out." in out
+    assert "Rounds 0 to 1" in out
+    assert "71" not in out
+    found = result(capsys, "open", "--store", path)
+    assert (found["left_open"], [one["round"] for one in found["times"]]) == (2, [0, 1])
+
+
+@pytest.mark.parametrize("telemetry", [0, 26_600])
+def test_a_run_that_told_of_no_transfer(tmp_path, capsys, telemetry):
+    """No share of nothing, no layers of it, and a word why no bandwidth is known for a target."""
+    told = begin("r1", "quiet")
+    told.round(CLIENTS)
+    told.records = [one for one in told.records if not isinstance(one, Transfer)]
+    if telemetry:
+        told.add(Transfer(Where("r1", 0, "c0"), told.at, "c0", "server", telemetry, telemetry, None, "telemetry"))
+    path = stored(tmp_path / "runs.db", told)
+    out = shown_of(capsys, path, "quiet", "--target", "3")
+    assert "Traffic  no model and no update was told of" in out
+    assert "by layer" not in out
+    assert "1e+02" not in out
+    assert ("26.6 kB  fedvitals' own" in out) == bool(telemetry)
+    assert "Bandwidth  not known which one a target needs: no transfer was told." in out
+    assert "Bandwidth" not in shown_of(capsys, path, "quiet")
+
+
+def test_ids_of_runs_move_no_cursor(tmp_path, capsys):
+    told = begin("\x1b[2Jr[red]1", "odd")
+    told.round(CLIENTS)
+    path = stored(tmp_path / "runs.db", told, begin("\x1b[2Jr2", "empty"))
+    for words in (["profile", "odd"], ["profile", "empty"], ["show", "odd"], ["findings", "odd"]):
+        code, out, _ = run(capsys, *words, "--store", path)
+        assert (code, "\x1b[2J" in out) == (0, False)
+
+
+def test_whose_memory_grew_and_the_same_figure_in_compare(tmp_path, capsys):
+    """c0 is the largest and grows by 1 MB; c1 grows by 30, 20 of them in round 2, and keeps most of it."""
+    grew = {"c0": [0.5e6, 0.5e6, 0.0], "c1": [5e6, 5e6, 20e6]}
+    told = begin("r1", "grows")
+    for number in range(3):
+        told.round({"c0": (1.0, 2.0, 1.0), "c1": (1.0, 2.0, 1.0)})
+        for node, base in (("c0", 500e6), ("c1", 100e6)):
+            values = {"growth": grew[node][number], "kept": 0.9 * grew[node][number],
+                      "resident": base + sum(grew[node][1 : number + 1])}  # fmt: skip
+            for name, value in values.items():
+                told.add(Metric(Where("r1", number, node), told.at, f"memory.{name}", value))
+    path = stored(tmp_path / "runs.db", told, begin("r2", "other"))
+    memory = result(capsys, "grows", "--store", path)["memory"]
+    resident = next(one for one in memory["peaks"] if one["metric"] == "memory.resident")
+    assert (resident["node"], resident["growth_node"], resident["growth_bytes"]) == ("c0", "c1", 25e6)
+    assert (memory["grown"][0]["node"], memory["grown"][0]["bytes"], memory["grown"][0]["most_round"]) == (
+        "c1",
+        30e6,
+        2,
+    )
+    code, out, _ = run(capsys, "compare", "grows", "other", "--store", path, "--json")
+    rows = {row["name"]: row["values"][0] for row in json.loads(out)["result"]["rows"]}
+    assert (code, rows["growth over the run"]) == (0, 25e6)
+    out = shown_of(capsys, path, "grows")
+    assert "memory.kept" not in out
+    assert " ".join(line_of(out, "  grew most with").split()).endswith(
+        "30 MB c1, over 3 rounds; 20 MB of it in round 2"
+    )
+    assert "c1, a round on average; the next is c0" in line_of(out, "  heap kept most by")
+
+
+def test_the_pace_of_the_real_machine_is_labelled(store, capsys):
+    assert line_of(shown_of(capsys, store, "known"), "Throughput").endswith("(of this machine, real clock)")
+
+
+@pytest.mark.parametrize("clock", ["real", "virtual"])
+def test_who_was_waited_for(tmp_path, capsys, clock):
+    """Three clients wait for c7, 8 s each in every round, on either clock; c7 for half a second of the server's."""
+    told = begin("r1", "waits")
+    for _ in range(2):
+        told.round(CLIENTS, clock=clock)
+    path = stored(tmp_path / "runs.db", told)
+    found = result(capsys, "waits", "--store", path)
+    assert found["clock"] == clock
+    assert found["waited_for"] == {"c7": pytest.approx(3 * 8.5 * 2), "server": pytest.approx(1.0)}
+    assert {found["waits"][node] for node in ("c0", "c1", "c2")} == {"c7"}
+    out = shown_of(capsys, path, "waits")
+    assert "clients waited 52 s in all, for c7 98 %, server 2 %" in out
+    assert "waits: 4 nodes for c7; c7 for server" in out
+
+
+def test_measuring_on_the_critical_path_is_told_apart(tmp_path, capsys):
+    told = begin("r1", "measured")
+    for _ in range(3):
+        number = told.round({"c0": (0.0, 2.0, 0.0)}, clock="real")
+        spot, at = Where("r1", number, "c0"), told.at - 2.5
+        parts = {"forward": 1.0, "backward": 0.8, "measure": 0.2}
+        told.add(Span(spot, at, "client", 2.0, "t" * 32, f"m{number}", None, {"parts": parts, "folded": True}))
+    out = shown_of(capsys, stored(tmp_path / "runs.db", told), "measured")
+    assert "8 % of the critical path is measuring by fedvitals" in out

@@ -100,6 +100,7 @@ def _closing(
     for verb, why in (
         (f"findings {run} --all", "why, and what to do"),
         (f"show {run}", "the run's health card"),
+        (f"profile {run}", "where its time, memory and bytes went"),
         (f"show {run} --node {ILL_CLIENT}", "one client's history"),
         ("runs", "all runs of the store"),
         (

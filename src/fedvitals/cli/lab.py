@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @click.option("--workers", type=int, help="Worker processes. Default: one per core.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda (engine stacked).")
 @click.option("--probes", default="standard", show_default=True, help="What is measured: light, standard, deep.")
+@click.option("--run", "named", metavar="NAME", help="The run's name. Default: the experiment's, else the file's.")
 @click.option("--resume", is_flag=True, help="Go on where this experiment was interrupted.")
 @click.option("--plan", is_flag=True, help="Show the experiment and who holds what; train nothing.")
 @click.option("--download", is_flag=True, help="Fetch the official data set first, into --data.")
@@ -39,7 +40,14 @@ if TYPE_CHECKING:
 @store_option
 @json_option
 def command(
-    experiment: str, changes: tuple[str, ...], store: str | None, as_json: bool, plan: bool, download: bool, **how: Any
+    experiment: str,
+    changes: tuple[str, ...],
+    named: str | None,
+    store: str | None,
+    as_json: bool,
+    plan: bool,
+    download: bool,
+    **how: Any,
 ) -> None:
     """Run the federation that EXPERIMENT.toml describes, watched; the same seed gives the same weights.
 
@@ -55,7 +63,8 @@ def command(
         text = Path(experiment).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{experiment} is no TOML: it is not UTF-8 text ({error}).") from error
-    wanted = lab.read(text, {name: toml.value_of(value) for name, value in given.items()})
+    settings = {name: toml.value_of(value) for name, value in given.items()}
+    wanted = lab.read(text, settings if named is None else {**settings, "name": named})
     if wanted.name == "experiment":
         import msgspec
 
@@ -192,7 +201,7 @@ def _place(folder: Path, *, resume: bool) -> tuple[Path, str | None]:
     if not saved:
         raise ConfigError(
             f"There is nothing to resume: no unfinished run of this experiment in {folder.parent}. "
-            "Give the same file, --set and --store as for the run that was interrupted."
+            "Give the same file, --set, --run and --store as for the run that was interrupted."
         )
     found = json.loads((saved[-1].parent / "run.json").read_text(encoding="utf-8")).get("run")
     return saved[-1].parent, found if isinstance(found, str) else None
@@ -229,6 +238,7 @@ def _closing(said: dict[str, Any], store: str, alarms: _Alarms) -> None:
     if said["run"] is not None:
         click.echo(f"What was found:  fedvitals findings {said['run']} --store {store}")
         click.echo(f"Look at it:      fedvitals show {said['run']} --store {store}")
+        click.echo(f"Where time went: fedvitals profile {said['run']} --store {store}")
 
 
 class _Alarms:

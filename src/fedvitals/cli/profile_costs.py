@@ -21,7 +21,7 @@ MEMORY = {
     "memory.tensors": "a step's tensors",
     "memory.limit": "there is",
 }
-GROWS = ("memory.peak", "memory.resident", "memory.cuda_allocated", "memory.cuda_reserved")
+GROWS = ("memory.resident", "memory.cuda_allocated", "memory.cuda_reserved")
 WIDTH = 24  # cells of a history
 
 
@@ -60,7 +60,9 @@ def _grown(console: Any, memory: Memory, rows: int | None) -> None:
     if len(memory.grown) > 1:
         told = [one for one in memory.grown if one.bytes > 0][: 3 if rows else None]
         for title, one in zip(["grew most with", *[""] * len(told)], told, strict=False):
-            where = f"{shown(one.node)}, over {one.rounds} rounds; {size(one.most_bytes)} of it in round {one.most_round}"
+            where = (
+                f"{shown(one.node)}, over {one.rounds} rounds; {size(one.most_bytes)} of it in round {one.most_round}"
+            )
             console.print(f"  {title:20} {size(one.bytes):>9}  [dim]{where}[/dim]")
     if len(memory.kept) > 1 and memory.kept[0].bytes > 0:
         first, second, *_ = memory.kept

@@ -54,7 +54,7 @@ def _list(store: str | None, as_json: bool) -> None:
         lost = f" ({run.lost} lost)" if run.lost else ""
         table.add_row(
             shown(run.name),
-            run.id,
+            shown(run.id),
             str(run.rounds),
             str(run.clients),
             number(run.accuracy),
@@ -118,9 +118,9 @@ def _tell(cleared: Cleared, as_json: bool) -> None:
         return
     for gone in cleared.removed:
         what = "deleted" if gone.what == "run" else "thinned to its scalars"
-        click.echo(f"{gone.run} ({shown(gone.name)}): {what}, {gone.rows} rows, {size(gone.bytes)}")
+        click.echo(f"{shown(gone.run)} ({shown(gone.name)}): {what}, {gone.rows} rows, {size(gone.bytes)}")
     if cleared.open:
-        click.echo(f"Left alone, since they are open: {', '.join(cleared.open)}")
+        click.echo(f"Left alone, since they are open: {', '.join(map(shown, cleared.open))}")
     if not cleared.removed:
         click.echo("Nothing had to go.")
     click.echo(f"The store takes {size(cleared.bytes_after)}; before, {size(cleared.bytes_before)}.")

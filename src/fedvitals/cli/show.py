@@ -81,7 +81,9 @@ def _head(console: Any, card: Card, store: str | None) -> None:
     run, summary = card.run, card.summary
     state = "finished" if run.finished else "open"
     began = time.strftime("%d %b %Y %H:%M", time.localtime(run.started))
-    console.print(f"[bold]{shown(run.name)}[/bold]  {run.id}  {state}, begun {began}, {seconds(summary.seconds)}")
+    console.print(
+        f"[bold]{shown(run.name)}[/bold]  {shown(run.id)}  {state}, begun {began}, {seconds(summary.seconds)}"
+    )
     cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the time"
     console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records")
     level, allowed = card.privacy.split(": ", 1)
@@ -94,9 +96,10 @@ def _head(console: Any, card: Card, store: str | None) -> None:
 def _health(console: Any, card: Card, store: str | None) -> None:
     """What the detectors said, each trouble once, worst first; or plainly that none looked."""
     from fedvitals.cli.case_cards import print_list
+    from fedvitals.cli.screen import shown
 
     if not card.detectors and not card.cases:
-        told = f"not judged, no detector was installed; `fedvitals check {card.run.id}` does so now."
+        told = f"not judged, no detector was installed; `fedvitals check {shown(card.run.id)}` does so now."
         console.print(f"Health: {told} Here is what stands out, for your eyes.\n", soft_wrap=True)
         return
     if not card.cases:
@@ -107,7 +110,9 @@ def _health(console: Any, card: Card, store: str | None) -> None:
     console.print(f"[bold]Health[/bold]: {count}; {card.detectors} detectors looked.")
     print_list(console, card.cases, ROWS)
     where = f" --store {store}" if store else ""
-    console.print(f"[dim]Why, and what to do: fedvitals findings {card.run.id} --all{where}[/dim]\n", soft_wrap=True)
+    console.print(
+        f"[dim]Why, and what to do: fedvitals findings {shown(card.run.id)} --all{where}[/dim]\n", soft_wrap=True
+    )
 
 
 def _signs(card: Card) -> Any:

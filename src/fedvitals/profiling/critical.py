@@ -250,8 +250,8 @@ def _landed(time: RoundTime, flown: Mapping[str, float]) -> str:
     each = [sum(v for part, v in one.told.items() if part in WORK) for one in time.clients if one.busy > 0]
     part = max(flown, key=lambda name: flown[name])
     return (
-        f"round {time.round} took {in_words(time.seconds)}: {len(each)} updates came in, of {in_words(median(each))} in "
-        f"the median, {flown[part]:.0%} of that {NOUNS.get(part, part)}"
+        f"round {time.round} took {in_words(time.seconds)}: {len(each)} updates came in, of {in_words(median(each))} "
+        f"in the median, {flown[part]:.0%} of that {NOUNS.get(part, part)}"
     )
 
 
@@ -288,7 +288,8 @@ def _words(
         how = "one after the other" if shape.slots == 1 else f"{shape.slots} at a time"
         return f"{text}: {count} clients {how}, {in_words(turns)}; without {slowest} {in_words(saved)}"
     whose = "the server's" if node == SERVER else f"{node}'s"
-    return f"{text}: {whose} {NOUNS.get(part, part)}, {in_words(seconds)}; without {slowest} {in_words(saved)}"
+    text = f"{text}: {whose} {NOUNS.get(part, part)}, {in_words(seconds)}"
+    return text if len(shape.nodes) < 2 else f"{text}; without {slowest} {in_words(saved)}"
 
 
 def _most(links: list[Link]) -> int:

@@ -11,8 +11,11 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fedvitals.parts import CLIENT, EDGE, JOURNEY, ROUND, SERVER, WORK, clock_of
-from fedvitals.profiling.stays import held, told_parts
+from fedvitals.parts import CLIENT, JOURNEY, REST, ROUND, SERVER, WORK, clock_of
+from fedvitals.profiling.shape import WAITED
+from fedvitals.profiling.stays import CLOSE, held, told_parts
+from fedvitals.profiling.timeline import may_tell
+from fedvitals.profiling.verdict import SLOWER, few
 from fedvitals.records import Metric, Record, Span, Where
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
@@ -22,7 +25,7 @@ STRAGGLER = "straggler"
 LATEST = 64  # clients that are remembered by name: those that were done last
 ROUNDS = 8  # that are open at a time; of more, the oldest are forgotten
 LONGEST = 366 * 86_400.0  # seconds; what says it took longer is left out
-TURNS = 1.2  # clients' seconds over those in which any of them worked, up to which they take turns
+SPANS = 32_768  # of one round and clock, that are told apart from those which come again; more are left out
 
 
 @dataclass(slots=True)
@@ -34,6 +37,13 @@ class _Clients:
     classes: dict[str, float] = field(default_factory=dict)
     first: float = float("inf")
     last: float = float("-inf")
+    last_began: float = float("-inf")
+    first_ended: float = float("inf")
+    ends: float = 0.0  # the sum of all ends, since the first Span that came began
+    base: float = 0.0
+    inside: float = 0.0  # seconds of Spans
+    waited: float = 0.0  # of these
+    stacked: bool = False
     latest: list[tuple[float, int, str, float, dict[str, float]]] = field(default_factory=list)  # a heap, by the end
 
     def add(self, span: Span) -> None:
@@ -47,17 +57,24 @@ class _Clients:
                 work[kind] = work.get(kind, 0.0) + seconds
             elif part in ("wait", "away"):
                 rest += seconds
+            if part in REST:
+                self.waited += seconds
+        self.inside += span.seconds
         busy = sum(work.values())
         if busy <= 0:
             return
+        ended = span.at + max(busy, span.seconds - rest) if span.name == JOURNEY else span.at + span.seconds
         shared = span.attributes.get("stacked")
         if isinstance(shared, int) and shared > 1:  # trained as one batch: the time is all of theirs
+            self.stacked = True
             work = {kind: seconds / shared for kind, seconds in work.items()}
             busy /= shared
-        ended = span.at + max(busy, span.seconds - rest) if span.name == JOURNEY else span.at + span.seconds
+        self.base = self.base if self.count else span.at
         self.count += 1
         self.total += busy
+        self.ends += ended - self.base
         self.first, self.last = min(self.first, span.at), max(self.last, ended)
+        self.last_began, self.first_ended = max(self.last_began, span.at), min(self.first_ended, ended)
         for kind, seconds in work.items():
             self.classes[kind] = self.classes.get(kind, 0.0) + seconds
         one = (ended, self.count, span.where.node or "", busy, work)
@@ -65,6 +82,15 @@ class _Clients:
             heapq.heappush(self.latest, one)
         else:
             heapq.heappushpop(self.latest, one)
+
+    def slots(self, under_way: float) -> int | None:
+        """How many work at a time, where they take turns: as `shape` tells, by the same signs."""
+        if self.count < 2 or under_way <= 0:
+            return None
+        turns = self.stacked or self.waited > WAITED * self.inside
+        if not turns and self.last_began + CLOSE < self.first_ended:  # there was a moment at which all of them worked
+            return None
+        return max(1, round(self.total / under_way))
 
 
 @dataclass(slots=True)
@@ -76,10 +102,14 @@ class _Sums:
     journeys: _Clients = field(default_factory=_Clients)
     clients: _Clients = field(default_factory=_Clients)
     server: dict[str, float] = field(default_factory=dict)
+    seen: set[tuple[str, str, str | None]] = field(default_factory=set)  # what came: a batch may be delivered twice
 
     def add(self, span: Span) -> None:
-        if not (0 <= span.seconds <= LONGEST and -1e15 < span.at < 1e15):
+        own = (span.id, span.name, span.where.node)
+        fine = 0 <= span.seconds <= LONGEST and -1e15 < span.at < 1e15 and may_tell(span)
+        if not fine or own in self.seen or (len(self.seen) >= SPANS and span.name != ROUND):
             return
+        self.seen.add(own)
         if span.name == ROUND:
             self.began, self.seconds = span.at, span.seconds
         elif span.name == JOURNEY:
@@ -112,7 +142,7 @@ class LiveProfile:
 
     def _add(self, span: Span) -> None:
         number = span.where.round
-        if number is None or span.name not in (ROUND, SERVER, JOURNEY, CLIENT, EDGE):
+        if number is None or span.name not in (ROUND, SERVER, JOURNEY, CLIENT):
             return
         key = span.where.run, number
         own = self._open.get(key)
@@ -139,6 +169,21 @@ class LiveProfile:
             self._emit(Metric(Where(run, number, slowest), at, "time.critical", seconds))
 
 
+def _held_up(clients: _Clients, latest: list[tuple[float, int, str, float, dict[str, float]]], began: float) -> float:
+    """Seconds from when all but the slowest few were done until the last was; two are few only if both are slow."""
+    if clients.count < 3:
+        return 0.0
+    gone = min(few(clients.count), len(latest) - 1)
+    if gone == 2:
+        others = (
+            clients.base
+            - began
+            + (clients.ends - sum(one[0] - clients.base for one in latest[:2])) / (clients.count - 2)
+        )
+        gone = 2 if latest[1][0] - began >= SLOWER * others else 1
+    return latest[0][0] - latest[gone][0]
+
+
 def shares(sums: _Sums) -> tuple[dict[str, float], str | None, float]:
     """By kind, the share of the round; and the client that was done last, with the seconds until then."""
     whole = sums.seconds
@@ -147,18 +192,24 @@ def shares(sums: _Sums) -> tuple[dict[str, float], str | None, float]:
     slowest, until, worked = None, 0.0, 0.0
     if clients.count:
         latest = sorted(clients.latest, reverse=True)
-        under_way = min(whole, clients.last - clients.first)
-        if clients is sums.clients and clients.count > 1 and clients.total <= TURNS * under_way:
+        began = sums.began or 0.0
+        slots = clients.slots(min(whole, clients.last - clients.first)) if clients is sums.clients else None
+        early = clients is sums.journeys and clients.first < began - 0.05 * whole  # asynchronous: nobody is waited for
+        if early:
+            work, worked = clients.classes, min(whole, max(0.0, clients.last - began))
+        elif slots is not None:
             _, _, slowest, until, _ = max(latest, key=lambda one: one[3])
-            work = clients.classes
-            found[STRAGGLER] = max(0.0, until - (clients.total - until) / (clients.count - 1)) / whole
+            work, worked = clients.classes, min(whole, clients.total / slots)
+            usual = (clients.total - until) / (clients.count - 1)
+            alone = (
+                latest[0][0] - latest[1][0] if slots > 1 and latest[0][2] == slowest else 0.0
+            )  # when all others had done
+            found[STRAGGLER] = max((until - usual) / slots, alone, 0.0) / whole
         else:
             ended, _, slowest, _, work = latest[0]
-            until = min(max(0.0, ended - (sums.began or 0.0)), whole)
-            few = min(max(1, clients.count // 10), len(latest) - 1)
-            early = clients.first < (sums.began or 0.0) - 0.05 * whole  # asynchronous: nobody is waited for
-            found[STRAGGLER] = (ended - latest[few][0]) / whole if clients.count > 2 and not early else 0.0
-        worked = min(whole, sum(work.values()))
+            until = min(max(0.0, ended - began), whole)
+            worked = min(whole, sum(work.values()))
+            found[STRAGGLER] = _held_up(clients, latest, began) / whole
         scale = worked / sum(work.values())
         for kind, seconds in work.items():
             found[kind] += seconds * scale / whole

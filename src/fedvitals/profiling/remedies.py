@@ -38,6 +38,7 @@ class Remedy:
     rounds_factor: float = (
         1.0  # so many times as many rounds bring as many updates, where a round becomes another thing
     )
+    at_most: bool = False  # no more is gained than this, and perhaps less
 
 
 NAMES = {
@@ -106,7 +107,18 @@ def _remedy(row: Row, verdict: RunVerdict) -> Remedy:
     fits = verdict.kind in HELPS[sort] or (verdict.kind == STRAGGLER and verdict.bound_by in HELPS[sort])
     why = f"The run is {verdict.kind.replace(' ', '-')}-bound." if fits else "It shortens the critical path."
     return Remedy(
-        row.key, name, why, row.before, row.after, row.saving, row.share, row.costs, row.assumes, change, factor
+        row.key,
+        name,
+        why,
+        row.before,
+        row.after,
+        row.saving,
+        row.share,
+        row.costs,
+        row.assumes,
+        change,
+        factor,
+        row.at_most,
     )
 
 

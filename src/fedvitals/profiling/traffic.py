@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
-from fedvitals.records import Event, LayerTable, Transfer
-from fedvitals.records import is_client as is_client
+from fedvitals.records import Event, LayerTable, Transfer, is_client
 
 T = TypeVar("T")
 
@@ -309,7 +308,7 @@ def _by(place: int, sums: Mapping[tuple[str, int], T]) -> dict[Any, list[T]]:
 
 
 def width(dtype: str) -> int:
-    """Bytes of one value, from the name of its type: «uint8», «float8_e4m3fn», «complex128»; 4 of what has no number."""
+    """Bytes of one value, by its type's name: «uint8», «float8_e4m3fn», «complex128»; 4 of what has no number."""
     found = re.search(r"(?<![0-9])(8|16|32|64|128)(?![0-9])", dtype)
     return 1 if dtype == "bool" else int(found[1]) // 8 if found else 4
 

@@ -210,7 +210,7 @@ def judge(times: Sequence[RoundTime], *, paths: Sequence[Path] | None = None) ->
 
 
 def _weights(rounds: Sequence[RoundVerdict]) -> list[float]:
-    """How much each round counts: as long as it lasted, but one that was held up once counts no more than a long one."""
+    """How much each round counts: as long as it lasted, but one that was held up once no more than a long one."""
     longest = LONG * float(np.median([one.seconds for one in rounds]))
     return [min(one.seconds, longest) for one in rounds]
 

@@ -19,16 +19,18 @@ from fedvitals.profiling.critical import Path, critical_path, in_words
 from fedvitals.profiling.sampling import Pool, buffered, expected_longest
 from fedvitals.profiling.shape import CLASSES, Seconds, Shape, in_turns, scaled, shape_of_flights
 from fedvitals.profiling.stays import CLOSE
-from fedvitals.profiling.timeline import RoundTime
+from fedvitals.profiling.timeline import RoundTime, asynchronous
+from fedvitals.profiling.warmup import usual
 from fedvitals.records import Transfer
 
 QUANTILES = (0.5, 0.75, 0.9, 0.95)  # of all clients' times, for deadlines
 OVER_SELECTION = (1.3, 1.5)  # 1.3 is that of Bonawitz et al. 2019
-COMPRESSION = (4, 16)  # as int8 gives, and as a few per cent of the values do
+COMPRESSION = (("upload", 4), ("upload", 16), ("download", 4))  # int8 gives 4, and a few per cent of the values 16
 WORKERS = 4  # that load data, where one does now
 RARELY = 5  # rounds from one evaluation to the next
 FASTER = 4  # times: an aggregation that is made so by another device, or in another way
 BUFFER = 4  # an asynchronous server takes a quarter of the cohort at a time
+AGGREGATIONS = 20  # of an asynchronous server, at least, that are followed: the first ones are quicker than usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Row:
     cut: tuple[str, ...] = ()  # clients that would be left out in most of their rounds
     lost: float | None = None  # share of the data, or of the clients' work, that would not count
     lost_of: str = "clients"  # «samples» where their number is known
+    at_most: bool = False  # the gain is what it can be at best: what takes part in it is not known
 
     @property
     def saving(self) -> float:
@@ -89,10 +92,11 @@ def what_if(
 ) -> list[Row]:
     """The rows that apply to these rounds, all of one clock; () where no client worked.
 
-    `latency`: seconds of a client's upload that its size does not change, where known; else `transfers` of two sizes
-    tell it. `paths`: those of the rounds, where they are known already.
+    `latency`: seconds of each way of a client's round that sizes do not change, where known; else `transfers` of two
+    sizes tell it. `paths`: those of the rounds, where they are known already. A warm-up is left out.
     """
     paths = [critical_path(time) for time in times] if paths is None else paths
+    times, paths = usual(times, paths)
     both = [(t, p) for t, p in zip(times, paths, strict=True) if t.seconds > 0 and p.shape.nodes]
     if not both:
         return []
@@ -104,11 +108,11 @@ def what_if(
         seed,
     )
     delays = latency if latency is not None else latencies(transfers)
-    asynchronous = sum(time.overlapping for time in seen.times) > len(seen.times) / 2
-    if asynchronous:
+    flying = asynchronous(seen.times)
+    if flying:
         seen = replace(seen, shapes=[shape_of_flights(time) for time in seen.times])
     rows = [*_transfers(seen, delays), *_training(seen), *_server(seen)]
-    if not asynchronous:
+    if not flying:
         rows += _cohorts(seen)
         if all(shape.slots is None for shape in seen.shapes):
             rows += [*_deadlines(seen), *_over_selections(seen), *_asynchronous(seen)]
@@ -121,42 +125,64 @@ def what_if(
 def _transfers(seen: _Seen, latency: float | Mapping[str, float]) -> Iterable[Row]:
     known = bool(latency) or latency == 0.0
     unknown = "latency takes part in the saving: from one size of message it cannot be told from transfer"
-    told = "latency stays as it is" if known else unknown
-    for way, factor in (("upload", 4), ("upload", 16), ("download", 4)):
+    for way, factor in COMPRESSION:
         if not seen.total(way):
             continue
-        after = [_compressed(shape, way, factor, latency if way == "upload" else 0.0) for shape in seen.shapes]
+        fixed = _fixed(seen.shapes, way, latency)
+        after = [_compressed(shape, way, factor, fixed) for shape in seen.shapes]
         key = "compress" if way == "upload" else "compress_download"
         yield seen.row(
             {key: factor},
             f"{way}s compressed to 1/{factor}",
             after,
-            f"Seconds shrink as bytes do; {told if way == 'upload' else unknown}; encoding takes no time.",
+            f"Seconds shrink as bytes do; {'latency stays as it is' if known else unknown}; encoding takes no time.",
             "Rounding errors in every update." if factor <= 4 else "Most small changes are dropped or delayed.",
+            at_most=not known,
         )
 
 
-def _compressed(shape: Shape, way: str, factor: float, latency: float | Mapping[str, float]) -> float:
-    column = shape.work[:, CLASSES.index(way)]
-    delays = np.array([latency.get(n, 0.0) if isinstance(latency, Mapping) else latency for n in shape.nodes])
-    fixed = np.clip(delays, 0, column)
-    return shape.length(
-        scaled(shape, {way: np.where(column > 0, _divided(fixed + (column - fixed) / factor, column), 1)})
-    )
+def _fixed(shapes: Sequence[Shape], way: str, latency: float | Mapping[str, float]) -> dict[str, float]:
+    """Of each client's seconds of one way, the share that is latency: of its mean, since both are slow at a time."""
+    taken: dict[str, list[float]] = {}
+    for shape in shapes:
+        for node, seconds in zip(shape.nodes, shape.work[:, CLASSES.index(way)].tolist(), strict=True):
+            taken.setdefault(node, []).append(seconds)
+    delays = {node: latency.get(node, 0.0) if isinstance(latency, Mapping) else latency for node in taken}
+    means = _typical(taken)
+    return {node: min(1.0, max(0.0, delays[node]) / mean) for node, mean in means.items() if mean > 0}
 
 
-def _divided(above: Seconds, below: Seconds) -> Seconds:
-    return np.divide(above, below, out=np.ones_like(above), where=below > 0)
+def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Each one's mean; drawn to that of all as far as they differ by chance, for the slowest were also unlucky.
+
+    Weights are those of James and Stein: 1 − (what rounds make means differ) / (what means differ).
+    """
+    means = {node: float(np.mean(own)) for node, own in taken.items()}
+    middle, between = float(np.mean([*means.values()])), float(np.var([*means.values()]))
+    rounds = [float(np.var(own, ddof=1)) / len(own) for own in taken.values() if len(own) > 1]
+    own = max(0.0, 1 - float(np.mean(rounds)) / between) if rounds and between > 0 else 1.0
+    return {node: middle + own * (mean - middle) for node, mean in means.items()}
+
+
+def _compressed(shape: Shape, way: str, factor: float, fixed: Mapping[str, float]) -> float:
+    stays = np.array([fixed.get(node, 0.0) for node in shape.nodes])
+    return shape.length(scaled(shape, {way: stays + (1 - stays) / factor}))
 
 
 def latencies(transfers: Iterable[Transfer]) -> dict[str, float]:
-    """Seconds of each client's upload that do not depend on its size; of whom two sizes that differ well are known."""
-    seen: dict[str, dict[int, list[float]]] = {}
+    """Seconds of a message of each client that do not depend on its size; of whom two sizes that differ well are known.
+
+    Those of its uploads; of its downloads where only these differ: a way to the server and back has one length.
+    """
+    seen: dict[tuple[bool, str], dict[int, list[float]]] = {}
     for one in transfers:
-        if one.kind == "update" and one.seconds is not None and 0 < one.seconds < math.inf and one.bytes > 0:
-            seen.setdefault(one.sender, {}).setdefault(one.bytes, []).append(one.seconds)
+        timed = one.seconds is not None and 0 < one.seconds < math.inf and one.bytes > 0
+        if timed and one.seconds is not None and one.kind in ("update", "model"):
+            up = one.kind == "update"
+            own = seen.setdefault((up, one.sender if up else one.receiver), {})
+            own.setdefault(one.bytes, []).append(one.seconds)
     found = {}
-    for node, sizes in seen.items():
+    for (_, node), sizes in sorted(seen.items()):  # uploads last, so that they count
         small, large = min(sizes), max(sizes)
         if large >= 1.5 * small:
             less, more = float(np.median(sizes[small])), float(np.median(sizes[large]))
@@ -246,13 +272,14 @@ def _cohorts(seen: _Seen) -> Iterable[Row]:
     sizes = [len(shape.nodes) for shape in seen.shapes]
     if max(sizes) < 2:
         return
+    halves = [max(1, round(size / 2)) for size in sizes]
     yield seen.row(
         {"cohort": 0.5},
         "half as many clients in a round",
-        [_fewer(shape, max(1, round(len(shape.nodes) / 2)), seen.seed) for shape in seen.shapes],
+        [_fewer(shape, half, seen.seed) for shape, half in zip(seen.shapes, halves, strict=True)],
         "The clients of each round are drawn from those that were there, by chance.",
         "Half the data in a round, and a noisier average.",
-        lost=0.5,
+        lost=1 - sum(halves) / sum(sizes),
     )
 
 
@@ -317,9 +344,13 @@ def _over_selections(seen: _Seen) -> Iterable[Row]:
     rest = float(np.mean([shape.rest for shape in seen.shapes]))
     called = int(np.median([len(time.clients) for time in seen.times]))  # also those who were away
     spare = len({one.node for time in seen.times for one in time.clients}) > called
+    known: set[tuple[int, int]] = set()
     for more in OVER_SELECTION:
         needed = pool.cohort if spare else max(1, round(called / more))
         asked = min(len(pool.nodes), math.ceil(needed * more - 1e-9))
+        if (asked, needed) in known:  # of few clients
+            continue
+        known.add((asked, needed))
         if spare:
             after = [pool.nth(needed, asked) + rest]
         else:  # everybody was there: who would have been the last to count is known
@@ -352,7 +383,7 @@ def _asynchronous(seen: _Seen) -> Iterable[Row]:
     buffer = max(1, cohort // BUFFER)
     testing = seen.on_path("evaluate")
     rest = float(np.mean([max(0.0, shape.rest - tests) for shape, tests in zip(seen.shapes, testing, strict=True)]))
-    count = math.ceil(len(seen.times) * cohort / buffer)
+    count = max(AGGREGATIONS, math.ceil(len(seen.times) * cohort / buffer))
     seconds = buffered(pool, buffer, count, rest * buffer / cohort) * cohort / buffer
     yield seen.row(
         {"asynchronous": buffer, "concurrency": cohort},

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from fedvitals.diagnosis.cases import Case, cases
-from fedvitals.profiling.traffic import Reached, Traffic, is_client, reached, traffic_of
-from fedvitals.records import Event, Finding, Run, Transfer
+from fedvitals.profiling.traffic import Reached, Traffic, reached, traffic_of
+from fedvitals.records import Event, Finding, Run, Transfer, is_client
 from fedvitals.report.card import detectors_of
 from fedvitals.report.courses import Course, courses
 from fedvitals.report.machine import growth

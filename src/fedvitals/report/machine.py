@@ -11,8 +11,7 @@ from typing import Any
 
 from fedvitals.catalog import CATALOG
 from fedvitals.profiling.timeline import RoundTime
-from fedvitals.profiling.traffic import is_client
-from fedvitals.records import Event
+from fedvitals.records import Event, is_client
 from fedvitals.report.courses import Course, courses
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader

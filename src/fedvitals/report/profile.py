@@ -17,9 +17,10 @@ from fedvitals.profiling.stragglers import Straggler, stragglers
 from fedvitals.profiling.timeline import RoundTime, main_clock, of_clock, timeline, waiting_for
 from fedvitals.profiling.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
 from fedvitals.profiling.verdict import RunVerdict, judge
-from fedvitals.profiling.whatif import Row, what_if
+from fedvitals.profiling.whatif import Row, latencies, what_if
 from fedvitals.records import Event, Run, Span, Transfer
 from fedvitals.report.figures import federation
+from fedvitals.report.links import latency_of
 from fedvitals.report.machine import (
     Machine,
     Memory,
@@ -86,10 +87,11 @@ def profile_of(
     shown = _shown(times, round, run)
     paths = [critical_path(time) for time in times]
     verdict = judge(times, paths=paths)
-    rows = what_if(times, transfers=transfers, paths=paths)
+    latency = latency_of(described, times, transfers) if clock == "virtual" else None
+    rows = what_if(times, transfers=transfers, latency=latency, paths=paths)
     traffic = traffic_of(transfers, events, queries.attendance(reader, run), described.tables, described.topology)
     clients, server = _sum(one.parts for time in times for one in time.clients), _server(times)
-    needs = _needed(times, traffic, target_seconds)
+    needs = _needed(times, traffic, target_seconds, latencies(transfers) if latency is None else latency)
     return Profile(
         run=described,
         clock=clock,
@@ -114,8 +116,8 @@ def profile_of(
         needed=needs,
         needed_why=None if needs else _why_not_needed(traffic),
         target_seconds=target_seconds,
-        waited_for=_waited_for(times),
-        waits={} if shown is None else waiting_for(shown),
+        waited_for=_waited_for(times, paths),
+        waits={} if shown is None or _in_turns(paths[times.index(shown)]) else waiting_for(shown),
         left_open=left_open,
     )
 
@@ -127,10 +129,15 @@ def _finished(times: list[RoundTime], run: Run) -> tuple[list[RoundTime], int | 
     return times[:-1], times[-1].round
 
 
-def _waited_for(times: Iterable[RoundTime]) -> dict[str, float]:
+def _in_turns(path: Path) -> bool:
+    """Whether clients took turns: each then waits for all the others, before and after its own."""
+    return path.shape.slots is not None
+
+
+def _waited_for(times: Iterable[RoundTime], paths: Iterable[Path]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for time in times:
-        whom = waiting_for(time)
+    for time, path in zip(times, paths, strict=True):
+        whom = {} if _in_turns(path) else waiting_for(time)
         for one in time.clients:
             if one.node in whom:
                 found[whom[one.node]] = found.get(whom[one.node], 0.0) + one.parts["wait"]
@@ -181,22 +188,25 @@ def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[Reached, ...]:
     )
 
 
-def _needed(times: Sequence[RoundTime], traffic: Traffic, target: float | None) -> tuple[Needed, ...]:
+def _needed(
+    times: Sequence[RoundTime], traffic: Traffic, target: float | None, latency: Mapping[str, float]
+) -> tuple[Needed, ...]:
     """Only where it is known how long transfers take: elsewhere there is nothing to divide by."""
     ways: dict[str, list[Mapping[str, float]]] = {}
     own: list[float] = []  # the median client's way in each round
     for time in times:
         busy = []
         for one in time.clients:
-            if one.parts.get("download", 0.0) + one.parts.get("upload", 0.0) > 0 and not one.parts.get("away"):
-                ways.setdefault(one.node, []).append(one.parts)
-                busy.append(math.fsum(s for part, s in one.parts.items() if part not in ("wait", "idle")))
+            parts = one.told if time.overlapping else one.parts  # asynchronous journeys begin before the round
+            if parts.get("download", 0.0) + parts.get("upload", 0.0) > 0 and not parts.get("away"):
+                ways.setdefault(one.node, []).append(parts)
+                busy.append(math.fsum(s for part, s in parts.items() if part not in ("wait", "idle")))
         own += [median(busy)] if busy else []
     if not own:
         return ()
     servers = [math.fsum(s for part, s in time.server.parts.items() if part in WORK) for time in times if time.server]
     server = median(servers) if servers else 0.0
-    return needed(ways, traffic, target if target is not None else median(own) + server, server)
+    return needed(ways, traffic, target if target is not None else median(own) + server, server, latency)
 
 
 def as_data(profile: Profile) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.records import LayerStats, Metric, Record, Run
+from fedvitals.records import LayerStats, Metric, Record, Run, is_client
 from fedvitals.stats import (
     EXPONENTS,
     FAMILIES,
@@ -26,7 +26,7 @@ from fedvitals.stats import (
     STEP_COLUMNS,
     Array,
 )
-from fedvitals.telemetry.spread import SERVER, Spread, is_client, of_the_round, plain
+from fedvitals.telemetry.spread import SERVER, Spread, of_the_round, plain
 
 NODES = 50  # with curves of their own, unless the user says otherwise
 OTHER_NODES = 50  # servers, edges, clusters and rings

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.catalog import CATALOG
-from fedvitals.records import Event, Finding, Metric, Record, Run, Transfer
-from fedvitals.telemetry.spread import CLIENTS_KEPT, Closed, Spread, is_client, of_the_round, plain
+from fedvitals.records import Event, Finding, Metric, Record, Run, Transfer, is_client
+from fedvitals.telemetry.spread import CLIENTS_KEPT, Closed, Spread, of_the_round, plain
 
 SIGNS = (
     "loss",

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedvitals.records import Metric
-from fedvitals.records import is_client as is_client
+from fedvitals.records import Metric, is_client
 
 SERVER = "server"
 POINTS = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}

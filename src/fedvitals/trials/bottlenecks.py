@@ -22,7 +22,8 @@ from fedvitals.profiling.verdict import RunVerdict, judge
 from fedvitals.profiling.whatif import what_if
 from fedvitals.records import Span, Transfer
 from fedvitals.store import open_reader, queries
-from fedvitals.trials.bottlenecks_lab import Plant, controls, plants
+from fedvitals.report.links import latency_in
+from fedvitals.trials.bottlenecks_lab import Plant, controls, latent, plants
 from fedvitals.trials.bottlenecks_real import RealFederation, RealPlant, real_plants
 from fedvitals.trials.bottlenecks_rerun import Tried, try_remedies
 
@@ -68,7 +69,9 @@ def read(store: str | Path, run: str, plant: Plant | RealPlant) -> Said:
         transfers = queries.records(reader, run, Transfer)
     verdict = judge(times)
     assert verdict is not None  # noqa: S101 - it has rounds
-    return Said(plant, verdict, tuple(times), tuple(remedies(verdict, what_if(times, transfers=transfers))))
+    latency = latency_in(plant.experiment, times, transfers) if isinstance(plant, Plant) else None
+    rows = what_if(times, transfers=transfers, latency=latency)
+    return Said(plant, verdict, tuple(times), tuple(remedies(verdict, rows)))
 
 
 def in_the_lab(cases: Iterable[Plant] | None = None, *, most: int = 1, tell: Tell = lambda _: None) -> list[Said]:
@@ -76,13 +79,14 @@ def in_the_lab(cases: Iterable[Plant] | None = None, *, most: int = 1, tell: Tel
     found = []
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "runs.db"
-        for plant in [*plants(), *controls()] if cases is None else cases:
+        for plant in [*plants(), *latent(), *controls()] if cases is None else cases:
             tell(f"{plant.name}, {plant.strength:.0%}")
             with Monitor(store, host="lab", probes="light", detectors=(), machine=False, strict=True) as monitor:
                 lab.run(plant.experiment, monitor, **ENGINE)
             said = read(store, monitor.run.id, plant)
             if plant.kind != "nothing" and most:
-                tried = try_remedies(plant.experiment, said.remedies, most=most, accuracy=LOCAL, **ENGINE)
+                able = [one for one in said.remedies if plant.tried is None or plant.tried in one.key]
+                tried = try_remedies(plant.experiment, able, most=most, accuracy=LOCAL, **ENGINE)
                 said = Said(plant, said.verdict, said.times, said.remedies, tuple(tried))
             found.append(said)
     return found
