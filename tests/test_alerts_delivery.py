@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from alert_servers import HttpServer, alert, running, unused_port
+from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.records import Finding, Metric, Where
 from fedvitals.telemetry import alert_delivery, alert_outbox
 from fedvitals.telemetry.alert_delivery import Courier
@@ -303,6 +304,58 @@ def records(first, last, value=9.0):
         yield Finding(Where("r1", number, "c1"), number, "NAN_UPDATE", "critical", 1.0, "NaN")
         yield Metric(Where("r1", number, "c1"), number, "update.norm", value)
         yield Metric(Where("r1", number), number, "time.round", 1.0)
+
+
+def test_a_finding_that_several_rules_match_is_told_once_on_each_channel(tmp_path):
+    """By the first of them; after a restart as well; what is over is told once. Another channel hears its own rule."""
+    rules = [
+        {"when": "finding severity >= critical", "channels": ["a"]},
+        {"when": "finding NAN_UPDATE", "channels": ["a", "b"]},
+        "finding confidence >= 0.5",
+    ]
+
+    def told(name):
+        lines = (tmp_path / name).read_text().splitlines()
+        return [(one["rule"], one["kind"], one["others"]) for one in map(json.loads, lines)]
+
+    def alerts():
+        made = Alerts(rules=rules, channels=[File(tmp_path / "a", name="a"), File(tmp_path / "b", name="b")])
+        made.begin(tmp_path)
+        return made
+
+    first = alerts()
+    first.write(list(records(0, 3)))
+    first.close()
+    assert told("a") == [("finding severity >= critical", "firing", 2)]
+    assert told("b") == [("finding NAN_UPDATE", "firing", 0)]
+    second = alerts()
+    second.write([*records(3, 5), *list(records(5, 20, 1.0))[1::3], *list(records(5, 20))[2::3]])
+    second.close()
+    assert told("a")[1:] == [("finding severity >= critical", "resolved", 0)]
+    assert told("b")[1:] == [("finding NAN_UPDATE", "resolved", 0)]
+
+
+def test_a_finding_that_gets_worse_is_told_again(tmp_path):
+    """A rule for what is critical is not silenced by one that spoke of a warning."""
+    log = tmp_path / "a.jsonl"
+    alerts = Alerts(rules=["finding", "finding severity >= critical"], channels=[File(log)], folder=tmp_path)
+    for number, severity in enumerate(("warning", "warning", "critical", "critical")):
+        found = Finding(Where("r1", number, "c1"), number, "STALE", severity, 1.0, "late")
+        alerts.write([found, Metric(Where("r1", number), number, "time.round", 1.0)])
+    alerts.close()
+    told = [(one["rule"], one["severity"]) for one in map(json.loads, log.read_text().splitlines())]
+    assert told == [("finding", "warning"), ("finding severity >= critical", "critical")]
+
+
+def test_the_shipped_example_tells_of_a_crash_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alerts = Alerts(Path(__file__).parents[1] / "examples/alerts.toml")
+    alerts.begin(tmp_path / "d", {issue.code: issue.family for issue in ISSUES})
+    crash = Finding(Where("r1", 0, "c1"), 0.0, "CRASH", "critical", 1.0, "it crashed")
+    alerts.write([crash, Metric(Where("r1", 0), 0.0, "time.round", 1.0)])
+    alerts.close()
+    (told,) = (tmp_path / "alerts.jsonl").read_text().splitlines()
+    assert (json.loads(told)["issue"], json.loads(told)["others"]) == ("CRASH", 1)
 
 
 def test_a_run_that_is_continued_says_nothing_twice(tmp_path):

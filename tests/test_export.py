@@ -14,6 +14,7 @@ from fedvitals.store import open_reader, open_store
 from fedvitals.store.ask import query
 from fedvitals.store.paging import layer_pages, records_in_order
 from fedvitals.store.schema import TABLES
+from fedvitals.telemetry.parquet import write_table
 from fedvitals.testing import examples_of_records
 
 
@@ -165,7 +166,52 @@ def test_a_receiver_that_is_away_is_said(store, capsys):
     code, _, err = run(capsys, "export", "digits", "--to", "otel", "--endpoint", address, "--store", store)
     assert code == 2
     assert address in err
+    assert "taken nothing" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("form", ["csv", "perfetto", "tensorboard"])
+def test_a_place_that_cannot_be_written_is_said(store, tmp_path, capsys, form):
+    """A file stands where a folder is needed: no traceback, and what to do."""
+    (tmp_path / "file").write_text("")
+    code, out, err = run(capsys, "export", "digits", "--to", form, "--out", tmp_path / "file" / "x", "--store", store)
+    assert (code, out) == (2, "")
+    assert str(tmp_path / "file") in err
+    assert "Traceback" not in err
+
+
+def test_no_cell_of_a_csv_is_a_formula(tmp_path):
+    """A client's words begin as they like; numbers stay numbers."""
+    words = [
+        "=HYPERLINK(1)",
+        "+1",
+        "-1",
+        "@x",
+        "\t=1",
+        "\r=1",
+        "\n=1",
+        "it's = fine",
+        "a\x1b[2J\x9b\x00b",
+        "line\nbreak",
+    ]
+    rows = [[word, -1.5] for word in words]
+    path = write_table(tmp_path, "events", {"message": "text", "value": "real"}, [rows], "csv")
+    with path.open(newline="") as file:
+        found = list(csv.reader(file))[1:]
+    assert [cell for cell, _ in found] == [
+        "'=HYPERLINK(1)", "'+1", "'-1", "'@x", "'\t=1", "'?=1", "'\n=1", "it's = fine", "a?[2J??b", "line\nbreak",
+    ]  # fmt: skip
+    assert {number for _, number in found} == {"-1.5"}
+
+
+def test_names_in_errors_move_no_cursor(tmp_path, capsys):
+    sink = open_store(tmp_path / "runs.db")
+    sink.write([Run("r\x1b]0;owned\x07\x1b[2J", "evil\x1b[31m\r")])
+    sink.close()
+    code, _, err = run(capsys, "export", "digits", "--to", "csv", "--store", tmp_path / "runs.db")
+    assert code == 2
+    assert "evil" in err or "owned" in err
+    assert all(c.isprintable() or c == "\n" for c in err)
 
 
 def test_wrong_use_is_answered(store, tmp_path, capsys):

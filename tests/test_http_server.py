@@ -2,10 +2,11 @@
 """The HTTP server of receiver and page: strangers can neither hold its places nor outlast its patience."""
 
 import contextlib
+import multiprocessing
 import os
-import signal
 import socket
 import socketserver
+import time
 
 import pytest
 
@@ -123,21 +124,20 @@ def test_a_forked_child_does_not_keep_the_port():
     """A data loader's worker outlives the server; the port is free all the same."""
     with serving() as server:
         port = server.port
-        child = os.fork()
-        if child == 0:
-            signal.pause()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
     try:
         with socket.socket() as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            wait_until(lambda: again.bind(("127.0.0.1", port)) is None)
+            again.bind(("127.0.0.1", port))
             again.listen()
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
 
 
 def test_a_second_close_does_nothing():
     with serving() as server:
         server.close()
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionRefusedError):
         said(server, head())

@@ -199,6 +199,93 @@ def test_equal_clients_that_take_turns_are_no_stragglers():
     assert (verdict.kind, verdict.stragglers) == ("straggler", ("c2",))
 
 
+def warm(first, rounds=6):
+    """Rounds of a plain loop on the real clock, of which the first takes so long before anybody trains."""
+    spans, at = [], 0.0
+    for number in range(rounds):
+        extra = first if number == 0 else 0.0
+        made = in_turn({"c1": 0.03, "c2": 0.03, "c3": 0.03}, number, at + extra, shares={"data": 0.9, "forward": 0.1})
+        spans += [whole(made[0].seconds + extra, number, at), *made[1:]]
+        at += made[0].seconds + extra
+    return timeline(spans)
+
+
+def test_a_run_is_judged_without_its_warm_up():
+    verdict = judge(warm(2.0))
+    assert (verdict.kind, verdict.rounds, len(verdict.by_round)) == ("data loading", 6, 6)
+    assert verdict.share == pytest.approx(0.9)
+    assert verdict.seconds == pytest.approx(0.09)
+    assert verdict.text.endswith(" Round 0 took 2.1 s, a warm-up of 2.0 s.")
+    assert judge(warm(0.03)).warm_up is None, "half as long again is no warm-up"
+    assert judge(warm(2.0, rounds=2)).warm_up is None, "of two, nobody says which one is usual"
+
+
+def test_a_warm_up_makes_nobody_a_straggler_and_a_slow_link_is_none():
+    spans, at = [], 0.0
+    for number in range(5):
+        made = in_turn({"c1": 5.0 if number == 0 else 1.0, "c2": 1.0, "c3": 1.1, "c4": 1.0}, number, at)
+        spans += made
+        at += made[0].seconds
+    assert [one.node for one in stragglers(timeline(spans), most=1)] == ["c3"]
+    spans, at = [], 0.0
+    for number in range(5):
+        spans += [whole(9.0 if number == 0 else 3.0, number, at)]
+        way = {"compute": 1.0, "upload": 8.0 if number == 0 else 2.0}
+        spans += [journey(f"c{i}", number, at, clock="real", **way) for i in range(4)]
+        at += spans[-5].seconds
+    assert judge(timeline(spans)).warm_up is None
+
+
+def test_one_round_that_was_held_up_once_does_not_decide():
+    def ways(number):
+        return {f"c{i}": {"compute": 90.0 if number == 3 else 0.2, "upload": 1.0} for i in range(5)}
+
+    assert judge(run(ways, aggregate=0.0)).kind == "upload"
+
+
+def test_upload_and_download_that_are_equal_are_named_together():
+    even = {"download": 0.48, "compute": 0.04, "upload": 0.48}
+    verdict = judge(run({f"c{i}": even for i in range(5)}, aggregate=0.0))
+    assert verdict.kind == "upload"
+    assert verdict.text == "A round takes 1.0 s: transfer-bound: upload 48%, download 48% of its critical path."
+    more = judge(run({f"c{i}": {**even, "download": 0.6} for i in range(5)}, aggregate=0.0))
+    assert (more.kind, "download-bound" in more.text) == ("download", True)
+
+
+def test_two_slow_clients_of_ten_are_stragglers_if_both_stand_out():
+    usual = {f"c{i}": {"compute": 2.0, "upload": 0.5} for i in range(8)}
+    slow = {"compute": 2.0, "upload": 6.0}
+    verdict = judge(run({**usual, "c8": slow, "c9": slow}))
+    assert (verdict.kind, set(verdict.stragglers), verdict.bound_by) == ("straggler", {"c8", "c9"}, "upload")
+    assert verdict.without == pytest.approx(3.0)
+    third = judge(run({**usual, "c7": slow, "c8": slow, "c9": slow}))
+    assert (third.kind, third.stragglers) == ("upload", ())
+    of_four = {"c0": usual["c0"], "c1": usual["c1"], "c2": slow, "c3": slow}
+    assert judge(run(of_four)).stragglers == (), "half of all are a kind of device"
+
+
+def flying(number):
+    """A round of 2 s in which journeys end that began long before: mostly computing, sent at last."""
+    ends = 2.0 * (number + 1)
+    ways = [
+        journey(f"c{4 * number + i}", number, ends - 10.0 - i, ends, download=1.0, compute=7.0 + i, upload=2.0)
+        for i in range(4)
+    ]
+    return [whole(2.0, number, ends - 2.0, clock="virtual"), server(2.0, number, ends - 2.0, wait=2.0), *ways]
+
+
+def test_asynchronous_rounds_are_bound_by_whole_journeys_and_nobody_holds_them_up():
+    times = timeline([one for number in range(5) for one in flying(number)])
+    verdict = judge(times)
+    assert (verdict.kind, verdict.stragglers) == ("compute", ())
+    assert verdict.share == pytest.approx(sum((7 + i) / (10 + i) for i in range(4)) / 4)
+    assert stragglers(times) == []
+    path = critical_path(times[0])
+    assert (path.slowest, path.part) == (None, "compute")
+    assert sum(link.seconds for link in path.links) == pytest.approx(2.0)
+    assert path.text == "round 0 took 2.0 s: 4 updates came in, of 11.5 s in the median, 74% of that compute"
+
+
 def test_stragglers_by_name_with_their_history():
     def ways(number):
         slow = "c2" if number % 3 else "c1"

@@ -43,6 +43,22 @@ ROUNDS = {
         *in_turn({"c1": 1.0, "c2": 1.0, "c3": 1.0}, after=5.0),
         server(8.0, clock="real", folded=True, wait=3.0, receive=1.0, aggregate=0.5, evaluate=3.0),
     ],
+    "workers": [
+        whole(4.0),
+        *(
+            span(f"c{i}", "client", float(i // 4), 1.0, parts={"forward": 0.8, "data": 0.2}, folded=True)
+            for i in range(16)
+        ),
+    ],
+    "pair": side_by_side({f"c{i}": {**EVEN, "upload": 6.0 if i in (3, 5) else 0.5} for i in range(8)}),
+    "uneven": [
+        whole(8.0),
+        *(span(f"c{i}", "client", 0.0, 8.0 if i == 3 else 1.0 + i / 10, parts={"forward": 9.0}) for i in range(6)),
+    ],
+    "flying": [
+        whole(2.0, clock="virtual"),
+        *(journey(f"c{i}", began=-8.0 - i, ends=2.0, compute=7.0 + i, upload=3.0) for i in range(4)),
+    ],
     "line": [
         whole(6.0, clock="virtual"),
         *(journey(f"c{i}", ends=6.0, queue=float(i), download=1.0, compute=1.0) for i in range(5)),
@@ -62,6 +78,24 @@ def test_live_shares_are_those_of_the_verdict(name):
         assert found["straggler"] == pytest.approx(verdict.share, abs=0.01)
     else:
         assert found["straggler"] < 1 / 3
+
+
+def test_a_batch_that_is_delivered_twice_counts_once():
+    found = []
+    live = LiveProfile(found.append)
+    spans = ROUNDS["turns"]
+    live.write(spans)
+    live.write(spans)
+    live.write([Metric(Where("r", 0), 5.0, "time.round", 0.1)])
+    assert shares(found) == shares(told(spans))
+
+
+def test_no_client_tells_of_the_round_or_of_the_server():
+    lies = [
+        span("c1", "round", 0.0, 600.0, own="lie", clock="virtual"),
+        span("c1", "server", 0.0, 600.0, clock="virtual", parts={"aggregate": 600.0}),
+    ]
+    assert shares(told([*ROUNDS["upload"], *lies])) == shares(told(ROUNDS["upload"]))
 
 
 def test_the_client_that_was_waited_for_is_named():

@@ -146,6 +146,20 @@ def test_what_cannot_be_true_is_left_out_and_counted():
     sums_to_its_round(time)
 
 
+def test_only_the_whole_tells_of_the_round_and_only_the_server_of_itself():
+    """A client that sends a Span called «round» or «server», or one with the round's own id, changes nothing."""
+    good = side_by_side({"c1": {"compute": 2.0}, "c2": {"compute": 2.0}})
+    lies = [
+        span("c1", "round", 5.0, 600.0, own="later", clock="virtual"),
+        span("c1", "server", 0.0, 600.0, own="mine", clock="virtual", parts={"aggregate": 600.0}),
+        span("c1", "client", 0.0, 1.0, own=good[0].id, clock="virtual"),
+    ]
+    (honest,), (time,) = timeline(good), timeline([*lies, *good])
+    assert (time.began, time.seconds, time.complete, time.left_out) == (honest.began, 2.5, True, 2)
+    assert time.server.parts == honest.server.parts
+    assert set(time.nodes) == set(honest.nodes)
+
+
 def test_numbers_of_nodes_and_spans_are_bounded():
     crowd = [span(f"n{i}", "client", 0.0, 1.0) for i in range(10_050)]
     many = [span("n1", "client", i / 1000, 0.001, own=f"again {i}") for i in range(100)]

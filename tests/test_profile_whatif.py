@@ -16,7 +16,8 @@ from fedvitals.profiling.sampling import expected_longest
 from fedvitals.profiling.timeline import of_clock, timeline
 from fedvitals.profiling.verdict import judge
 from fedvitals.profiling.whatif import latencies, what_if
-from fedvitals.records import Span, Transfer, Where
+from fedvitals.records import Run, Span, Transfer, Where
+from fedvitals.report.links import latency_of
 from fedvitals.testing import MemorySink
 from spans_by_hand import in_turn, journey, server, side_by_side, whole
 
@@ -60,6 +61,48 @@ def test_latency_stays_where_it_is_known():
     ]
     assert latencies(told) == {"c9": pytest.approx(2.0)}
     assert latencies(told[1:]) == {}  # of one size
+    down = [
+        Transfer(Where("r", 0, "c9"), 0.0, "server", "c9", size, size, 3.0 + size / 500, "model") for size in (100, 900)
+    ]
+    assert latencies(down) == {"c9": pytest.approx(3.0)}
+
+
+def test_what_latency_takes_part_in_is_a_gain_of_up_to():
+    times = run(TEN)
+    unknown, known = rows_of(times), rows_of(times, latency=dict.fromkeys(TEN, 0.5))
+    assert unknown["compress", 4].at_most
+    assert unknown["compress_download", 4].at_most
+    assert not known["compress", 4].at_most
+    assert known["compress_download", 4].share == pytest.approx(0.0)  # all of 0.5 s is latency
+    gains = {next(iter(one.key.items())): one.at_most for one in remedies(judge(times), what_if(times))}
+    assert gains["compress", 4]
+    assert not gains["steps", 0.5]
+
+
+def test_a_few_clients_lose_what_they_lose_and_rows_are_told_once():
+    three = {f"c{i}": {"compute": 1.0 + i} for i in range(3)}
+    rows = what_if(run(three))
+    (half,) = [row for row in rows if "cohort" in row.key]
+    assert half.lost == pytest.approx(1 / 3)  # 2 of 3 are left
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names)
+    assert sum("over_select" in row.key for row in rows) == 1
+
+
+def test_one_round_is_followed_for_long_enough_to_tell_an_asynchronous_pace():
+    """The first landings alone are another pace than the usual one."""
+    each = [1.0] * 6 + [10.0] * 2
+    ways = {f"c{i}": {"compute": seconds} for i, seconds in enumerate(each)}
+    (one,), (many,) = (
+        [row.after for row in what_if(run(ways, rounds=rounds, aggregate=0.0)) if "asynchronous" in row.key]
+        for rounds in (1, 5)
+    )
+    assert one == pytest.approx(many, rel=0.1)
+
+
+def test_a_warm_up_is_no_part_of_what_would_have_been():
+    spans = [s for n in range(4) for s in in_turn({"c1": 50.0 if n == 0 else 1.0, "c2": 1.0}, n, 100.0 * n)]
+    assert rows_of(timeline(spans))["steps", 0.5].before == pytest.approx(2.0)
 
 
 def test_deadlines_who_is_cut_and_what_is_lost():
@@ -224,3 +267,25 @@ def test_predicted_gains_come_true_in_the_lab(name):
         assert remedy.saving == pytest.approx(remedy.before - seconds, rel=0.15), remedy
         tried += 1
     assert tried >= 3
+
+
+def test_latency_of_the_labs_links_is_no_gain_of_compression():
+    """4g takes 85 ms one way: of a small model's upload, most. It was once computed that compressing saves half."""
+    network = lab.Network(links="4g", devices="laptop", jitter=0.1, spread=0.1)
+    quick = lab.Evaluation(every=100, local=False)
+    e = lab.Experiment(clients=8, rounds=4, network=network, model=lab.mlp(hidden=[64]), evaluation=quick)
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink], strict=True, detectors=[]) as monitor:
+        lab.run(e, monitor)
+    times = of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
+    transfers = [record for record in sink.records if isinstance(record, Transfer)]
+    kept = Run("r", "r", host="lab", config={"experiment": e.to_toml()})
+    latency = latency_of(kept, times, transfers)
+    assert latency == pytest.approx({f"c{i}": 0.085 for i in range(8)})
+    assert latency_of(Run("r", "r", host="lab", config={"experiment": "network = 3"}), times, transfers) is None
+    assert latency_of(Run("r", "r"), times, transfers) is None
+    row = rows_of(times, latency=latency)["compress", 4]
+    again = float(np.mean([time.seconds for time in timed(read(e.to_toml(), {"compression": {"kind": "int8"}}))]))
+    assert row.after == pytest.approx(again, rel=0.02)
+    assert row.share < 0.15
+    assert rows_of(times)["compress", 4].share > 2 * row.share, "which is why it is told as «up to»"

@@ -99,6 +99,22 @@ def test_the_spread_is_of_a_round_that_is_over(exporter):
     assert value(exporter, "nodes_loss", point="max") == 0.5
 
 
+def test_the_spread_is_over_the_same_values_as_the_nodes_own_series(exporter):
+    """What clients are measured on in turns is there of all that took part, and of nobody who did not."""
+    exporter.write([run_of()])
+    for number in range(4):
+        told = [Metric(Where(RUN, number, f"c{n}"), 0.0, "update.norm", 1.0) for n in range(3 if number == 3 else 4)]
+        told += [Metric(Where(RUN, number, f"c{number}"), 0.0, "scale.gsc", 10.0 + number)] if number < 3 else []
+        exporter.write([*told, Metric(Where(RUN, number), 1.0, "time.round", 1.0)])
+    assert value(exporter, "nodes_scale_gsc", point="min") == value(exporter, "node_scale_gsc", node="c0") == 10.0
+    assert value(exporter, "nodes_scale_gsc", point="median") == value(exporter, "node_scale_gsc", node="c1") == 11.0
+    assert value(exporter, "nodes_scale_gsc", point="max") == value(exporter, "node_scale_gsc", node="c2") == 12.0
+    told = [Metric(Where(RUN, 4, "c0"), 0.0, "update.norm", 1.0), Metric(Where(RUN, 4, "c1"), 0.0, "update.norm", 1.0)]
+    nan = Metric(Where(RUN, 4, "c0"), 0.0, "scale.gsc", float("nan"))
+    exporter.write([*told, nan, Metric(Where(RUN, 4), 1.0, "time.round", 1.0)])
+    assert value(exporter, "nodes_scale_gsc", point="min") == value(exporter, "nodes_scale_gsc", point="max") == 11.0
+
+
 def test_a_thousand_clients_stay_within_the_bound(exporter):
     """At most 2,000 series; the worst nodes are named, the others are in the spread."""
     exporter.write([run_of(), *round_of(0, clients=1000)])

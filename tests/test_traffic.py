@@ -6,7 +6,7 @@ import math
 import pytest
 
 from fedvitals.profiling import traffic
-from fedvitals.records import Event, Transfer, Where
+from fedvitals.records import Event, Transfer, Where, is_client
 from timed_run import BYTES, TABLE, begin
 
 
@@ -81,6 +81,22 @@ def test_edges_and_servers_are_no_clients():
     assert {one.node for one in found.clients} == {"c0", "c1"}
 
 
+def test_clients_may_be_called_edge_devices():
+    found = traffic.traffic_of([sent("edge-device-1", "edge-0", 3), sent("ring-a", "server", 4)])
+    assert {one.node: one.up.bytes for one in found.clients} == {"edge-device-1": 3, "ring-a": 4}
+    assert [is_client(n) for n in ("c1", "edge-7b", "edge-7", "ring-12", "cluster-0", "server", None)] == [
+        True, True, False, False, False, False, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("float32", 4), ("uint8", 1), ("float8_e4m3fn", 1), ("bfloat16", 2), ("complex128", 16), ("bool", 1), ("?", 4)],
+)
+def test_bytes_of_a_value_by_its_type(dtype, size):
+    assert traffic.width(dtype) == size
+
+
 def test_availability_and_failures_over_the_rounds():
     """Of several troubles in one round the worst counts; rounds in which a client was not asked do not."""
     attendance = {None: range(5), "c0": [0, 1], "server": [0]}
@@ -137,3 +153,23 @@ def test_a_client_that_never_came_home_is_lost():
     outcomes = {one.node: one.outcomes[0] for one in found.clients}
     assert outcomes == {"c0": "lost", "c1": "answered", "c2": "answered", "c3": "failed"}
     assert found.rounds[0].troubles == {"lost": 1, "failed": 1}
+
+
+def test_bytes_of_a_round_do_not_depend_on_how_many_came_in_time():
+    messages = [
+        m
+        for n in range(10)
+        for m in (sent("server", "c0", 60, number=n, kind="model"), sent("c0", "server", 40, number=n))
+    ]
+    late = traffic.traffic_of(messages, [told("update.late", "c0", n) for n in range(9)])
+    (one,) = traffic.needed({"c0": [{"download": 1.0, "compute": 1.0, "upload": 1.0}]}, late, 2.0, 0.0)
+    assert (one.bytes, one.bits_per_second) == (100, 800)
+
+
+def test_no_bandwidth_shortens_latency():
+    found = traffic.traffic_of([sent("server", "c0", 60, kind="model"), sent("c0", "server", 40)])
+    ways = {"c0": [{"download": 1.0, "compute": 1.0, "upload": 1.0}]}
+    (enough,) = traffic.needed(ways, found, 2.5, 0.0, {"c0": 0.5})
+    assert (enough.bits_per_second, enough.now_bits_per_second) == (8 * 100 / 0.5, 8 * 100 / 1.0)
+    (never,) = traffic.needed(ways, found, 1.9, 0.0, {"c0": 0.5})
+    assert (never.bits_per_second, never.latency_seconds) == (None, 1.0)

@@ -94,14 +94,14 @@ def check(run: str, config: str, everything: bool, store: str | None, as_json: b
     _remark(plan.rules)
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
-        made = _replayed(reader, chosen, plan.rules)
+        made = _replayed(reader, chosen, plan.rules, plan.names or ("",))
     if as_json:
         print_json("alerts check", {"run": chosen, "rules": len(plan.rules), "alerts": [alert_json(a) for a in made]})
     else:
         _print(made, chosen, len(plan.rules), len(made) if everything else ROWS)
 
 
-def _replayed(reader: Reader, run: str, rules: Sequence[Rule]) -> list[Alert]:
+def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequence[str] = ("",)) -> list[Alert]:
     """The alerts of a stored run; of its metrics only those are read that a rule asks for."""
     from fedvitals.records import Finding, Metric
     from fedvitals.store import queries, rows
@@ -115,7 +115,7 @@ def _replayed(reader: Reader, run: str, rules: Sequence[Rule]) -> list[Alert]:
         f"{rows.select(Metric)} WHERE run = ? AND name IN ({marks}) ORDER BY arrival", (run, *names)
     )
     metrics = rows.from_rows(Metric, found)
-    return replay(run, rules, metrics, queries.records(reader, run, Finding), _families())
+    return replay(run, rules, metrics, queries.records(reader, run, Finding), _families(), channels)
 
 
 def _families() -> dict[str, str]:

@@ -59,7 +59,14 @@ def command(
         if round_ is not None and round_ not in (rounds := reader.history(chosen.id).rounds()):
             known = f"It has rounds {rounds[0]} to {rounds[-1]}." if rounds else "It has no rounds."
             raise ConfigError(f"Run {chosen.id} has nothing of round {round_}. {known}")
-        made = _WRITERS[form](reader, chosen, out, round_, endpoint)
+        try:
+            made = _WRITERS[form](reader, chosen, out, round_, endpoint)
+        except OSError as error:
+            where = f"'{out}'" if out is not None else "this folder"
+            raise ConfigError(
+                f"The export cannot be written to {where} ({error.strerror or error}"
+                f"{f': {error.filename}' if error.filename else ''}). Choose another --out, or mend the cause."
+            ) from error
     result = {"run": chosen.id, "to": form, "round": round_, **made}
     if as_json:
         print_json("export", result)
@@ -152,7 +159,7 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
     """Feed the run to a sink as a training would have; how many records."""
     from fedvitals.store.paging import records_in_order
 
-    tally, batch = [0], []
+    tally, batch, written = [0], [], 0
     ignored: tuple[type, ...] = getattr(sink, "ignores", ())
     close: Callable[[], None] = getattr(sink, "close", lambda: None)
     try:
@@ -161,16 +168,18 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
                 batch.append(record)
             if len(batch) == BATCH:
                 sink.write(batch)
-                batch = []
+                written, batch = written + len(batch), []
         sink.write(batch)
+        written += len(batch)
         close()
     except FedvitalsError:
         raise
     except Exception as error:
         name = getattr(sink, "name", type(sink).__name__)
         raise FedvitalsError(
-            f"{name} failed after about {tally[0]} records: {type(error).__name__}: {error}. "
-            "What was written before is there; mend the cause and export again."
+            f"{name} failed: {type(error).__name__}: {error}. "
+            + (f"It has taken {written} records, and perhaps more." if written else "It has taken nothing so far.")
+            + " Mend the cause and export again."
         ) from error
     return tally[0]
 

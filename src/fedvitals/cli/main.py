@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from typing import Any
 
@@ -54,15 +55,22 @@ def app() -> None:
     """The vital signs of federated learning: which client, layer and round is ill, and why."""
 
 
+def _harmless(text: str) -> str:
+    """An error for a terminal: names in it come from stores, and no control character of theirs moves the cursor."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Exit codes: 0 done; 1 trouble found, by a verb that judges; 2 wrong use or nothing to read; 130 interrupted."""
     try:
         sys.exit(app.main(arguments, prog_name="fedvitals", standalone_mode=False) or 0)
     except click.ClickException as error:
-        error.show()
+        words = io.StringIO()
+        error.show(words)
+        click.echo(_harmless(words.getvalue()), nl=False, err=True)
         sys.exit(2)
     except FedvitalsError as error:
-        click.echo(f"fedvitals: {error}", err=True)
+        click.echo(f"fedvitals: {_harmless(str(error))}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)

@@ -324,7 +324,8 @@ def _remedies(console: Any, profile: Profile, rows: int | None) -> None:
     table.add_column("gain", justify="right", no_wrap=True)
     table.add_column("what it costs", overflow="fold", style="dim")
     for one in profile.remedies[:rows]:
-        table.add_row(shown(one.name), seconds(one.after), percent(one.share), shown(one.costs))
+        gain = f"{'up to ' if one.at_most else ''}{percent(one.share)}"
+        table.add_row(shown(one.name), seconds(one.after), gain, shown(one.costs))
     console.print(table)
     left = len(profile.remedies) - len(table.rows)
     if profile.run.host == "lab" and profile.clock == "virtual":

@@ -259,9 +259,9 @@ def _needed(console: Any, profile: Profile, rows: int | None) -> None:
     )
     for one in short[:rows]:
         has = "?" if one.now_bits_per_second is None else rate(one.now_bits_per_second)
-        other = seconds(one.other_seconds)
+        late = f", latency {seconds(one.latency_seconds)}" if one.latency_seconds else ""
         needs = (
-            f"none is enough: the rest takes {other} already"
+            f"none is enough: the rest takes {seconds(one.other_seconds)}{late} already"
             if one.bits_per_second is None
             else f"needs {rate(one.bits_per_second)}"
         )

@@ -122,7 +122,7 @@ SYSTEM = (
             "Several clients share the machine or the device.",
         ),
         (
-            "Where the finding says what would fit, take that: a smaller batch with gradients accumulated, 16 or 8 bits, pruning.",
+            "Where the finding says what would fit, take that: a smaller batch, 16 or 8 bits, pruning.",
             "Sum `loss.item()`, never `loss`; free what the step before left.",
             "Use mixed precision or checkpointing of activations.",
             "Let fewer clients train at once on one machine.",

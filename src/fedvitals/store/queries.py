@@ -14,7 +14,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
-from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth
+from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth, is_client
 from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
@@ -84,12 +84,8 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     run, name, host, topology, started, finished = row
     ask = reader.database.rows
     ((rounds, last),) = ask("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (run,))
-    ((clients,),) = ask(
-        "SELECT COUNT(*) FROM run_node AS n JOIN symbol AS s ON s.id = n.node "
-        "WHERE n.run = ? AND s.text <> 'server' AND s.text NOT LIKE 'edge-%' AND s.text NOT LIKE 'ring-%' "
-        "AND s.text NOT LIKE 'cluster-%'",
-        (run,),
-    )
+    nodes = ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (run,))
+    clients = sum(is_client(name) for (name,) in nodes)
     levels = ask("SELECT s.text, COUNT(*) FROM event AS e JOIN symbol AS s ON s.id = e.level WHERE e.run = ? "
                  "GROUP BY s.text", (run,))  # fmt: skip
     # A trouble is found again in every round in which it is there: counted once, as `diagnosis.cases` tells them apart.

@@ -42,6 +42,7 @@ class Plan:
     channels: tuple[Channel, ...]
     group: bool = True
     folder: Path | None = None
+    names: tuple[str, ...] = ()  # of the channels, also where none was made
 
 
 def load(path: str | os.PathLike[str], *, secrets: bool = True) -> Plan:
@@ -72,7 +73,7 @@ def _plan(told: Mapping[str, Any], *, secrets: bool) -> Plan:
     made = [_channel(name, settings, secrets=secrets) for name, settings in channels.items()]
     check_channels(rules, list(channels))
     place = None if folder is None else Path(folder).expanduser()
-    return Plan(rules, tuple(one for one in made if one is not None), group, place)
+    return Plan(rules, tuple(one for one in made if one is not None), group, place, tuple(channels))
 
 
 def rules_of(given: Sequence[Any]) -> tuple[Rule, ...]:

@@ -45,6 +45,7 @@ class Alert:
     metric: str | None = None
     value: float | None = None
     limit: float | None = None
+    others: int = 0  # further rules that the same finding broke at the same moment, and that stay silent
 
     @property
     def id(self) -> str:
@@ -121,7 +122,7 @@ def to_line(alert: Alert) -> str:
 def from_line(line: str) -> Alert:
     try:
         told = json.loads(line)
-        return Alert(**{field.name: told[field.name] for field in fields(Alert)})
+        return Alert(**{field.name: told[field.name] for field in fields(Alert) if field.name in told})
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"An alert in the outbox cannot be read ({type(error).__name__}): {line[:80]!r}") from error
 

@@ -17,10 +17,11 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedvitals.records import Finding, Metric, Record
 from fedvitals.telemetry.alert_message import FIRING, RESOLVED, Alert, said
+from fedvitals.telemetry.alert_once import Once
 from fedvitals.telemetry.alert_rules import SEVERITIES, WINDOW, Condition, Found, Rule
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
@@ -221,15 +222,18 @@ class Watch:
         where = finding.where
         group = where.group if where.node is None else None
         place = json.dumps({"issue": finding.issue, "node": where.node, "group": group, "layer": where.layer})
+        for rule, _ in self._on_findings:  # of all rules, before any speaks: what is over stands in no one's way
+            past = self._courses[rule.name].get(place)
+            over = None if past is None else self._over(past, where.node, before=number)
+            if past is not None and over is not None:
+                self._end_case(rule, past, place, over)
+        first = len(self._made)
         for rule, asked in self._on_findings:
             if not self._matches(rule, asked, finding):
                 continue
             course = self._course(rule, place)
             if course is None:
                 continue
-            over = self._over(course, where.node, before=number)
-            if over is not None:
-                self._end_case(rule, course, place, over)
             if course.last is None:
                 course.since = number
             if course.last is None or number > course.last:
@@ -237,6 +241,8 @@ class Watch:
             if course.count >= asked.rounds and course.told is None and _after_gap(rule, course, number, finding.at):
                 course.severity = rule.severity or finding.severity
                 self._fire(course, _making(self._run, rule, place, number, finding.at), finding.message)
+        if len(self._made) > first:
+            self._made[first] = replace(self._made[first], others=len(self._made) - first - 1)
 
     def _matches(self, rule: Rule, asked: Found, finding: Finding) -> bool:
         if asked.issue not in (None, finding.issue) or not _meant(rule, finding.where.node or finding.where.group):
@@ -416,9 +422,15 @@ def _insert(rounds: list[int], number: int) -> None:
 
 
 def replay(
-    run: str, rules: Sequence[Rule], metrics: Iterable[Metric], findings: Iterable[Finding], families: Mapping[str, str]
+    run: str,
+    rules: Sequence[Rule],
+    metrics: Iterable[Metric],
+    findings: Iterable[Finding],
+    families: Mapping[str, str],
+    channels: Sequence[str] = ("",),
 ) -> list[Alert]:
-    """The alerts that a stored run gives, by round: those that it gave while it trained."""
+    """The alerts that a stored run gives on any of these channels, by round: those that it gave while it trained."""
+    once = Once(rules, channels)
     watch = Watch(run, rules, families=families)
     made: list[Alert] = []
     for finding in findings:
@@ -428,4 +440,5 @@ def replay(
         if metric.name == ROUND_COMPLETE and metric.where.node is None:
             made += watch.alerts()
     made += watch.finish()
+    made = [alert for alert in made if once.channels(alert)]
     return sorted(made, key=lambda alert: (alert.round, alert.kind != RESOLVED, alert.rule, _natural(alert.node)))

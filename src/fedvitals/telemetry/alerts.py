@@ -37,6 +37,7 @@ from fedvitals.telemetry.alert_config import check_channels, load, rules_of
 from fedvitals.telemetry.alert_delivery import Courier
 from fedvitals.telemetry.alert_email import Email
 from fedvitals.telemetry.alert_message import RESOLVED, Alert, Message
+from fedvitals.telemetry.alert_once import Once
 from fedvitals.telemetry.alert_outbox import open_alerts, path_in
 from fedvitals.telemetry.alert_rules import Found, Rule, rule, unknown_names
 from fedvitals.telemetry.alert_watch import Watch
@@ -88,6 +89,7 @@ class Alerts:
         self._folder, self._families = own, families
         self._beside = None if config is None else Path(f"{os.fspath(Path(config).expanduser())}.d")
         self._watches: dict[str, Watch] = {}
+        self._once = Once(self.rules, [channel.name for channel in self.channels])
         self._couriers: dict[str, Courier] | None = None  # made at the first record: nothing is opened before
         self._silent = {one.name for one in self.rules if not one.resolved}
         self._warned = False
@@ -118,6 +120,8 @@ class Alerts:
         """The last alerts, and a last attempt at what waits. What does not get through stays in the folder."""
         for watch in self._watches.values():
             self._send(watch.finish())
+        for run in self._watches:
+            self._once.end(run)
         self._watches.clear()
         couriers = list((self._couriers or {}).values())
         for courier in couriers:
@@ -156,21 +160,22 @@ class Alerts:
         watch = self._watches.get(run)
         if watch is None:
             if len(self._watches) >= MOST_RUNS:
-                self._send(self._watches.pop(next(iter(self._watches))).finish())
+                oldest = next(iter(self._watches))
+                self._send(self._watches.pop(oldest).finish())
+                self._once.end(oldest)
             told: list[tuple[str, str, int]] = []
             with contextlib.suppress(sqlite3.Error, OSError):  # then it may be told twice, which is better than never
                 told = open_alerts(self.folder, run)
+            self._once.begin(run, told)
             watch = self._watches[run] = Watch(run, self.rules, families=self._families, open_alerts=told)
         return watch
 
     def _send(self, alerts: Sequence[Alert]) -> None:
-        by_name = {one.name: one for one in self.rules}
         for alert in alerts:
-            wanted = by_name[alert.rule].channels
             silent = alert.kind == RESOLVED and alert.rule in self._silent
-            for name, courier in (self._couriers or {}).items():
-                if not wanted or name in wanted:
-                    courier.put(alert, silent=silent)
+            for name in self._once.channels(alert):
+                if self._couriers is not None:
+                    self._couriers[name].put(alert, silent=silent)
         self._warn()
 
     def _warn(self) -> None:

@@ -126,7 +126,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self.token, self.answer, self.refuse, self.body, self._most = token, answer, refuse, body, at_once
         self._lock = threading.Lock()
         self.places: dict[socket.socket, _Place] = {}  # oldest first
-        self._threads = threading.BoundedSemaphore(4 * at_once)  # those whose place was taken need a moment to end
+        self._spare = threading.BoundedSemaphore(4 * at_once)  # those whose place was taken need a moment to end
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
@@ -173,7 +173,7 @@ class _Server(http.server.ThreadingHTTPServer):
                     return False
                 del self.places[oldest.socket]
                 _shut(oldest.socket)
-            if not self._threads.acquire(blocking=False):
+            if not self._spare.acquire(blocking=False):
                 return False
             self.places[request] = _Place(request, time.monotonic() + HEAD_SECONDS)
             return True
@@ -181,7 +181,7 @@ class _Server(http.server.ThreadingHTTPServer):
     def _leave(self, request: socket.socket) -> None:
         with self._lock:
             self.places.pop(request, None)
-        self._threads.release()
+        self._spare.release()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -7,12 +7,14 @@ import contextlib
 import csv
 import importlib
 import os
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError, unknown
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # how a text begins that a spreadsheet would compute
 FORMS = {"parquet": ".parquet", "arrow": ".feather", "csv": ".csv"}
 Rows = Sequence[Sequence[Any]]
 
@@ -58,9 +60,19 @@ def _csv(path: Path, columns: Mapping[str, str], _form: str) -> Iterator[Any]:
         writer.writerow(columns)
 
         def write(rows: Rows) -> None:
-            writer.writerows([value.hex() if isinstance(value, bytes) else value for value in row] for row in rows)
+            writer.writerows([_cell(value) for value in row] for row in rows)
 
         yield write
+
+
+def _cell(value: Any) -> Any:
+    """The value for a spreadsheet: a client's words are no formula there, and move no cursor in a terminal."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if not isinstance(value, str):
+        return value
+    plain = "".join("?" if unicodedata.category(c) == "Cc" and c not in "\t\n" else c for c in value)
+    return f"'{plain}" if value.startswith(FORMULA) else plain
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@
 | --- | --- |
 | `fedvitals_<metric>{run}` | the newest value about the round as a whole |
 | `fedvitals_node_<metric>{run,node}` | `signs` of each node; of more than `nodes` clients, those of the worst |
-| `fedvitals_nodes_<metric>{run,point}` | over the clients of the last round that is over: min, p5, median, p95, max |
+| `fedvitals_nodes_<metric>{run,point}` | over the clients of the last round, the newest of each: min to max |
 | `fedvitals_*_total{run,...}` | counters: rounds, findings, failures, events, bytes, records lost |
 
 `prometheus_rules.yml` beside this file has alert rules for them; its path is `RULES`.

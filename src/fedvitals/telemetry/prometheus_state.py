@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedvitals.catalog import CATALOG
 from fedvitals.records import Event, Finding, Metric, Record, Run, Transfer, is_client
@@ -61,6 +61,7 @@ class RunState:
         self._trouble: dict[str, float] = {}  # by node, fading from round to round
         self._spread = Spread()
         self._closed: Closed | None = None
+        self._newest: dict[str, dict[str, float]] = {}  # metric → client → value, as of the last round that is over
         self._points: dict[str, dict[str, float]] = {}
         self._chosen: list[str] = []
         self._stale = False  # whether who is chosen must be asked again
@@ -88,13 +89,32 @@ class RunState:
     def settle(self) -> None:
         """After a batch: the spread and the worst nodes, where a round is over since the last time."""
         for closed in self._spread.closed():
+            if self._closed is not None and closed.round < self._closed.round:
+                continue  # a straggler's word of a round that is not the last any more
             self._stale = True
-            self._closed = closed
-            self._points = {name: closed.points(name) for name in closed.values}
+            self._closed = known = self._carried(closed)
+            self._points = {name: known.points(name) for name in known.values}
             self._trouble = {node: weight * FADING for node, weight in self._trouble.items() if weight > 0.05}
         if self._stale:
             self._stale = False
             self._chosen = self._choose()
+
+    def _carried(self, closed: Closed) -> Closed:
+        """The round with what was measured of its clients before, where they take turns at it.
+
+        The spread is then over the same values that the nodes' own series show.
+        """
+        there = {node: None for values in closed.values.values() for node in values}
+        for name, values in closed.values.items():
+            if name in self._newest or name in self._signs or len(self._newest) < NAMES:
+                known = self._newest.setdefault(name, {})
+                known.update(values if len(known) < CLIENTS_KEPT else {n: v for n, v in values.items() if n in known})
+        found = dict(closed.values)
+        for name, known in self._newest.items():
+            now = closed.values.get(name, {})
+            if len(now) < len(there):
+                found[name] = {node: known[node] for node in there if node in known} | dict(now)
+        return replace(closed, values={name: values for name, values in found.items() if values})
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
@@ -119,6 +139,8 @@ class RunState:
             return
         self._spread.add(metric)
         node, number = where.node or where.group, -1 if where.round is None else where.round
+        if metric.value != metric.value and where.node is not None:
+            self._newest.get(metric.name, {}).pop(where.node, None)  # not a number: no older one stands for it
         if node is None:
             if metric.name == "time.round" and number not in self._rounds:
                 self._rounds = {n for n in self._rounds if n > number - SEEN} | {number}
@@ -229,7 +251,7 @@ class RunState:
         for name in sorted(self._points, key=lambda name: (name not in self._signs, name)):
             page = self._name(name)
             for point, value in self._points[name].items() if page is not None else ():
-                words = f"{_meaning(name)} Over the clients of the last round that is over."
+                words = f"{_meaning(name)} Over the clients of the last round that is over, the newest of each."
                 yield f"nodes_{page}", words, {"point": point}, value
 
     def _name(self, metric: str) -> str | None:

@@ -70,7 +70,7 @@ class _Kept:
         self._receiver: Receiver | None = None
 
     def start(self) -> str:
-        self._receiver = Receiver(self._take, {self._run}, port=self._port)
+        self._receiver = Receiver(self._take, {self._run}, port=self._port, whole=True)
         self._port = int(self._receiver.endpoint.rpartition(":")[2])
         return self._receiver.endpoint
 

@@ -79,11 +79,11 @@ def planted(kind: str, strength: float, seed: int = 0) -> Plant:
 def latent() -> list[Plant]:
     """Small messages on links with latency, which no compression shortens: 4g, 3g, and an own link between the two.
 
-    Smaller ones are left out: a gain of a few per cent of a round is as small as what chance makes in five of them.
+    The gain of the smallest is a few per cent of a round, as small as what chance makes in five of them.
     """
     found = []
     between = lab.Link(4e6, 4e6, latency_seconds=0.12)
-    cases = (("4g", 64), ("4g", 256), ("4g", 1024), ("3g", 32), ("between", 256))
+    cases = (("4g", 16), ("4g", 64), ("4g", 256), ("4g", 1024), ("3g", 32), ("between", 256))
     for seed, (link, hidden) in enumerate(cases):
         network = lab.Network(links=link, devices="laptop", profiles={"between": between}, jitter=JITTER, spread=SPREAD)
         experiment = lab.Experiment(
