@@ -4,7 +4,7 @@
 The whole is known to the microsecond, and so is the time in DataLoaders. How the rest divides is looked into at the
 first three steps and each seventeenth, by their median: hooks at every step took 1 % of a small model's training, and a
 step in which the machine did something else must not count seventeenfold. Of up to three steps nothing is estimated.
-Where even that would cost over a third of a percent, clients take turns, and a round that was not looked into is
+Where even that would cost over a sixth of a percent, clients take turns, and a round that was not looked into is
 divided as the client's last one that was.
 
 Between two steps lies the loading of data. Where a DataLoader is used its own time is known, and the rest of the gap is
@@ -31,7 +31,7 @@ from fedvitals.model_hooks import Hook, can_be_hooked
 now = time.perf_counter
 
 TICKS = 2**20  # in a second: what is told to a microsecond is half as long on the wire
-ALLOWED = 1 / 300  # of the training, for looking into it
+ALLOWED = 1 / 600  # of the training, for looking into it
 LOOKING, LOOKING_AT_A_STEP = 120e-6, 8e-6  # seconds, as measured between the steps of a small CNN
 LONGEST_TURN, CLIENTS = 20, 100_000
 FIRST, EVERY = 3, 17  # steps that are looked into; a prime, so that each of several optimisers has its turn
