@@ -16,6 +16,8 @@ from fedvitals.store import open_reader
 from fedvitals.store.queries import actions_of
 from fedvitals.trials.cures import course, measure
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 SMALL = {"dataset": lab.synthetic(samples=200), "model": "mlp", "clients": 5, "local": lab.Local(iterations=3)}
 DIGITS = {"model": "mlp", "rounds": 14, "local": lab.Local(epochs=2, optimizer=lab.sgd(0.2))}
 

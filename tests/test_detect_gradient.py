@@ -10,6 +10,8 @@ from fedvitals import lab
 from fedvitals.diagnosis.detect_gradient import DETECTORS, exploding
 from fedvitals.diagnosis.detect_signals import bias_of, matrix_layers, profile, quiet_quantile, still_units
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 
 def tanh_model():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))

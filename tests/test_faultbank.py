@@ -24,6 +24,8 @@ from fedvitals.trials.faultbank_run import About
 from fedvitals.trials.faultbank_score import Alarm, Planted
 from fedvitals.trials.recording import ABSENT, KEPT, Recording
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 PAGE = (Path(__file__).parent.parent / "docs" / "faultbank.md").read_text(encoding="utf-8")
 WRITTEN, DRAWN = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 # As strong as they can be, or the plain form: no other would be the same fault.

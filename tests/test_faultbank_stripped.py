@@ -13,6 +13,8 @@ from fedvitals.store import MemoryStore, open_reader, queries
 from fedvitals.trials.faultbank_run import bank_preset
 from fedvitals.trials.recording import Recording
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 FAULTS = {
     "clean": [],
     "guards": [lab.NotFinite(nodes=["c1"], since=3, layer=0), lab.FrozenLayer(nodes=["c4"], since=2, layer=-1)],

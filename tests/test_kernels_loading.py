@@ -14,6 +14,8 @@ import torch
 from fedvitals import kernels
 from fedvitals.kernels import jit
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 # What makes the kernel impossible, and the reason that must be given; each in a process where nothing is compiled yet.
 SCRIPTS = {
     "FEDVITALS_KERNEL=torch asks for it": "import os; os.environ['FEDVITALS_KERNEL'] = 'torch'",

@@ -13,6 +13,8 @@ from fedvitals.monitor import Monitor
 from fedvitals.testing import MemorySink
 from lab_by_hand import Watcher, experiment
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 TOPOLOGIES = {
     "centralized": lab.Centralized(),
     "hierarchical": lab.Hierarchical(edges=3),

@@ -26,6 +26,8 @@ from fedvitals.protocols import NullObserver
 from fedvitals.testing import check_topology
 from lab_by_hand import RATE, STEPS, Watcher, experiment, groups_of, run
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 TOLERANCE = {"atol": 2e-6, "rtol": 0}
 
 

@@ -25,6 +25,8 @@ from fedvitals.records import Finding, Suspect
 from fedvitals.store import MemoryStore
 from fedvitals.trials.faultbank_run import bank_preset
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 
 def watched(**settings: object) -> object:
     """The history of a small run, as the bank records it."""

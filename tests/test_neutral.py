@@ -21,6 +21,8 @@ from fedvitals.testing import MemorySink, tiny_run
 from models import MODELS, make, make_data, watched
 from test_hooks import hooks_left
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 PRESETS = ["light", "standard", "deep"]
 
 

@@ -18,6 +18,8 @@ from fedvitals.trials.reproduce_page import STUDIED, write_page
 from fedvitals.trials.reproduce_plot import POINTS, Line, Panel, data_of, for_page, svg_of
 from fedvitals.trials.reproduce_results import KNOWN_GTSRB, Results
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")
 ALL = (*FIGURES, *BEYOND_FIGURES)
 

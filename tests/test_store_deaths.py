@@ -20,6 +20,8 @@ from fedvitals.testing import tiny_run
 from patient import ROUNDS, check, mounted, suffer
 from store_contract import RUN, metric, stats
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 HERE = Path(__file__).parent
 EVERY = list(range(ROUNDS))
 
