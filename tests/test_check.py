@@ -18,6 +18,8 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.records import Finding
 from fedvitals.store import open_reader, queries
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 SETTINGS = {
     "clean": {},
     "nan": {"faults": [lab.NotFinite(nodes=["c1"], since=2, layer=0)]},

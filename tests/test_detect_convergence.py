@@ -11,6 +11,8 @@ from fedvitals.diagnosis.detect_convergence import DETECTORS, client_drift, dive
 from fedvitals.diagnosis.detect_overfitting import overfitting
 from fedvitals.diagnosis.detect_signals import server_step
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 MLP = {"model": lab.MLP(hidden=(32,)), "rounds": 6, "local": lab.Local(iterations=10, optimizer=lab.SGD(0.1))}
 
 

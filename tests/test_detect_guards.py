@@ -16,6 +16,8 @@ from fedvitals.records import Event, Metric, Where
 from fedvitals.store import MemoryStore
 from lab_examined import CULPRIT, HEALTHY, ONSET, first_rounds, said, watched
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 ILL = {"nodes": CULPRIT, "since": ONSET}
 GROUPS = {"hierarchical": lab.Hierarchical(edges=2), "rings": lab.Rings(rings=2)}
 

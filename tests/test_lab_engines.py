@@ -18,6 +18,8 @@ from fedvitals.monitor import Monitor
 from fedvitals.protocols import NullObserver
 from fedvitals.testing import MemorySink
 
+pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
+
 ADAM = lab.Local(iterations=4, batch=8, optimizer=lab.adam(), clip=lab.Clip())
 SETTINGS = {
     "plain": lab.Local(iterations=4, batch=8),
