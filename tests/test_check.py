@@ -10,13 +10,13 @@ import torch
 
 import fedvitals as fv
 from fedvitals import lab
-from fedvitals.cli.main import main
 from fedvitals.diagnosis import examine as examining
 from fedvitals.diagnosis.compare import compare
 from fedvitals.diagnosis.examine import DETECTORS, examine
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.records import Finding
 from fedvitals.store import open_reader, queries
+from verbs import run
 
 pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
 
@@ -87,13 +87,6 @@ def store(tmp_path_factory):
     watch(path, "clean", SETTINGS["clean"])
     watch(path, "unjudged", SETTINGS["nan"], detectors=())
     return path
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return done.value.code, captured.out, captured.err
 
 
 def test_a_sick_run_is_one_and_nothing_differs(store, capsys):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, as a person or a script uses it."""
 
-import json
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ from torch import nn
 
 import fedvitals as fv
 from fedvitals.cli.main import main
+from verbs import result, run
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +35,6 @@ def small_run(path, name, nodes):
             with monitor.client(node, local):
                 local(torch.randn(8, 4)).square().mean().backward()
                 optimizer.step()
-
-
-def run(capsys, *arguments):
-    """Exit code, standard output, standard error."""
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return done.value.code, captured.out, captured.err
-
-
-def result(capsys, *arguments):
-    code, out, _ = run(capsys, *arguments, "--json")
-    assert code == 0
-    shape = json.loads(out)
-    assert set(shape) == {"fedvitals", "verb", "result"}
-    assert shape["verb"] == arguments[0]
-    return shape["result"]
 
 
 def test_help_names_every_verb_and_loads_no_torch():

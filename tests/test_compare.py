@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fedvitals compare`: runs side by side, chance, where they part, and why."""
 
-import json
 import random
 
 import pytest
 
 from fedvitals.cli.bars import SEVERAL, log_plot, shares_of
-from fedvitals.cli.main import main
 from fedvitals.records import Finding, Metric, Where
 from fedvitals.report.chance import change, pairing, student
 from fedvitals.report.compare import compare, flattened
 from fedvitals.store import open_reader
 from timed_run import STARTED, begin, stored
+from verbs import result, run
 
 
 def run_of(identity, name, *, seed=0, rate=0.1, compute=2.0, best=0.9, noise=0.0, started=STARTED, rounds=4, gsc=0.1):
@@ -25,19 +24,6 @@ def run_of(identity, name, *, seed=0, rate=0.1, compute=2.0, best=0.9, noise=0.0
         told.add(Metric(Where(identity, number, "c0"), told.at, "scale.gsc", gsc))
         told.add(Metric(Where(identity, number, "c0"), told.at, "memory.peak", 1e6 * compute))
     return told
-
-
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return done.value.code, captured.out, captured.err
-
-
-def result(capsys, *arguments):
-    code, out, _ = run(capsys, *arguments, "--json")
-    assert code == 0
-    return json.loads(out)["result"]
 
 
 def rows(found):

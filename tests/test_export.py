@@ -8,7 +8,6 @@ import json
 import pytest
 
 from exported import RUN, small
-from fedvitals.cli.main import main
 from fedvitals.records import Metric, Run, Sketch, Truth, Where, stamped
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.ask import query
@@ -16,6 +15,7 @@ from fedvitals.store.paging import layer_pages, records_in_order
 from fedvitals.store.schema import TABLES
 from fedvitals.telemetry.parquet import write_table
 from fedvitals.testing import examples_of_records
+from verbs import run
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,6 @@ def store(tmp_path_factory):
     sink.write(examples_of_records())
     sink.close()
     return path
-
-
-def run(capsys, *arguments):
-    """Exit code, standard output, standard error."""
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return done.value.code, captured.out, captured.err
 
 
 def exported(capsys, store, form, out, *more):

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from fedvitals.cli.main import main
 from fedvitals.records import Event, Metric, Span, Transfer, Where
 from timed_run import BYTES, begin, stored
+from verbs import result, run
 
 CLIENTS = {"c0": (1.0, 2.0, 1.0), "c1": (1.0, 2.0, 1.0), "c2": (1.0, 2.0, 1.0), "c7": (1.0, 2.0, 9.0)}
 
@@ -34,21 +34,8 @@ def store(tmp_path_factory):
     return stored(tmp_path_factory.mktemp("profile") / "runs.db", told, empty)
 
 
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as done:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return done.value.code, captured.out, captured.err
-
-
-def result(capsys, *arguments):
-    code, out, _ = run(capsys, "profile", *arguments, "--json")
-    assert code == 0
-    return json.loads(out)["result"]
-
-
 def test_names_who_holds_the_rounds_up(store, capsys):
-    found = result(capsys, "known", "--store", store)
+    found = result(capsys, "profile", "known", "--store", store)
     assert (found["clock"], found["verdict"]["kind"]) == ("virtual", "straggler")
     assert found["verdict"]["stragglers"] == ["c7"]
     assert found["stragglers"][0]["node"] == "c7"
@@ -59,7 +46,7 @@ def test_names_who_holds_the_rounds_up(store, capsys):
 
 def test_parts_sum_to_the_rounds(store, capsys):
     """Along the critical path 12.5 s three times and 13.5 s once; each client's parts are the round's length."""
-    found = result(capsys, "known", "--store", store)
+    found = result(capsys, "profile", "known", "--store", store)
     assert sum(found["path_parts"].values()) == pytest.approx(51.0)
     assert found["path_parts"]["upload"] == pytest.approx(37.0)
     for one in found["times"]:
@@ -68,8 +55,8 @@ def test_parts_sum_to_the_rounds(store, capsys):
 
 
 def test_the_longest_round_is_shown_unless_told(store, capsys):
-    assert result(capsys, "known", "--store", store)["waterfall"]["round"] == 3
-    found = result(capsys, "known", "--round", "1", "--store", store)
+    assert result(capsys, "profile", "known", "--store", store)["waterfall"]["round"] == 3
+    found = result(capsys, "profile", "known", "--round", "1", "--store", store)
     assert found["path"]["text"].startswith("round 1 took 12.5 s: c7's upload, 9")
     assert {one["part"] for one in found["waterfall"]["intervals"] if one["node"] == "c2"} == {"away"}
 
@@ -93,7 +80,7 @@ def test_report_opens_with_the_verdict_and_shows_a_waterfall(store, capsys, monk
 
 
 def test_costs_are_those_of_the_records(store, capsys):
-    found = result(capsys, "known", "--store", store)
+    found = result(capsys, "profile", "known", "--store", store)
     (pace,) = found["throughput"]
     assert (pace["node"], pace["samples_per_second"], pace["epoch_seconds"]) == ("c0", 50.0, 2.0)
     peaks = {one["metric"]: one for one in found["memory"]["peaks"]}
@@ -108,14 +95,14 @@ def test_costs_are_those_of_the_records(store, capsys):
 
 def test_what_it_took_and_what_was_not_reached(store, capsys):
     """0.8 in the fourth round: 51 virtual and 1 real second; 0.9 never."""
-    low, middle, _ = result(capsys, "known", "--store", store)["reached"]
+    low, middle, _ = result(capsys, "profile", "known", "--store", store)["reached"]
     assert (low["rounds"], low["virtual_seconds"], low["seconds"]) == (4, 51.0, 1.0)
     assert (middle["round"], middle["best"]) == (None, pytest.approx(0.8))
 
 
 def test_the_bandwidth_for_a_target(store, capsys):
     """c7 moves two models in what 4.5 s leave after 2 s of computing and half a second of the server's."""
-    found = result(capsys, "known", "--target", "4.5", "--store", store)
+    found = result(capsys, "profile", "known", "--target", "4.5", "--store", store)
     needs = {one["node"]: one for one in found["needed"]}
     assert needs["c7"]["bits_per_second"] == pytest.approx(8 * 2 * BYTES / 2.0)
     assert needs["c7"]["now_bits_per_second"] == pytest.approx(8 * 2 * BYTES / 10.0)
@@ -129,11 +116,11 @@ def test_both_clocks_and_groups(tmp_path, capsys):
     told.rounds = 0
     told.round({"c0": (0.0, 1.0, 0.0)}, clock="real")
     path = stored(tmp_path / "runs.db", told)
-    found = result(capsys, "both", "--store", path)
+    found = result(capsys, "profile", "both", "--store", path)
     assert (found["clock"], found["clocks"]) == ("virtual", ["real", "virtual"])
     assert {"edge-0", "edge-1"} <= set(found["times"][0]["nodes"])
     assert found["traffic"]["retries"] is None
-    assert result(capsys, "both", "--clock", "real", "--store", path)["rounds"][0]["seconds"] == 1.5
+    assert result(capsys, "profile", "both", "--clock", "real", "--store", path)["rounds"][0]["seconds"] == 1.5
     code, out, _ = run(capsys, "profile", "both", "--store", path)
     assert code == 0
     assert "--clock real" in " ".join(out.split())
@@ -153,7 +140,7 @@ def test_a_run_without_times_is_told_as_such(store, capsys):
     code, out, _ = run(capsys, "profile", "untimed", "--store", store)
     assert code == 0
     assert "No round of this run was timed" in out
-    assert result(capsys, "untimed", "--store", store)["verdict"] is None
+    assert result(capsys, "profile", "untimed", "--store", store)["verdict"] is None
 
 
 @pytest.mark.parametrize(
@@ -213,7 +200,7 @@ def test_the_round_that_an_open_run_did_not_end_is_left_out(tmp_path, capsys):
     assert "The run is still open, or was killed. Round 2 has no end and is left out." in out
     assert "Rounds 0 to 1" in out
     assert "71" not in out
-    found = result(capsys, "open", "--store", path)
+    found = result(capsys, "profile", "open", "--store", path)
     assert (found["left_open"], [one["round"] for one in found["times"]]) == (2, [0, 1])
 
 
@@ -256,7 +243,7 @@ def test_whose_memory_grew_and_the_same_figure_in_compare(tmp_path, capsys):
             for name, value in values.items():
                 told.add(Metric(Where("r1", number, node), told.at, f"memory.{name}", value))
     path = stored(tmp_path / "runs.db", told, begin("r2", "other"))
-    memory = result(capsys, "grows", "--store", path)["memory"]
+    memory = result(capsys, "profile", "grows", "--store", path)["memory"]
     resident = next(one for one in memory["peaks"] if one["metric"] == "memory.resident")
     assert (resident["node"], resident["growth_node"], resident["growth_bytes"]) == ("c0", "c1", 25e6)
     assert (memory["grown"][0]["node"], memory["grown"][0]["bytes"], memory["grown"][0]["most_round"]) == (
@@ -286,7 +273,7 @@ def test_who_was_waited_for(tmp_path, capsys, clock):
     for _ in range(2):
         told.round(CLIENTS, clock=clock)
     path = stored(tmp_path / "runs.db", told)
-    found = result(capsys, "waits", "--store", path)
+    found = result(capsys, "profile", "waits", "--store", path)
     assert found["clock"] == clock
     assert found["waited_for"] == {"c7": pytest.approx(3 * 8.5 * 2), "server": pytest.approx(1.0)}
     assert {found["waits"][node] for node in ("c0", "c1", "c2")} == {"c7"}

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from fedvitals import lab
-from fedvitals.lab.profiles import Device, Link
 from fedvitals.monitor import Monitor
 from fedvitals.profiling.timeline import main_clock, of_clock, timeline, waiting_for
 from fedvitals.records import Span, Where
 from fedvitals.testing import MemorySink
 from spans_by_hand import STARTED, in_turn, journey, server, side_by_side, span, whole
+from test_lab_time import BUSY, TOPOLOGIES
 
 
 def sums_to_its_round(time):
@@ -188,29 +188,12 @@ def test_nothing_that_a_span_says_raises():
                 assert math.isfinite(sum(i.seconds for i in node.intervals))
 
 
-BUSY = lab.Network(
-    links={"4g": 0.5, "slow": 0.5},
-    devices="tablet",
-    profiles={"slow": Link(1e6, 2e5, latency_seconds=0.1), "tablet": Device(1e8, 2**30, samples_per_second=200.0)},
-    spread=0.4,
-    jitter=0.3,
-    availability=0.9,
-    server="tablet",
-    server_bits_per_second=5e5,
-    edge_links="4g",
-)
-TOPOLOGIES = {
-    "centralized": lab.Centralized(),
-    "hierarchical": lab.Hierarchical(edges=3),
-    "clustered": lab.Clustered(threshold=0.3, smallest=2, every=2),
-    "rings": lab.Rings(rings=3),
-    "asynchronous": lab.Asynchronous(buffer=3),
-}
+EVERY_WAY = {**TOPOLOGIES, "asynchronous": lab.Asynchronous(buffer=3)}
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", EVERY_WAY)
 def test_parts_of_real_runs_sum_to_the_round_on_both_clocks(name):
-    e = lab.Experiment(clients=9, rounds=3, network=BUSY, topology=TOPOLOGIES[name], model="mlp")
+    e = lab.Experiment(clients=9, rounds=3, network=BUSY, topology=EVERY_WAY[name], model="mlp")
     sink = MemorySink()
     with Monitor(None, sinks=[sink], strict=True) as monitor:
         lab.run(e, monitor)

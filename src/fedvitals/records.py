@@ -31,6 +31,7 @@ class Where:
     group: str | None = None
 
 
+_DIGITS = re.compile(r"([0-9]+)")
 _GROUP = re.compile(
     r"(edge|cluster|ring)-[0-9]+"
 )  # how a topology names its groups; people may name clients «edge-box-1»
@@ -39,6 +40,14 @@ _GROUP = re.compile(
 def is_client(node: str | None) -> bool:
     """Whether the node trains: not the server, nor an edge, cluster or ring."""
     return node is not None and node != "server" and _GROUP.fullmatch(node) is None
+
+
+def natural(name: str) -> tuple[object, ...]:
+    """Sort key by which c2 comes before c10."""
+    parts: list[object] = list(_DIGITS.split(name))
+    # Length, then text: the order of the numbers, at any number of digits.
+    parts[1::2] = [(len(digits), digits) for digits in (str(part).lstrip("0") for part in parts[1::2])]
+    return (*parts, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.parts import EDGE, JOURNEY, REST, SERVER, WORK, edge_span, parts_of
 from fedvitals.profiling.clock import Offset
+from fedvitals.profiling.stays import covered
 from fedvitals.records import Span
 
 NODES = 100_000  # whose clocks are known; a bound against hosts that name every message's sender anew
@@ -96,7 +97,7 @@ class Ledger:
         if "wait" not in parts:
             away = [(sent, returned) for sent, _, _, returned in self._exchanges.values()]
             away = away or [(one.began, one.ended) for one in self._trained.values()]
-            parts = {"wait": min(_covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
+            parts = {"wait": min(covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
         return Told("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
 
     def close(self, ended: float) -> list[Told]:
@@ -139,12 +140,3 @@ class Ledger:
         parent = self._round if group is None else edge_span(self._round, group)
         whole = sum(parts.values())
         return Told(node, JOURNEY, sent, whole, parts, group, self.journey(node), parent, told)
-
-
-def _covered(stretches: list[tuple[float, float]]) -> float:
-    """Seconds in which at least one of them was under way."""
-    covered, until = 0.0, float("-inf")
-    for began, ended in sorted(stretches):
-        covered += max(0.0, ended - max(began, until))
-        until = max(until, ended)
-    return covered

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from fedvitals.parts import CLIENT, JOURNEY, REST, SERVER, parts_of
@@ -179,3 +179,12 @@ def blocks_of(stay: Stay) -> list[Block]:
             found.append(Block(at, value, {part: value}, False, stay.shared))
             at += value
     return found
+
+
+def covered(stretches: Iterable[tuple[float, float]], began: float = -math.inf, ended: float = math.inf) -> float:
+    """Seconds between these times in which at least one of the stretches was under way."""
+    total, until = 0.0, began
+    for first, last in sorted(stretches):
+        total += max(0.0, min(last, ended) - max(first, until))
+        until = max(until, last)
+    return total

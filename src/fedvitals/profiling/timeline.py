@@ -11,11 +11,11 @@ outside of its round is moved or cut, and nothing in here raises for what a Span
 
 from __future__ import annotations
 
+import functools
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedvitals.parts import CLIENT, EDGE, JOURNEY, NESTED, REST, ROUND, SERVER, WORK, clock_of
 from fedvitals.profiling.stays import (
@@ -27,12 +27,13 @@ from fedvitals.profiling.stays import (
     add,
     apart,
     blocks_of,
+    covered,
     refined,
     stay_of,
     sums,
     told_parts,
 )
-from fedvitals.records import Span
+from fedvitals.records import Span, natural
 
 WAITING = "waiting"  # the class of all parts in which a node waits
 SPANS = 32  # of one node in one round
@@ -200,7 +201,7 @@ def timeline(
         its = clock_of(span)
         if clock is None or its == clock:
             gathered.setdefault((its, number), []).append(span)
-    names = _Names()
+    names = functools.cache(natural)  # each name is looked at once
     found: list[RoundTime] = []
     for (its, number), same in sorted(gathered.items(), key=lambda item: item[0]):
         before = found[-1] if found and found[-1].clock == its else None
@@ -208,21 +209,9 @@ def timeline(
     return found
 
 
-class _Names:
-    """Nodes in people's order, c2 before c10; each name is looked at once."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, list[tuple[int, int | str]]] = {}
-
-    def __call__(self, name: str) -> list[tuple[int, int | str]]:
-        key = self._known.get(name)
-        if key is None:
-            pieces = re.split(r"([0-9]{1,18})", name[:200])
-            key = self._known[name] = [(1, int(p)) if p.isdecimal() else (0, p) for p in pieces if p]
-        return key
-
-
-def _round(number: int, clock: str, spans: list[Span], names: _Names, before: RoundTime | None) -> RoundTime:
+def _round(
+    number: int, clock: str, spans: list[Span], names: Callable[[str], Any], before: RoundTime | None
+) -> RoundTime:
     usable, left_out = _usable(spans)
     whole = [span for span in usable if span.name == ROUND]
     began, seconds = _extent(usable, whole)
@@ -366,15 +355,8 @@ def _waiting(stay: Stay, share: float, turns: float) -> Stay:
 
 def _covered(stretches: Iterable[tuple[float, float]], stays: Iterable[Stay]) -> float:
     """Seconds of the stays in which at least one of the stretches was under way."""
-    covered = 0.0
-    ordered = sorted(stretches)
-    for stay in stays:
-        until = stay.began
-        for began, ended in ordered:
-            ended = min(ended, stay.began + stay.seconds)  # noqa: PLW2901 - cut to the stay
-            covered += max(0.0, ended - max(began, until))
-            until = max(until, ended)
-    return covered
+    own = list(stretches)
+    return sum(covered(own, stay.began, stay.began + stay.seconds) for stay in stays)
 
 
 def span_of_work(node: NodeTime) -> tuple[float, float]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from fedvitals.protocols import Node
+from fedvitals.records import natural
 from fedvitals.store.reader import Reader
-from fedvitals.store.symbols import natural
 
 Course = dict[int, float]
 """Values by round, in the order of the rounds."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
-from fedvitals.records import Event
+from fedvitals.records import Event, natural
 from fedvitals.stats import FAMILIES, Array, statistics_of
 from fedvitals.store import rows
 from fedvitals.store.dialect import Database
@@ -27,7 +27,7 @@ from fedvitals.store.packing import (
     slice_of,
     statistic_of,
 )
-from fedvitals.store.symbols import Names, natural
+from fedvitals.store.symbols import Names
 
 
 def check_statistic(family: str, statistic: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth, natural
 from fedvitals.stats import Array
 from fedvitals.store.delivered import Intervals, fresh
 from fedvitals.store.history import check_statistic
@@ -25,7 +25,6 @@ from fedvitals.store.packing import (
     statistic_of,
 )
 from fedvitals.store.rows import as_stored, check, to_json
-from fedvitals.store.symbols import natural
 
 R = TypeVar("R")
 Newest = dict[Node | None, tuple[float, float]]  # node → (at, value)

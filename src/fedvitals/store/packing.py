@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.records import LayerStats, Where
+from fedvitals.records import LayerStats, Where, natural
 from fedvitals.stats import FAMILIES, Array, derive, pack, unpack
-from fedvitals.store.symbols import natural
 
 Numbers = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]

@@ -14,12 +14,11 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
-from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth, is_client
+from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth, is_client, natural
 from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
 from fedvitals.store.reader import Reader
-from fedvitals.store.symbols import natural
 
 R = TypeVar("R")
 RoundTable = dict[Node | None, dict[str, float]]

@@ -3,20 +3,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from fedvitals.store.dialect import Database
-
-_DIGITS = re.compile(r"([0-9]+)")
-
-
-def natural(name: str) -> tuple[object, ...]:
-    """Sort key by which c2 comes before c10."""
-    parts: list[object] = list(_DIGITS.split(name))
-    # Length, then text: the order of the numbers, at any number of digits.
-    parts[1::2] = [(len(digits), digits) for digits in (str(part).lstrip("0") for part in parts[1::2])]
-    return (*parts, name)
 
 
 def encodable(text: str) -> str:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fedvitals.records import Finding, Metric, Record
+from fedvitals.records import Finding, Metric, Record, natural
 from fedvitals.telemetry.alert_message import FIRING, RESOLVED, Alert, said
 from fedvitals.telemetry.alert_once import Once
 from fedvitals.telemetry.alert_rules import SEVERITIES, WINDOW, Condition, Found, Rule
@@ -171,7 +171,7 @@ class Watch:
     def _judge_values(self, metric: str, number: int, values: Mapping[str | None, tuple[float, float]]) -> None:
         cohort = [value for node, (_, value) in values.items() if node not in (None, "server") and math.isfinite(value)]
         common = statistics.median(cohort) if len(cohort) >= LEAST_COHORT else None
-        places = [(node, json.dumps({"node": node})) for node in sorted(values, key=_natural)]
+        places = [(node, json.dumps({"node": node})) for node in sorted(values, key=lambda name: natural(name or ""))]
         for rule, condition in self._by_metric[metric]:
             for node, place in places:
                 course = self._course(rule, place) if _meant(rule, node) else None
@@ -409,10 +409,6 @@ def _place(node: str | None) -> str:
     return "the whole run" if node is None else node
 
 
-def _natural(node: str | None) -> tuple[int, str]:
-    return (-1, "") if node is None else (len(node), node)
-
-
 def _insert(rounds: list[int], number: int) -> None:
     at = bisect_left(rounds, number)
     if at == len(rounds) or rounds[at] != number:
@@ -441,4 +437,4 @@ def replay(
             made += watch.alerts()
     made += watch.finish()
     made = [alert for alert in made if once.channels(alert)]
-    return sorted(made, key=lambda alert: (alert.round, alert.kind != RESOLVED, alert.rule, _natural(alert.node)))
+    return sorted(made, key=lambda alert: (alert.round, alert.kind != RESOLVED, alert.rule, natural(alert.node or "")))
