@@ -10,9 +10,9 @@ import click
 from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
-    from fedvitals.report.chance import Change
-    from fedvitals.report.compare import Comparison, Row, Trouble
-    from fedvitals.report.parting import Differing
+    from fedvitals.views.chance import Change
+    from fedvitals.views.compare import Comparison, Row, Trouble
+    from fedvitals.views.parting import Differing
 
 ROWS = 12  # of findings and settings, unless --all
 PLACES = 4  # of one issue, unless --all
@@ -31,7 +31,7 @@ def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str |
     A run is an id, the beginning of one, or a name (its newest run). Runs that differ by their seed only are repeats
     of each other.
     """
-    from fedvitals.report.compare import compare
+    from fedvitals.views.compare import compare
     from fedvitals.store import open_reader
 
     with open_reader(store) as reader:
@@ -69,7 +69,7 @@ def _head(console: Any, found: Comparison) -> None:
 
 def _letter(letter: str) -> str:
     from fedvitals.cli.bars import RUNS
-    from fedvitals.report.compare import LETTERS
+    from fedvitals.views.compare import LETTERS
 
     colour = RUNS[LETTERS.index(letter) % len(RUNS)]
     return f"[bold {colour}]{letter}[/]"
@@ -232,7 +232,7 @@ def _plot(console: Any, found: Comparison) -> None:
 
 
 def _partings(console: Any, found: Comparison) -> None:
-    from fedvitals.report.parting import NOISE
+    from fedvitals.views.parting import NOISE
 
     first = found.sides[0]
     for side, told in zip(found.sides[1:], found.partings, strict=True):

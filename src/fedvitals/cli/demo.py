@@ -23,12 +23,23 @@ ROWS = 8  # findings that it closes with
 @click.option("--clients", type=int, help="Clients of the federation.  [default: 20]")
 @click.option("--seed", default=7, show_default=True, help="Same seed, same run.")
 @click.option("--quick", is_flag=True, help="A small version: 8 rounds, 10 clients, unless said otherwise.")
+@click.option("--no-ui", is_flag=True, help="End after the run; without a terminal it does so anyway.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port of the dashboard.  [default: 8321, or the next free]")
 @store_option
 @json_option
-def command(rounds: int | None, clients: int | None, seed: int, quick: bool, store: str | None, as_json: bool) -> None:
+def command(
+    rounds: int | None,
+    clients: int | None,
+    seed: int,
+    quick: bool,
+    no_ui: bool,
+    port: int | None,
+    store: str | None,
+    as_json: bool,
+) -> None:
     """Train twenty clients on hand-written digits; one gets wrong labels from round 5 on. Watch it stand out.
 
-    A plain PyTorch loop with the monitor attached; the result stays in the store.
+    A plain PyTorch loop with the monitor attached; the result stays in the store, and the dashboard opens on it.
     """
     try:
         import torch
@@ -48,7 +59,7 @@ def command(rounds: int | None, clients: int | None, seed: int, quick: bool, sto
     torch.set_num_threads(1)
     memory = MemoryStore()
     began = time.perf_counter()
-    config = {"dataset": "digits", "ill": f"{ILL_CLIENT} since round {ILL_SINCE}"}
+    config = {"dataset": "digits", "rounds": settings.rounds, "ill": f"{ILL_CLIENT} since round {ILL_SINCE}"}
     target = store or "runs.db"
     with Monitor(target, run="demo", sinks=[memory], seed=seed, config=config) as monitor:
         history = memory.history(monitor.run.id)
@@ -66,8 +77,20 @@ def command(rounds: int | None, clients: int | None, seed: int, quick: bool, sto
     if as_json:
         result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}
         print_json("demo", {**result, "cases": [case_cards.as_json(case) for case in found.cases]})
-    else:
-        _closing(monitor.run.id, store, accuracy, took, standing, found, settings)
+        return
+    _closing(monitor.run.id, store, accuracy, took, standing, found, settings)
+    if not no_ui and sys.stdout.isatty():
+        _dashboard(target, monitor.run.id, port)
+
+
+def _dashboard(store: str, run: str, port: int | None) -> None:
+    from fedvitals.cli import ui
+
+    try:
+        click.echo()
+        ui.show(store, run=run, host="127.0.0.1", port=port, open_browser=True)
+    except MissingExtraError as error:
+        click.echo(f"The same as a web page: {error}")
 
 
 def _closing(
@@ -98,6 +121,8 @@ def _closing(
         console.print(f"[dim](The truth: {ILL_CLIENT} has had wrong labels since round {ILL_SINCE}.)[/dim]")
     console.print("\nLook next at")
     for verb, why in (
+        (f"ui {run}", "all of it in the browser"),
+        (f"report {run}", "all of it as one file"),
         (f"findings {run} --all", "why, and what to do"),
         (f"show {run}", "the run's health card"),
         (f"profile {run}", "where its time, memory and bytes went"),
@@ -155,7 +180,7 @@ class _Live:
 
         from fedvitals.cli.screen import number as text
         from fedvitals.cli.screen import seconds, sparkline
-        from fedvitals.report.card import vital_sign
+        from fedvitals.views.card import vital_sign
 
         done = number + 1
         left = (time.perf_counter() - self._began) / done * (self._rounds - done)

@@ -35,7 +35,7 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
     from fedvitals.cli import case_cards
     from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.records import Action
-    from fedvitals.report.card import detectors_of
+    from fedvitals.views.card import detectors_of
     from fedvitals.store import open_reader, queries
 
     with open_reader(store) as reader:

@@ -17,6 +17,7 @@ VERBS = {
     "demo": "fedvitals.cli.demo",
     "runs": "fedvitals.cli.runs",
     "show": "fedvitals.cli.show",
+    "ui": "fedvitals.cli.ui",
     "findings": "fedvitals.cli.findings",
     "profile": "fedvitals.cli.profile",
     "compare": "fedvitals.cli.compare",

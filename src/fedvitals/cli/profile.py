@@ -15,7 +15,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 if TYPE_CHECKING:
     from fedvitals.profiling.critical import Link
     from fedvitals.profiling.timeline import NodeTime
-    from fedvitals.report.profile import Profile
+    from fedvitals.views.profile import Profile
 
 ROWS = 6  # of clients and remedies, unless --all
 NODES = 20  # lines of the waterfall, unless --all
@@ -57,7 +57,7 @@ def command(
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
     from fedvitals.cli import profile_lab
-    from fedvitals.report.profile import as_data, plain, profile_of
+    from fedvitals.views.profile import as_data, plain, profile_of
     from fedvitals.store import open_reader, queries
 
     with open_reader(store) as reader, _uncollected():

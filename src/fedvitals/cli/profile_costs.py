@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedvitals.profiling.traffic import ClientTraffic, Flow, Traffic
-    from fedvitals.report.machine import Memory
-    from fedvitals.report.profile import Profile
+    from fedvitals.views.machine import Memory
+    from fedvitals.views.profile import Profile
 
 OUTCOMES = {"answered": "█", "late": "l", "lost": "x", "failed": "f", "away": "-"}
 MEMORY = {
@@ -110,7 +110,7 @@ def _memory(console: Any, profile: Profile, rows: int | None) -> None:
 
 def _machine(console: Any, profile: Profile) -> None:
     from fedvitals.cli.screen import shown
-    from fedvitals.report.machine import ROOM
+    from fedvitals.views.machine import ROOM
 
     if not profile.machine:
         return

@@ -11,7 +11,7 @@ from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.fits import Row
-    from fedvitals.report.profile import Profile
+    from fedvitals.views.profile import Profile
     from fedvitals.trials.bottlenecks_rerun import Tried
 
 COSTLY = 0.05  # of accuracy: less may be chance, with one seed

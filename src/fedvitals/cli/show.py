@@ -11,7 +11,7 @@ import click
 from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
-    from fedvitals.report.card import Card
+    from fedvitals.views.card import Card
     from fedvitals.store.reader import Reader
 
 ROWS = 8  # of clients and layers, unless --all
@@ -36,7 +36,7 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
 
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
-    from fedvitals.report.card import health_card
+    from fedvitals.views.card import health_card
     from fedvitals.store import open_reader, queries
 
     with open_reader(store) as reader:

@@ -79,6 +79,18 @@ def list_runs(reader: Reader) -> list[RunSummary]:
     return [_summary(reader, row) for row in found]
 
 
+def summary_of(reader: Reader, run: str) -> RunSummary:
+    """One run of the list; ConfigError when there is none of that id."""
+    found = reader.database.rows(
+        "SELECT r.id, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
+        "JOIN symbol AS s ON s.id = r.id WHERE s.text = ?",
+        (run,),
+    )
+    if not found:
+        raise ConfigError(unknown("run", run, [row[0] for row in reader.database.rows("SELECT id FROM runs")]))
+    return _summary(reader, found[0])
+
+
 def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     run, name, host, topology, started, finished = row
     ask = reader.database.rows

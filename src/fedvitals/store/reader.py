@@ -20,7 +20,10 @@ from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.symbols import Names
 
 _MAY = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-_PRAGMAS = ("application_id", "user_version", "database_list", "index_info", "index_list", "table_info", "table_list")
+_PRAGMAS = (
+    "application_id", "user_version", "data_version", "schema_version",
+    "database_list", "index_info", "index_list", "table_info", "table_list",
+)  # fmt: skip
 
 
 def _authorise(action: int, first: str | None, second: str | None, *_: str | None) -> int:

@@ -21,7 +21,7 @@ from fedvitals.profiling.timeline import RoundTime, of_clock, timeline
 from fedvitals.profiling.verdict import RunVerdict, judge
 from fedvitals.profiling.whatif import what_if
 from fedvitals.records import Span, Transfer
-from fedvitals.report.links import latency_in
+from fedvitals.views.links import latency_in
 from fedvitals.store import open_reader, queries
 from fedvitals.trials.bottlenecks_lab import Plant, controls, latent, plants
 from fedvitals.trials.bottlenecks_real import RealFederation, RealPlant, real_plants

@@ -7,8 +7,6 @@ The same panels give the same bytes, so that git shows only what changed. Text s
 from __future__ import annotations
 
 import io
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvitals.errors import MissingExtraError
+from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.style import HAIRLINE, INK
+from fedvitals.plot.svg import tidied
 
 Floats = NDArray[np.float64]
 
-# Okabe and Ito's colours that can be seen on white and on black.
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
-INK, HAIRLINE = "#222222", "#767676"  # on a page, INK becomes the text's own colour
-SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 POINTS = 240  # drawn of a line at most: the lowest and the highest of each bucket
-LABEL_GAP = 0.085  # of a panel's height, between two labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +91,7 @@ def svg_of(panels: Sequence[Panel], title: str, columns: int = 2) -> str:
                 axes.set_axis_off()
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _tidied(buffer.getvalue(), title)
+    return tidied(buffer.getvalue(), title)
 
 
 def data_of(panels: Sequence[Panel]) -> list[dict[str, Any]]:
@@ -115,11 +110,6 @@ def data_of(panels: Sequence[Panel]) -> list[dict[str, Any]]:
             lines.append(entry)
         found.append({"title": panel.title, "x": panel.x, "y": panel.y, "scale": panel.chosen_scale, "lines": lines})
     return found
-
-
-def for_page(svg: str) -> str:
-    """The same picture for a page of any background: no white behind it, ink in the text's colour."""
-    return re.sub(r'<rect class="paper"[^>]*/>', "", svg).replace(INK, "currentColor")
 
 
 def _course(runs: Floats) -> _Course:
@@ -146,7 +136,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     scale = panel.chosen_scale
     courses = [_course(line.runs) for line in panel.lines]
     seen = [np.concatenate([c.low, c.high]) for c in courses] or [np.zeros(1)]
-    height = _Height(scale, np.concatenate(seen))
+    height = Height(scale, np.concatenate(seen))
     ends = []
     for line, course in zip(panel.lines, courses, strict=True):
         dashes = (0, (3, 1.5)) if line.dashed else "solid"
@@ -170,111 +160,6 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_xlabel(panel.x, labelpad=1)
     axes.set_ylabel(panel.y, labelpad=2)
     height.dress(axes)
-    _label(axes, ends)
+    label_ends(axes, [(line.label, line.colour, x, y) for line, x, y in ends])
     if not panel.lines:
         axes.text(0.5, 0.5, "nothing measured", transform=axes.transAxes, ha="center", color=HAIRLINE)
-
-
-class _Height:
-    """From values to heights on a linear axis, with the ticks that say so."""
-
-    def __init__(self, scale: str, values: Floats) -> None:
-        self.scale = scale
-        finite = values[np.isfinite(values)]
-        self.top = float(finite.max()) if finite.size else 1.0
-        positive = np.log10(finite[finite > 0])
-        self.decades = (float(positive.min()), float(positive.max())) if positive.size else (0.0, 0.0)
-        self.zeros = bool(np.any(finite == 0))
-        span = max(1.0, self.decades[1] - self.decades[0])
-        self.zero = math.floor(self.decades[0]) - max(0.5, 0.12 * span)
-
-    def of(self, values: Floats) -> Floats:
-        if self.scale != "log":
-            return np.where(np.isfinite(values), values, np.nan)
-        positive = np.isfinite(values) & (values > 0)
-        heights = np.log10(np.where(positive, values, 1.0))
-        return np.where(positive, heights, np.where(values == 0, self.zero, np.nan))
-
-    def dress(self, axes: Any) -> None:
-        if self.scale == "share":
-            top = 1.0 if self.top > 0.2 else max(0.01, 1.25 * self.top)
-            axes.set_ylim(0, top)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
-        elif self.scale == "log":
-            self._dress_log(axes)
-        else:
-            axes.margins(y=0.08)
-            axes.yaxis.set_major_formatter(lambda value, _: _tick(value))
-
-    def _dress_log(self, axes: Any) -> None:
-        low, high = math.floor(self.decades[0]), math.ceil(self.decades[1])
-        high = max(high, low + 1)
-        step = -(-(high - low) // 5)
-        ticks: list[float] = [*range(low, high + 1, step)]
-        labels = [f"10{str(tick).translate(SUPERSCRIPTS)}" for tick in range(low, high + 1, step)]
-        bottom: float = low
-        if self.zeros:
-            ticks, labels, bottom = [self.zero, *ticks], ["0", *labels], self.zero
-            axes.axhline((self.zero + low) / 2, color=HAIRLINE, linewidth=0.5, linestyle=(0, (1, 2)))
-        axes.set_yticks(ticks, labels)
-        margin = 0.05 * (high - bottom)
-        axes.set_ylim(bottom - margin, high + margin)
-
-
-def _tick(value: float) -> str:
-    """Three digits; very small and very large ones as 2·10⁻⁸, so that no factor has to be read elsewhere."""
-    text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
-    if "e" in text:
-        mantissa, exponent = text.split("e")
-        text = f"{float(mantissa):g}·10{str(int(exponent)).translate(SUPERSCRIPTS)}"
-    return text.replace("-", "−")
-
-
-def _label(axes: Any, ends: list[tuple[Line, float, float]]) -> None:
-    """Each line's name at its end, moved apart where they would overlap, with a hairline to where the line ends."""
-    low, high = axes.get_ylim()
-    ordered = sorted(ends, key=lambda end: end[2])
-    wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for _, _, y in ordered]
-    placed = _apart(wanted)
-    for (line, x, y), at in zip(ordered, placed, strict=True):
-        axes.annotate(
-            line.label, (x, min(high, max(low, y))), (1.05, at), "data", "axes fraction", va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-", "linewidth": 0.6, "color": line.colour, "relpos": (0, 0.5), "shrinkA": 2,
-                "shrinkB": 0,
-            },
-        )  # fmt: skip
-
-
-def _apart(wanted: list[float]) -> list[float]:
-    """The same heights, in order, at least a label's height apart, moved as little as two passes can."""
-    placed = list(wanted)
-    for i in range(1, len(placed)):
-        placed[i] = max(placed[i], placed[i - 1] + LABEL_GAP)
-    excess = max(0.0, placed[-1] - 1.0) if placed else 0.0
-    for i in range(len(placed) - 1, -1, -1):
-        ceiling = placed[i + 1] - LABEL_GAP if i + 1 < len(placed) else placed[-1] - excess
-        placed[i] = min(placed[i], ceiling)
-    return placed
-
-
-def _tidied(svg: str, title: str) -> str:
-    """Without what a page does not need: header, metadata, ids that nothing refers to, decimals that nobody sees."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"\s*<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", svg)
-    svg = re.sub(r' (?:d|x|y|transform)="[^"]+"', lambda found: re.sub(r"-?\d+\.\d\d+", _tenths, found[0]), svg)
-    svg = re.sub(r' d="[^"]+"', lambda found: re.sub(r"\s*([MLz])\s*", r"\1", found[0]), svg)
-    svg = re.sub(r"(font: (?:\d+ )?[\d.]+px) [^;\"]+", r"\1 system-ui, sans-serif", svg)
-    svg = re.sub(r"\n\s*", "\n", svg)
-    head = svg.index(">") + 1
-    words = title.replace("&", "&amp;").replace("<", "&lt;")
-    opening = svg[:head].replace("<svg", '<svg role="img"', 1)
-    paper = '<rect class="paper" width="100%" height="100%" fill="#fff"/>'
-    return f"{opening}\n<title>{words}</title>\n{paper}{svg[head:]}"
-
-
-def _tenths(number: re.Match[str]) -> str:
-    return f"{float(number[0]):.1f}".removesuffix(".0")

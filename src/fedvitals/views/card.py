@@ -65,7 +65,7 @@ def health_card(reader: Reader, run: str) -> Card:
         for node, metrics in table.items():
             newest.setdefault(node, {}).update(metrics)
     troubles = [event for level in TROUBLE for event in queries.events(reader, run, level=level)]
-    summary = next(s for s in queries.list_runs(reader) if s.id == run)
+    summary = queries.summary_of(reader, run)
     level = int(_setting(described, "privacy", 3))
     return Card(
         run=described,
@@ -78,7 +78,7 @@ def health_card(reader: Reader, run: str) -> Card:
         newest=newest,
         events=sorted(troubles, key=lambda e: e.at),
         absent=_absent(set(queries.metric_names(reader, run)), level),
-        cost_percent=_cost(history),
+        cost_percent=cost_percent(history),
         privacy=f"{level}: {LEVELS[level]}",
         cohort=_setting(described, "cohort", None),
         tracebacks=_setting(described, "tracebacks", None),
@@ -114,7 +114,8 @@ def _absent(seen: set[str], level: int) -> dict[str, str]:
     return {", ".join(names): needs for needs, names in groups.items()}
 
 
-def _cost(history: History) -> float | None:
+def cost_percent(history: History) -> float | None:
+    """What measuring cost, of the rounds' time."""
     (_, cost), (_, total) = history.series("monitor.cost", None), history.series("time.round", None)
     return 100 * sum(cost) / sum(total) if total and sum(total) > 0 else None
 

@@ -11,9 +11,9 @@ from statistics import median
 from fedvitals.diagnosis.cases import Case, cases
 from fedvitals.profiling.traffic import Reached, Traffic, reached, traffic_of
 from fedvitals.records import Event, Finding, Run, Transfer, is_client
-from fedvitals.report.card import detectors_of
-from fedvitals.report.courses import Course, courses
-from fedvitals.report.machine import growth
+from fedvitals.views.card import detectors_of
+from fedvitals.views.courses import Course, courses
+from fedvitals.views.machine import growth
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedvitals.report.chance import change, pairing
-from fedvitals.report.figures import Figures
+from fedvitals.views.chance import change, pairing
+from fedvitals.views.figures import Figures
 
 NOISE = 1e-5  # relative: what the order of float32 sums may change, over a local training
 SURE_IN_ALL = 0.95  # over all rounds together

@@ -19,9 +19,9 @@ from fedvitals.profiling.traffic import Needed, Reached, Traffic, needed, reache
 from fedvitals.profiling.verdict import RunVerdict, judge
 from fedvitals.profiling.whatif import Row, latencies, what_if
 from fedvitals.records import Event, Run, Span, Transfer
-from fedvitals.report.figures import federation
-from fedvitals.report.links import latency_of
-from fedvitals.report.machine import (
+from fedvitals.views.figures import federation
+from fedvitals.views.links import latency_of
+from fedvitals.views.machine import (
     Machine,
     Memory,
     Operators,

@@ -18,9 +18,9 @@ from fedvitals.diagnosis.cases import Case, is_trouble, rank
 from fedvitals.errors import ConfigError
 from fedvitals.profiling.traffic import LEVELS
 from fedvitals.records import Run
-from fedvitals.report.chance import Change, change, pairing
-from fedvitals.report.figures import Figures, figures_of, highest, last, mean
-from fedvitals.report.parting import Parting, parting
+from fedvitals.views.chance import Change, change, pairing
+from fedvitals.views.figures import Figures, figures_of, highest, last, mean
+from fedvitals.views.parting import Parting, parting
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 
@@ -66,6 +66,10 @@ class Setting:
     name: str
     values: tuple[Any, ...]  # for each side
 
+    @property
+    def differs(self) -> bool:
+        return any(repr(value) != repr(self.values[0]) for value in self.values)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -81,6 +85,17 @@ class Comparison:
 
 def compare(reader: Reader, runs: Sequence[str], *, repeats: bool = False) -> Comparison:
     """The comparison of at least two runs, each an id, the beginning of one, or a name."""
+    return compared(sides_of(reader, runs, repeats=repeats))
+
+
+def sides_of(
+    reader: Reader,
+    runs: Sequence[str],
+    *,
+    repeats: bool = False,
+    figures: Callable[[Reader, str], Figures] = figures_of,
+) -> list[list[Figures]]:
+    """The figures of the runs meant, repeats together. `figures`: from somebody who remembers them."""
     groups = grouped([queries.get_run(reader, run) for run in chosen(reader, runs, repeats=repeats)])
     if len(groups) < 2:
         raise ConfigError(
@@ -88,7 +103,10 @@ def compare(reader: Reader, runs: Sequence[str], *, repeats: bool = False) -> Co
         )
     if len(groups) > len(LETTERS):
         raise ConfigError(f"At most {len(LETTERS)} runs side by side, got {len(groups)}.")
-    sides = [[figures_of(reader, run.id) for run in group] for group in groups]
+    return [[figures(reader, run.id) for run in group] for group in groups]
+
+
+def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
     clock = "virtual" if all(f.virtual_seconds for side in sides for f in side) else "real"
     table = [_row(sides, *line) for line in _lines(clock)]
     rows = [row for row in table if any(value is not None for value in row.values)]
@@ -100,7 +118,7 @@ def compare(reader: Reader, runs: Sequence[str], *, repeats: bool = False) -> Co
         _troubles(sides),
         tuple(_gsc(side) for side in sides),
         tuple(parting(sides[0], other) for other in sides[1:]),
-        settings_that_differ(groups),
+        settings_that_differ([[f.run for f in side] for side in sides]),
         _confidence(sides, rows),
     )
 
@@ -149,10 +167,13 @@ def flattened(config: Any, path: str = "") -> dict[str, Any]:
 
 def settings_that_differ(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
     """Configuration, seeds, versions, host and model, where the sides do not have the same."""
+    return tuple(one for one in all_settings(groups) if one.differs)
+
+
+def all_settings(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
     tables = [_settings(group) for group in groups]
     names = dict.fromkeys(name for table in tables for name in table)
-    found = [Setting(name, tuple(table.get(name) for table in tables)) for name in names]
-    return tuple(one for one in found if any(repr(value) != repr(one.values[0]) for value in one.values))
+    return tuple(Setting(name, tuple(table.get(name) for table in tables)) for name in names)
 
 
 def _settings(group: Sequence[Run]) -> dict[str, Any]:

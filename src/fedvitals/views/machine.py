@@ -12,7 +12,7 @@ from typing import Any
 from fedvitals.catalog import CATALOG
 from fedvitals.profiling.timeline import RoundTime
 from fedvitals.records import Event, is_client
-from fedvitals.report.courses import Course, courses
+from fedvitals.views.courses import Course, courses
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 

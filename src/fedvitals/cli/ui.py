@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals ui`: the dashboard in a browser."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fedvitals.cli.options import store_option
+from fedvitals.errors import MissingExtraError
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--port", type=click.IntRange(0, 65535), help="Port.  [default: 8321, or the next that is free]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; another than this machine's own needs a token, which is printed.")  # fmt: skip
+@click.option("--demo", is_flag=True, help="Show a stored example; nothing is trained.")
+@click.option("--no-open", is_flag=True, help="Do not open a browser.")
+@store_option
+def command(run: str | None, port: int | None, host: str, demo: bool, no_open: bool, store: str | None) -> None:
+    """Open the dashboard on a store: which run is ill, who, since when, why, and where the time went.
+
+    RUN opens that run at once. Runs that are training move by themselves. Ctrl-C ends it; trainings do not notice.
+    """
+    if not demo:
+        show(store, run=run, host=host, port=port, open_browser=not no_open)
+        return
+    if store is not None:
+        raise click.UsageError("--demo shows its own store; leave out --store.")
+    from fedvitals.dashboard.example import unpack
+
+    with tempfile.TemporaryDirectory(prefix="fedvitals-demo-") as folder:
+        show(str(unpack(Path(folder))), run=run, host=host, port=port, open_browser=not no_open)
+
+
+def show(store: str | None, *, run: str | None = None, host: str, port: int | None, open_browser: bool) -> None:
+    """Serve until Ctrl-C; says where."""
+    try:
+        from fedvitals.dashboard.server import serve
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(str(error.name), "dashboard", "The dashboard") from error
+    from urllib.parse import quote
+
+    from fedvitals.store import open_reader
+    from fedvitals.store.queries import find_run
+
+    path = "/"
+    if run is not None:
+        with open_reader(store) as reader:
+            path = f"/runs/{quote(find_run(reader, run), safe='')}"
+
+    def ready(address: Any) -> None:
+        click.echo(f"fedvitals dashboard: {address.url}{path if address.token is None else ''}")
+        if address.token is not None:
+            click.echo("The address holds the token, which is not shown again. Whoever has it may read, tag and delete.")
+            click.echo("It travels unencrypted: across networks that you do not trust, use a tunnel (ssh -L).")
+        click.echo("Ctrl-C ends it.")
+
+    can_open = open_browser and (os.name != "posix" or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY")))
+    serve(store, host=host, port=port, open_browser=can_open, path=path, ready=ready)

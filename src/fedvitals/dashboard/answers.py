@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How every route answers: an ETag before any work, one shape for data, one shape for errors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from fedvitals.dashboard.shelf import Shelf
+from fedvitals.errors import ConfigError, FedvitalsError, StoreError
+from fedvitals.store.queries import find_run
+from fedvitals.store.reader import Reader
+
+logger = logging.getLogger("fedvitals.dashboard")
+WORTH_REMEMBERING = 0.005  # seconds of work
+
+CODES = {
+    400: "bad_request", 401: "token_needed", 403: "refused", 404: "not_found", 405: "wrong_method", 409: "conflict",
+    413: "too_large", 422: "bad_request", 429: "too_many_tries", 503: "store_unreadable",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    code: str
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The one shape of everything that went wrong."""
+
+    error: Trouble
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": Failure} for status in (400, 401, 403, 404, 413, 422, 429, 503)
+}
+
+
+def answer(request: Request, run: str | None, work: Callable[..., Any], also: str = "") -> Response:
+    """What `work(reader, run id)` gives (of the whole store, `work(reader)`), as JSON; 304 where nothing has changed.
+
+    `also`: what else than the store changes the answer, such as the hour.
+    What cost time is remembered until the run changes: a second tab, or a person who comes back, does not wait again.
+    """
+    shelf: Shelf = request.app.state.shelf
+    shelf.look()
+    with shelf.reader() as reader:
+        found = None if run is None else _find(reader, run)
+        version = shelf.version(found) + also
+        headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
+        if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
+            return Response(status_code=304, headers=headers)
+        asked = str(request.url)
+        body = shelf.remembered(asked, version)
+        if body is None:
+            began = time.perf_counter()
+            body = encode(work(reader) if found is None else work(reader, found))
+            if time.perf_counter() - began > WORTH_REMEMBERING:
+                shelf.remember(asked, version, body)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def encode(value: Any) -> bytes:
+    """JSON; NaN and infinity become null."""
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy
+        return value.tolist()
+    raise TypeError(f"Cannot answer with a {type(value).__name__}.")
+
+
+def _find(reader: Reader, run: str) -> str:
+    try:
+        return find_run(reader, run)
+    except ConfigError as error:
+        raise HTTPException(404, str(error)) from error
+
+
+def failure(status: int, message: str, hint: str | None = None, headers: Any = None) -> Response:
+    shape = Failure(Trouble(CODES.get(status, "failed"), message, hint))
+    return Response(encode(shape), status, media_type="application/json", headers=headers)
+
+
+def answer_failures(app: FastAPI) -> None:
+    """Let every error come out in the one shape."""
+
+    @app.exception_handler(StarletteHTTPException)
+    def http(_: Request, error: StarletteHTTPException) -> Response:
+        return failure(error.status_code, str(error.detail), headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(_: Request, error: RequestValidationError) -> Response:
+        told = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+        return failure(422, f"The request cannot be answered: {told}.", "GET /api/openapi.json says what can be asked.")
+
+    @app.exception_handler(FedvitalsError)
+    def ours(_: Request, error: FedvitalsError) -> Response:
+        return failure(503 if isinstance(error, StoreError) else 422, str(error))
+
+    @app.exception_handler(Exception)
+    def unforeseen(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed.", request.method, request.url.path, exc_info=error)
+        message = f"The dashboard failed while it answered: {type(error).__name__}."
+        return failure(500, message, "The terminal of `fedvitals ui` has the traceback. Training is not concerned.")

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells open pages which runs have changed: one look at the store for all of them, four times a second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fedvitals.dashboard.answers import encode
+from fedvitals.dashboard.shelf import Shelf
+from fedvitals.errors import FedvitalsError
+
+EVERY = 0.25  # seconds between two looks
+ALIVE = 10.0  # seconds after which a page is told that nothing has happened
+MOST = 200  # pages
+
+
+class Live:
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._pages: set[asyncio.Queue[bytes]] = set()
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self) -> None:
+        before, trouble = 0, ""
+        while True:
+            await asyncio.sleep(EVERY)
+            if not self._pages:
+                continue
+            try:
+                await asyncio.to_thread(self._shelf.look)
+            except FedvitalsError as error:
+                if str(error) != trouble:
+                    trouble = str(error)
+                    self._tell("trouble", {"message": trouble})
+                continue
+            if trouble:
+                trouble = ""
+                self._tell("healed", {})
+            count, versions = self._shelf.versions()
+            if count != before:
+                changed = {run: version for run, version in versions.items() if version > before or count < before}
+                before = count
+                self._tell("change", {"runs": changed, "at": time.time()})
+
+    def _tell(self, kind: str, data: dict[str, Any]) -> None:
+        for page in self._pages:
+            with contextlib.suppress(asyncio.QueueFull):  # a page that sleeps asks for everything when it wakes
+                page.put_nowait(_event(kind, data))
+
+    @property
+    def full(self) -> bool:
+        return len(self._pages) >= MOST
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """What a page is told, until it goes away."""
+        mine: asyncio.Queue[bytes] = asyncio.Queue(32)
+        self._pages.add(mine)
+        try:
+            yield b"retry: 1000\n" + _event("hello", {"at": time.time()})
+            while True:
+                try:
+                    yield await asyncio.wait_for(mine.get(), ALIVE)
+                except TimeoutError:
+                    yield _event("alive", {"at": time.time()})
+        finally:
+            self._pages.discard(mine)
+
+
+def _event(kind: str, data: dict[str, Any]) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + encode(data) + b"\n\n"

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a training is still there that may write to a run: a long round is no silence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fedvitals.store.postgres import presence
+from fedvitals.store.reader import Reader
+
+
+def writers(reader: Reader, target: Path | str) -> Callable[[str, bool], bool]:
+    """`(run, newest) -> bool`. Of a file, only its one writer is known, who writes the newest run without an end."""
+    if isinstance(target, str):
+        held = {row[0] for row in reader.database.rows(
+            "SELECT (classid::bigint << 32) | objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1"
+        )}  # fmt: skip
+        return lambda run, _newest: presence(run) in held
+    writing = _is_held(target)
+    return lambda _run, newest: writing and newest
+
+
+def _is_held(store: Path) -> bool:
+    """By the file beside the store, which names the process that writes."""
+    if sys.platform == "win32":  # where there is no such file, and asking for a process would end it
+        return False
+    try:
+        owner = int(store.with_name(store.name + ".lock").read_text())
+        os.kill(owner, 0)
+    except PermissionError:
+        return True  # somebody else's process, but there
+    except (OSError, ValueError):
+        return False
+    return owner != os.getpid()

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as they are stored: where every number of the pages leads in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.routes_status import RunPath
+from fedvitals.store.ddl import quoted
+from fedvitals.store.reader import Reader
+from fedvitals.store.schema import TABLE, Table
+
+router = APIRouter(tags=["records"])
+Kind = Literal["metric", "event", "span", "transfer", "finding", "action", "snapshot"]
+LARGEST = 2**53  # what JSON and a browser count exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    kind: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    next: int | None  # `after` of the next page; None: this was the last one
+
+
+@router.get("/api/runs/{run}/records", response_model=Records)
+def records(
+    request: Request,
+    run: RunPath,
+    kind: Kind = "metric",
+    round_: Annotated[int | None, Query(alias="round", ge=0, le=LARGEST)] = None,
+    node: Annotated[str | None, Query(max_length=300)] = None,
+    name: Annotated[str | None, Query(max_length=300, description="Of a metric, event or span.")] = None,
+    after: Annotated[int, Query(ge=0, le=LARGEST)] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+) -> Response:
+    """Rows of one kind in order of arrival, a page at a time."""
+    wanted = {"round": round_, "node": node, "name": name}
+    table = TABLE[kind]
+    known = {column.name for column in table.columns}
+    chosen = {key: value for key, value in wanted.items() if value is not None and key in known}
+    return answer(request, run, lambda reader, run_id: _page(reader, table, {"run": run_id, **chosen}, after, limit))
+
+
+def _page(reader: Reader, table: Table, wanted: dict[str, Any], after: int, limit: int) -> Records:
+    columns = [column.name for column in table.columns if column.name not in ("run",)]
+    conditions = " AND ".join(f"{name} = ?" for name in wanted)
+    found = reader.database.rows(
+        f"SELECT {', '.join(map(quoted, columns))} FROM {table.view} WHERE {conditions} AND arrival > ? "  # noqa: S608 - our own words
+        "ORDER BY arrival LIMIT ?",
+        (*wanted.values(), after, limit),
+    )
+    rows = tuple(tuple(_readable(value) for value in row) for row in found)
+    more = len(found) == limit
+    return Records(table.name, tuple(columns), rows, int(found[-1][0]) if more else None)
+
+
+def _readable(value: Any) -> Any:
+    return f"{len(value)} bytes" if isinstance(value, bytes | memoryview) else value

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// The server's answers. What has not changed is not sent again (ETag), and errors have one shape.
+
+const KEPT = 60; // answers that wait to be asked for again
+
+export class ApiError extends Error {
+  constructor(status, { code, message, hint }) {
+    super(message);
+    Object.assign(this, { status, code, hint });
+  }
+}
+
+const kept = new Map(); // address → {tag, data}
+
+function address(path, params) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(params ?? {})) {
+    if (value !== null && value !== undefined && value !== "") query.set(name, value);
+  }
+  const text = query.toString();
+  return text ? `${path}?${text}` : path;
+}
+
+async function failure(response) {
+  try {
+    return new ApiError(response.status, (await response.json()).error);
+  } catch {
+    return new ApiError(response.status, { code: "failed", message: `The server answered with ${response.status}.` });
+  }
+}
+
+async function reach(url, options) {
+  try {
+    return await fetch(url, { credentials: "same-origin", cache: "no-store", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, {
+      code: "unreachable",
+      message: "The dashboard's server does not answer.",
+      hint: "Is `fedvitals ui` still running? This page goes on by itself when it is back.",
+    });
+  }
+}
+
+export const api = {
+  async get(path, params, signal) {
+    const url = address(path, params);
+    const old = kept.get(url);
+    const response = await reach(url, { signal, headers: old ? { "If-None-Match": old.tag } : {} });
+    if (response.status === 304 && old) {
+      kept.delete(url);
+      kept.set(url, old);
+      return old.data;
+    }
+    if (!response.ok) throw await failure(response);
+    const data = await response.json();
+    const tag = response.headers.get("ETag");
+    if (tag) kept.set(url, { tag, data });
+    while (kept.size > KEPT) kept.delete(kept.keys().next().value);
+    return data;
+  },
+
+  async send(method, path, body) {
+    const headers = { "X-Fedvitals": "1" };
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const response = await reach(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+    if (!response.ok) throw await failure(response);
+    return response.status === 204 ? null : response.json();
+  },
+};
+
+/** The way to a run's answers: `of(run, "clients", node)`, with every name escaped. */
+export function of(run, ...parts) {
+  return ["/api/runs", run, ...parts].map((part, i) => (i ? encodeURIComponent(part) : part)).join("/");
+}
+
+function bytesOf(text) {
+  const binary = atob(text);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  return bytes;
+}
+
+/** A Grid with its numbers as typed arrays; they are little endian, as is every machine with a browser. */
+export function decodeGrid(grid) {
+  if (grid.values instanceof Float32Array) return grid;
+  return { ...grid, values: new Float32Array(bytesOf(grid.values).buffer), state: bytesOf(grid.state) };
+}

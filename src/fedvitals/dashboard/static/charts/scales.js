@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// From values to pixels, and the values at which an axis is labelled.
+
+const ZERO_ROOM = 18; // pixels below a log axis where zero has its own level
+
+/** Round steps (1, 2, 5 × 10ⁿ) of which about `count` fit. */
+export function niceStep(span, count) {
+  const rough = span / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const share = rough / power;
+  return (share <= 1 ? 1 : share <= 2 ? 2 : share <= 5 ? 5 : 10) * power;
+}
+
+export function niceTicks(low, high, count) {
+  if (!(high > low)) return [low];
+  const step = niceStep(high - low, count);
+  const found = [];
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) {
+    found.push(Number((at * step).toPrecision(12)));
+  }
+  return found;
+}
+
+/** A scale: {of(value) → pixel, ticks, clamp}. Pixels run from `bottom` up to `top`. */
+export function linear(low, high, bottom, top, count = 4) {
+  [low, high] = widened(low, high);
+  const of = (value) => bottom + ((value - low) / (high - low)) * (top - bottom);
+  return { kind: "linear", low, high, of, bottom, top, ticks: niceTicks(low, high, count) };
+}
+
+function widened(low, high) {
+  if (!Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
+  if (high > low) return [low, high];
+  const room = Math.abs(low) * 0.1 || 0.5;
+  return [low - room, high + room];
+}
+
+/** Decades; values at or under zero have no place, unless `zero` gives them a level of their own. */
+export function log(low, high, bottom, top, { zero = false, count = 4 } = {}) {
+  if (!(low > 0) || !(high > 0)) [low, high] = high > 0 ? [high / 1000, high] : [0.1, 1];
+  if (high / low < 1.02) [low, high] = [low / 2, high * 2];
+  const floor = zero ? bottom - ZERO_ROOM : bottom;
+  const [from, to] = [Math.log10(low), Math.log10(high)];
+  const of = (value) => {
+    if (value > 0) return floor + ((Math.log10(value) - from) / (to - from)) * (top - floor);
+    return zero && value === 0 ? bottom - 4 : NaN;
+  };
+  return { kind: zero ? "log0" : "log", low, high, of, bottom, top, floor, ticks: logTicks(low, high, count), zero: zero ? bottom - 4 : null };
+}
+
+function logTicks(low, high, count) {
+  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const every = Math.max(1, Math.ceil((last - first) / Math.max(2, count)));
+  const found = [];
+  // Within one or two decades 2 and 5 are wanted as well, or the axis would bear one number.
+  const between = last - first <= 2 ? [1, 2, 5] : [1];
+  for (let power = first; power <= last; power += every) {
+    for (const factor of between) {
+      const tick = Number((factor * 10 ** power).toPrecision(3));
+      if (tick >= low * 0.999 && tick <= high * 1.001) found.push(tick);
+    }
+  }
+  return found;
+}
+
+/** Rounds at which an axis is labelled: whole numbers, at least `room` pixels apart. */
+export function roundTicks([low, high], step, room = 56) {
+  const every = Math.max(1, Math.round(niceStep(Math.max(1, room / step), 1)));
+  const found = [];
+  for (let at = Math.ceil(low / every) * every; at <= high; at += every) found.push(at);
+  return found;
+}
+
+/** The smallest and largest finite numbers of many lists. */
+export function extent(...lists) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const list of lists) {
+    if (!list) continue;
+    for (let at = 0; at < list.length; at += 1) {
+      const value = list[at];
+      if (typeof value !== "number" || !Number.isFinite(value)) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  return [low, high];
+}

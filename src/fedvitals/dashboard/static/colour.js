@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// Colours, each with one meaning: series (Okabe–Ito), magnitude (cividis), sign (blue to orange through the paper),
+// severity with its shape, parts of a round. All follow the theme; the theme itself is read from CSS.
+
+// Okabe–Ito; where a hue has under 3:1 against the paper it is darkened (light) or lightened (dark), the hue kept.
+const SERIES = {
+  light: ["#0072b2", "#d55e00", "#00855f", "#b8578c", "#b87a00", "#2f8ac2", "#8a7d00", "#5b5b5b"],
+  dark: ["#4aa3df", "#f0813a", "#2fc79a", "#e09cc4", "#e69f00", "#86cdf5", "#f0e442", "#c9c9c9"],
+};
+
+const CIVIDIS = (
+  "00224e 002e6a 1a386f 32436d 434e6c 535a6d 61656f 6f7073 7d7c78 8c8878 9b9476 aba072 bcae6c cdbb63 dec958 f0d846 fee838"
+).split(" ");
+const SIGNED = {
+  light: "08306b 2166ac 4f93c7 92c0de cfe1ee f4f4f2 fbe0c3 f6b26b e08214 b35806 7f3b08".split(" "),
+  dark: "b9dcf5 86c0ea 5596cc 356a99 2a4560 303236 5a4630 96632b d18636 f2ab5c fcd9ad".split(" "),
+};
+
+export const SHAPES = { note: "·", warning: "▲", critical: "■" };
+const RANK = { note: 1, warning: 2, critical: 3 };
+
+// Work in the strong hues, waiting in greys: what is grey is time in which nothing was done.
+const PARTS = {
+  download: 5,
+  compute: 0,
+  forward: 0,
+  backward: 3,
+  optimizer: 6,
+  data: 4,
+  upload: 2,
+  aggregate: 1,
+  receive: 6,
+  evaluate: 3,
+  measure: 7,
+};
+const WAITING = ["wait", "queue", "idle", "away", "unaccounted", "other", "rest"];
+
+// What a page without our stylesheet still gets.
+const FALLBACK = {
+  light: {
+    ink: "#1b1d20", "ink-2": "#5a6068", paper: "#ffffff", "paper-2": "#f5f6f7", line: "#dfe2e6",
+    note: "#2a6fbb", warning: "#a35c00", critical: "#c0231c", ok: "#1f7a4d", accent: "#0b5cad",
+  },
+  dark: {
+    ink: "#e8eaed", "ink-2": "#a3a9b1", paper: "#15171a", "paper-2": "#1d2024", line: "#32363c",
+    note: "#6aaef2", warning: "#f0a93b", critical: "#ff7a6e", ok: "#57c08a", accent: "#7ab8ff",
+  },
+};
+
+let known = null;
+const listeners = new Set();
+let watching = false;
+
+/** [r, g, b] of any CSS colour that the browser itself would write as hex or rgb(). */
+export function rgb(colour) {
+  const text = colour.trim();
+  if (text.startsWith("#")) {
+    const hex = text.length < 6 ? [...text.slice(1, 4)].map((one) => one + one).join("") : text.slice(1, 7);
+    return [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  }
+  return (text.match(/[\d.]+/g) ?? [0, 0, 0]).slice(0, 3).map(Number);
+}
+
+export function luminance(colour) {
+  const [r, g, b] = rgb(colour).map((byte) => {
+    const share = byte / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+
+export function contrast(one, other) {
+  const [high, low] = [luminance(one), luminance(other)].sort((a, b) => b - a);
+  return (high + 0.05) / (low + 0.05);
+}
+
+export function mix(one, other, share) {
+  const [from, to] = [rgb(one), rgb(other)];
+  return "#" + from.map((byte, at) => Math.round(byte + (to[at] - byte) * share).toString(16).padStart(2, "0")).join("");
+}
+
+/** The colour, moved towards the ink until text in it can be read (AA, 4.5:1). */
+export function readable(colour, colours = theme()) {
+  const key = `${colour}`;
+  if (!colours.readable.has(key)) {
+    let found = colour;
+    for (let share = 0; share <= 1 && contrast(found, colours.paper) < 4.5; share += 0.1) {
+      found = mix(colour, colours.ink, share);
+    }
+    colours.readable.set(key, found);
+  }
+  return colours.readable.get(key);
+}
+
+/** The custom properties of the page as literal colours; read once, and again when the theme changes. */
+export function theme() {
+  if (known) return known;
+  watch();
+  const style = getComputedStyle(document.documentElement);
+  const paper = style.getPropertyValue("--paper").trim();
+  const dark = paper ? luminance(resolved(paper)) < 0.2 : darkWanted();
+  const given = FALLBACK[dark ? "dark" : "light"];
+  const found = { dark, readable: new Map() };
+  for (const [name, other] of Object.entries(given)) {
+    const value = style.getPropertyValue(`--${name}`).trim();
+    found[name === "ink-2" ? "ink2" : name === "paper-2" ? "paper2" : name] = value ? resolved(value) : other;
+  }
+  known = found;
+  return known;
+}
+
+// A property may be written as oklch(), color-mix() or light-dark(): a canvas gives back what a canvas can use.
+function resolved(value) {
+  if (/^#[0-9a-f]{3,8}$/i.test(value)) return value;
+  const probe = document.createElement("span");
+  probe.style.color = value;
+  document.documentElement.append(probe);
+  const computed = getComputedStyle(probe).color;
+  probe.remove();
+  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  context.fillStyle = computed;
+  context.fillRect(0, 0, 1, 1);
+  const [r, g, b] = context.getImageData(0, 0, 1, 1).data;
+  return "#" + [r, g, b].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+function darkWanted() {
+  const chosen = document.documentElement.dataset.theme;
+  if (chosen === "dark" || chosen === "light") return chosen === "dark";
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+function watch() {
+  if (watching) return;
+  watching = true;
+  const changed = () => {
+    known = null;
+    tables.clear();
+    for (const listener of [...listeners]) listener();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);
+  const seen = new MutationObserver(changed);
+  seen.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme", "class"] });
+}
+
+/** Calls back when the theme changes; gives back what ends that. */
+export function onTheme(listener) {
+  watch();
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+/** The n-th colour of the Okabe–Ito eight. */
+export function seriesColour(index, colours = theme()) {
+  const eight = SERIES[colours.dark ? "dark" : "light"];
+  return eight[((index % 8) + 8) % 8];
+}
+
+export function severityColour(severity, colours = theme()) {
+  return colours[severity] ?? colours.ink2;
+}
+
+export function severityRank(severity) {
+  return RANK[severity] ?? 0;
+}
+
+export function partColour(name, colours = theme()) {
+  if (WAITING.includes(name)) return colours.dark ? "#4a4f57" : "#c9cdd2";
+  if (name in PARTS) return seriesColour(PARTS[name], colours);
+  let code = 0;
+  for (const letter of String(name)) code = (code * 31 + letter.codePointAt(0)) >>> 0;
+  return seriesColour(code, colours);
+}
+
+const tables = new Map();
+
+/** 256 colours, as [r, g, b, …]: "even" is cividis, "signed" has zero in its middle. */
+export function colourTable(kind = "even", colours = theme()) {
+  const key = `${kind}:${colours.dark}`;
+  if (!tables.has(key)) {
+    const stops = kind === "signed" ? SIGNED[colours.dark ? "dark" : "light"] : CIVIDIS;
+    tables.set(key, interpolated(stops.map((hex) => rgb("#" + hex))));
+  }
+  return tables.get(key);
+}
+
+function interpolated(stops) {
+  const table = new Uint8ClampedArray(256 * 3);
+  for (let at = 0; at < 256; at += 1) {
+    const place = (at / 255) * (stops.length - 1);
+    const low = Math.min(Math.floor(place), stops.length - 2);
+    for (let band = 0; band < 3; band += 1) {
+      table[at * 3 + band] = stops[low][band] + (stops[low + 1][band] - stops[low][band]) * (place - low);
+    }
+  }
+  return table;
+}
+
+/** The colour at a share of a map, 0 to 1. */
+export function mapColour(share, kind = "even", colours = theme()) {
+  const table = colourTable(kind, colours);
+  const at = Math.max(0, Math.min(255, Math.round(share * 255))) * 3;
+  return `rgb(${table[at]}, ${table[at + 1]}, ${table[at + 2]})`;
+}

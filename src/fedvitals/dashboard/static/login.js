@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// The way in: the token goes to the server once and becomes a cookie that no script can read.
+
+import "./theme.js";
+import { api } from "./api.js";
+
+const told = new URLSearchParams(location.hash.slice(1)); // a fragment is never sent, nor written into a log
+const back = told.get("back") ?? "/";
+history.replaceState(null, "", location.pathname);
+
+async function enter(token) {
+  try {
+    await api.send("POST", "/api/login", { token });
+    location.replace(/^\/(?![/\\])/.test(back) ? back : "/");
+  } catch (error) {
+    document.getElementById("said").textContent = error.message;
+    document.getElementById("token").focus();
+  }
+}
+
+document.getElementById("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  enter(document.getElementById("token").value.trim());
+});
+if (told.get("token")) enter(told.get("token"));
+else document.getElementById("token").focus();

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// The address is the state: what a person sees can be sent to another, and the back button goes back.
+
+const heard = new Set();
+
+export function onNavigate(listener) {
+  heard.add(listener);
+}
+
+function tell(kind) {
+  for (const listener of heard) listener(kind);
+}
+
+/** A link inside the page: link("/runs/x/clients", {sort: "name"}); null leaves a parameter out. */
+export function link(path, params) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(params ?? {})) {
+    if (value !== null && value !== undefined && value !== "") query.set(name, value);
+  }
+  const text = query.toString();
+  return text ? `${path}?${text}` : path;
+}
+
+/** The page of a run: runLink("id", "clients", "c7"), with every name escaped. */
+export function runLink(run, ...parts) {
+  return ["/runs", run, ...parts].map((part, i) => (i ? encodeURIComponent(part) : part)).join("/");
+}
+
+export function go(href) {
+  if (href !== location.pathname + location.search) history.pushState(null, "", href);
+  tell("page");
+}
+
+export const params = {
+  get(name, otherwise = null) {
+    return new URLSearchParams(location.search).get(name) ?? otherwise;
+  },
+  number(name, otherwise = null) {
+    const text = this.get(name);
+    return text !== null && text !== "" && Number.isFinite(Number(text)) ? Number(text) : otherwise;
+  },
+  list(name) {
+    return (this.get(name) ?? "").split(",").filter(Boolean);
+  },
+  /** Change some; null removes. `push` makes a step for the back button; `quiet` does not load anew. */
+  set(changes, { push = false, quiet = false } = {}) {
+    const query = new URLSearchParams(location.search);
+    for (const [name, value] of Object.entries(changes)) {
+      if (value === null || value === undefined || value === "") query.delete(name);
+      else query.set(name, value);
+    }
+    const text = query.toString();
+    const href = location.pathname + (text ? `?${text}` : "");
+    if (href === location.pathname + location.search) return;
+    history[push ? "pushState" : "replaceState"](null, "", href);
+    if (!quiet) tell("params");
+  },
+};
+
+addEventListener("popstate", () => tell("page"));
+
+document.addEventListener("click", (event) => {
+  const anchor = event.target instanceof Element ? event.target.closest("a[href]") : null;
+  if (!anchor || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey) return;
+  const href = anchor.getAttribute("href") ?? anchor.getAttributeNS(null, "href");
+  if (!href || !href.startsWith("/") || href.startsWith("/api/") || href.startsWith("/static/")) return;
+  if (anchor.hasAttribute("download") || anchor.getAttribute("target")) return;
+  event.preventDefault();
+  go(href);
+});

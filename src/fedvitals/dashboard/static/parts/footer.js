@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The honest edges: what was lost, what measuring cost, what may be seen; on every page of a run.
+
+import { fill, h } from "../dom.js";
+import { number, percent } from "../format.js";
+
+export function footer(node) {
+  const store = h("span", { class: "store" });
+  const facts = h("span", {});
+  const keys = h("span", { class: "muted" }, "keys ", h("kbd", { text: "?" }));
+  fill(node, facts, store, keys);
+  fetch("/api/store").then((response) => response.ok && response.json()).then((found) => {
+    if (found) store.textContent = `${found.store} · fedvitals ${found.fedvitals}`;
+  }).catch(() => {}); // it is only a footer; what is wrong is told above
+
+  return {
+    show(status) {
+      if (!status) return fill(facts);
+      const cost = status.cost_percent === null ? "not measured" : percent(status.cost_percent / 100);
+      fill(facts, h("span", { class: status.lost ? "sev-warning" : null, text: `records lost ${number(status.lost)}` }),
+        " · ", `monitor ${cost} of the rounds' time`, " · ", `privacy level ${status.privacy}`);
+    },
+  };
+}

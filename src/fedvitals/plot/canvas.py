@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Empty figures in the house style, what is drawn on most of them, and one that says that there is nothing to draw.
+
+Figures are objects: nothing of pyplot's global state is read or left behind, and no backend is chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from fedvitals.diagnosis.cases import Case
+from fedvitals.errors import MissingExtraError
+from fedvitals.plot.scale import tick
+from fedvitals.plot.style import HAIRLINE, INK, SEVERITY, words
+from fedvitals.views.units import seconds, size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+R = TypeVar("R")
+WIDTH = 7.6  # inches
+SMALL = 8  # points: all text
+NAMED_FLAGS = 4  # of the findings on an axis; the others have their shape only
+
+STYLE: dict[str, Any] = {
+    "font.size": SMALL, "text.color": INK, "text.usetex": False, "axes.edgecolor": HAIRLINE, "axes.labelcolor": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.linewidth": 0.5, "axes.titlesize": SMALL, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "xtick.major.width": 0.5, "ytick.major.width": 0.5,
+    "axes.unicode_minus": True, "axes.facecolor": "none", "figure.facecolor": "white", "hatch.linewidth": 0.4,
+    "path.simplify": False, "svg.fonttype": "none",
+}  # fmt: skip
+
+
+def drawn(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, inside the house style whatever the user's own is; without matplotlib, an error that names it."""
+
+    @functools.wraps(function)
+    def inside(*arguments: P.args, **settings: P.kwargs) -> R:
+        with in_style():
+            return function(*arguments, **settings)
+
+    return inside
+
+
+def in_style() -> Any:
+    """A context in which matplotlib's settings are its own defaults and ours."""
+    try:
+        from matplotlib import style  # noqa: PLC0415 - an extra, and slow to load
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("matplotlib", "plots", "Drawing pictures") from error
+    return style.context(["default", STYLE])
+
+
+def sheet(
+    rows: int = 1, height: float = 2.3, columns: int = 1, *, share_x: bool = False, heights: Sequence[float] = ()
+) -> tuple[Figure, Any]:
+    """A figure and its axes, [rows, columns]; `height` is that of one row, in inches, unless `heights` are given."""
+    from fedvitals.plot.notebook import NotebookFigure  # noqa: PLC0415 - needs matplotlib
+
+    tall = list(heights) or [height] * rows
+    figure = NotebookFigure(figsize=(WIDTH, sum(tall)), layout="constrained")
+    grid = figure.subplots(
+        rows, columns, squeeze=False, sharex="all" if share_x else False, gridspec_kw={"height_ratios": tall}
+    )
+    for axes in grid.flat:
+        dress(axes)
+    return figure, grid
+
+
+def dress(axes: Any) -> None:
+    """Ticks are made when they are drawn, maybe in a notebook of another style: so they are told here."""
+    axes.tick_params(which="both", colors=INK, labelsize=SMALL, width=0.5, length=3)
+    axes.tick_params(which="minor", length=0)
+
+
+def head(axes: Any, title: str, note: str = "") -> None:
+    """A title, and beside it in grey what one has to know to read the picture."""
+    axes.set_title(title, loc="left", fontsize=SMALL, color=INK, pad=7)
+    if note:
+        axes.set_title(note, loc="right", fontsize=SMALL - 1, color=HAIRLINE, pad=7)
+
+
+def round_axis(axes: Any, rounds: Iterable[int], *, label: bool = True) -> None:
+    """Whole rounds only, from the first to the last."""
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - an extra
+
+    known = list(rounds)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+    if known:
+        axes.set_xlim(min(known) - 0.5, max(known) + 0.5)
+    if label:
+        axes.set_xlabel("round", labelpad=1)
+
+
+def value_axis(axes: Any, unit: str, which: str = "y") -> None:
+    """Ticks with the unit's own prefixes: 250 ms, 1.5 MB, 80 %."""
+    formats: dict[str, Callable[[float], str]] = {
+        "seconds": lambda value: "0" if value == 0 else f"−{seconds(-value)}" if value < 0 else seconds(value),
+        "bytes": lambda value: "0" if value == 0 else size(value).replace("-", "−"),
+        "share": lambda value: f"{100 * value:.3g} %".replace("-", "−"),
+    }
+    form = formats.get(unit, tick)
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    axis.set_major_formatter(lambda value, _: form(value))
+
+
+def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
+    """The findings on the round axis: a hairline where each was found first, with its severity's shape on top."""
+    from matplotlib.transforms import blended_transform_factory  # noqa: PLC0415 - an extra
+
+    across = blended_transform_factory(axes.transData, axes.transAxes)
+    seen: dict[int, list[Case]] = {}
+    for case in cases:  # worst first
+        if case.first is not None:
+            seen.setdefault(case.first, []).append(case)
+    for place, (number, same) in enumerate(seen.items()):
+        colour, shape = SEVERITY.get(same[0].severity, SEVERITY["note"])
+        axes.axvline(number, color=colour, linewidth=0.7, alpha=0.6, zorder=1)
+        axes.plot([number], [1.02], shape, color=colour, markersize=4.5, transform=across, clip_on=False, zorder=5)
+        if named and place < NAMED_FLAGS:
+            name = words(same[0].node or same[0].group or same[0].layer or same[0].issue, 14)
+            more = f" +{len(same) - 1}" if len(same) > 1 else ""
+            axes.annotate(
+                f"{name}{more}", (number, 1.0), (3, -3), across, "offset points", fontsize=SMALL - 1, va="top",
+                color=HAIRLINE,
+            )  # fmt: skip
+
+
+def nothing(what: str, why: str = "") -> Figure:
+    """A small figure that says what is missing, and what it would need."""
+    figure, grid = sheet(1, 1.1)
+    axes = grid[0, 0]
+    axes.set_axis_off()
+    text = f"{what}\n{why}" if why else what
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=HAIRLINE, wrap=True)
+    return figure
+
+
+def empty(axes: Any, text: str) -> None:
+    """The same for one panel of several."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=HAIRLINE)
+    axes.set_yticks([])
+
+
+def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colour: str, **how: Any) -> None:
+    """A course: a gap where nothing was measured, and a dot where one value stands alone."""
+    heights = numbers(values)
+    axes.plot(rounds, heights, color=colour, **{"linewidth": 1.4, **how})
+    there = np.concatenate([[False], np.isfinite(heights), [False]])
+    alone = there[1:-1] & ~there[:-2] & ~there[2:]
+    if alone.any():
+        axes.plot(np.asarray(rounds)[alone], heights[alone], ".", color=colour, markersize=3.5)
+
+
+def numbers(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array([np.nan if value is None else value for value in values], dtype=float)

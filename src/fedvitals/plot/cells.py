@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of a heat map: one picture of raw pixels, so that 10⁴ of them weigh a few kilobytes, under names and a scale.
+
+Not there is hatched grey, failed has a cross, what is not finite is black with a mark.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvitals.plot.canvas import SMALL
+from fedvitals.plot.scale import power
+from fedvitals.plot.style import FAILED, HAIRLINE, INK, NOT_FINITE, NOT_THERE, words
+from fedvitals.views import grid
+from fedvitals.views.grid import Grid
+from fedvitals.views.units import with_unit
+
+Floats = NDArray[np.float64]
+NAMED = 60  # rows whose names stand beside them; of more, every second, third, ...
+MARKS = 400  # single cells that get a mark
+STEPS = 64  # of the colour scale
+
+
+def arrays(of: Grid) -> tuple[Floats, NDArray[np.uint8]]:
+    """A grid's values (NaN where there is none) and states, [rows, columns]."""
+    shape = (len(of.rows), len(of.columns))
+    values = np.frombuffer(base64.b64decode(of.values), "<f4").reshape(shape).astype(float)
+    state = np.frombuffer(base64.b64decode(of.state), np.uint8).reshape(shape)
+    return np.where(state == grid.VALUE, values, np.nan), state
+
+
+class Shades:
+    """From values to colours: cividis for magnitudes, a map with a middle for what has a sign."""
+
+    def __init__(self, low: float, high: float, *, log: bool = False, signed: bool = False) -> None:
+        from matplotlib import colormaps  # noqa: PLC0415 - an extra
+
+        self.log, self.signed = log, signed
+        if signed:
+            high = max(abs(low), abs(high)) or 1.0
+            low = -high
+        if log:
+            low, high = math.log10(low), math.log10(high)
+        self.low, self.high = low, high if high > low else low + 1.0
+        self.colours = colormaps["RdBu_r" if signed else "cividis"]
+
+    def of(self, values: Floats) -> Floats:
+        """Colours [..., 4]; a 0 on a log scale has the lowest."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            heights = np.log10(values) if self.log else values
+            share = np.clip((heights - self.low) / (self.high - self.low), 0, 1)
+        return np.asarray(self.colours(np.nan_to_num(share, nan=0.0)), float)
+
+    def ends(self, unit: str) -> tuple[str, str]:
+        if self.log:
+            return (_log_end(self.low), _log_end(self.high))
+        return with_unit(self.low, unit), with_unit(self.high, unit)
+
+
+def _log_end(exponent: float) -> str:
+    return power(round(exponent)) if abs(exponent - round(exponent)) < 0.05 else f"{10**exponent:.2g}"
+
+
+def shades_of(of: Grid, *, log: bool | None = None, signed: bool = False) -> Shades:
+    """The scale of a grid: from its 2nd to its 98th percentile, a log one where two orders of magnitude lie between."""
+    values, _ = arrays(of)
+    finite = values[np.isfinite(values)]
+    low, high = (0.0, 1.0) if of.low is None or of.high is None else (of.low, of.high)
+    positive = finite[finite > 0]
+    if log is None:
+        log = bool(positive.size and finite.min() >= 0 and high > 100 * max(low, float(positive.min())))
+    if log and positive.size:
+        low, high = max(low, float(np.percentile(positive, 2))), max(high, float(positive.min()))
+        return Shades(low, max(high, low), log=True)
+    return Shades(low, high, signed=signed)
+
+
+def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
+    """The grid on these axes, its first row on top."""
+    values, state = arrays(of)
+    colours = shades.of(values)
+    colours[state == grid.ABSENT] = (0, 0, 0, 0)
+    colours[state == grid.FAILED] = _rgba(FAILED)
+    colours[np.isin(state, (grid.NAN, grid.PLUS, grid.MINUS))] = _rgba(NOT_FINITE)
+    first, last = of.columns[0] - 0.5, of.last[-1] + 0.5
+    axes.set_facecolor(NOT_THERE)
+    axes.patch.set(hatch="////", edgecolor="#b5b5b5", linewidth=0)
+    pixels = (255 * colours + 0.5).astype(np.uint8)
+    rows = len(of.rows)
+    axes.imshow(pixels, extent=(first, last, rows, 0), aspect="auto", interpolation="none", zorder=1)
+    _marks(axes, of, state)
+    step = -(-rows // NAMED)
+    places = range(0, rows, step)
+    axes.set_yticks([place + 0.5 for place in places], [words(of.rows[place], 22) for place in places], usetex=False)
+    axes.tick_params(axis="y", length=0, labelsize=min(SMALL, max(4.5, 500 / max(rows / step, 1) / 10)))
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _marks(axes: Any, of: Grid, state: NDArray[np.uint8]) -> None:
+    middles = [(one + two) / 2 for one, two in zip(of.columns, of.last, strict=True)]
+    odd = {(grid.FAILED,): ("x", INK), (grid.NAN, grid.PLUS, grid.MINUS): ("x", "#ffffff")}
+    for kinds, (shape, colour) in odd.items():
+        cells = np.argwhere(np.isin(state, kinds))[:MARKS]
+        if len(cells):
+            across = [middles[column] for _, column in cells]
+            axes.plot(across, cells[:, 0] + 0.5, shape, color=colour, markersize=3, markeredgewidth=0.7, zorder=3)
+
+
+def _rgba(colour: str) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgba  # noqa: PLC0415 - an extra
+
+    return to_rgba(colour)
+
+
+def colour_scale(axes: Any, shades: Shades, unit: str) -> None:
+    """A strip under the right end of the title, with what its ends are worth."""
+    strip = axes.inset_axes((0.72, 1.03, 0.2, 0.0), transform=axes.transAxes)
+    figure = axes.figure
+    high = axes.get_position().height * figure.get_figheight() or 1.0
+    strip.set_position((0.72, 1.0, 0.2, 0.1))
+    strip.remove()
+    strip = axes.inset_axes((0.7, 1 + 0.06 / high, 0.2, 0.09 / high))
+    ramp = np.linspace(shades.low, shades.high, STEPS)
+    colours = shades.of(10**ramp if shades.log else ramp)[None]
+    strip.imshow((255 * colours + 0.5).astype(np.uint8), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
+    strip.set_axis_off()
+    low, top = shades.ends(unit)
+    for place, text, side in ((-0.03, low, "right"), (1.03, top, "left")):
+        strip.text(place, 0.4, text, transform=strip.transAxes, ha=side, va="center", fontsize=SMALL - 1, color=HAIRLINE)

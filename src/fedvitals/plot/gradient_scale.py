@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient scale coefficient of one run or of several, on a log axis where 0 is a level of its own.
+
+The paper (Bogacka et al. 2024) leaves two readings open; both are stored, and every picture says which it shows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedvitals.catalog import CATALOG
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, round_axis, sheet
+from fedvitals.plot.cohort_band import LEGEND, POINTS, draw_band
+from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.source import Which, opened
+from fedvitals.plot.style import COLOURS, words
+from fedvitals.store import Target, queries
+from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.series import Band, band
+from fedvitals.views.troubles import cases_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedvitals.diagnosis.cases import Case
+
+READINGS = {
+    "scale.gsc": "(1/√n)·‖J‖·‖logits‖/‖input‖",
+    "scale.sensitivity": "(1/√n)·‖J‖·‖input‖/‖logits‖",
+    "nonlinearity.nlc": "√(E tr(J·Cov·Jᵀ) / tr Cov)",
+}
+
+
+@drawn
+def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figure:
+    """The median client's gradient scale, and its spread over the clients; of several runs on one axis."""
+    if not runs:
+        raise ConfigError("gsc() needs a run, or several: fv.plot.gsc('baseline', 'exploding').")
+    if reading not in READINGS:
+        raise ConfigError(unknown("reading of the gradient scale", reading, READINGS))
+    found: list[tuple[str, Band]] = []
+    cases: list[Case] = []
+    for run in runs:
+        with opened(run, store) as (reader, chosen):
+            matrix = metric_matrix(reader, chosen, reading)
+            if matrix.nodes:
+                found.append((queries.get_run(reader, chosen).name, band(reading, matrix, POINTS)))
+                cases = cases_of(reader, chosen) if len(runs) == 1 else []
+    if not found:
+        return nothing(f"{reading} was not measured.", f"It needs {CATALOG[reading].needs}.")
+    return _draw(found, reading, cases)
+
+
+def _draw(found: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Figure:
+    figure, grid = sheet(1, 2.6)
+    axes = grid[0, 0]
+    head(axes, f"{reading} = {READINGS[reading]}", LEGEND if len(found) == 1 else "median client of each run; 5–95 %")
+    height = Height("log", np.concatenate([numbers(v) for _, one in found for v in (one.min, one.max)]))
+    ends = []
+    for place, (name, one) in enumerate(found):
+        colour = COLOURS[place % len(COLOURS)]
+        middle = height.of(numbers(one.median))
+        if len(found) == 1:
+            draw_band(axes, one, height, colour)
+        else:
+            axes.fill_between(
+                one.rounds, height.of(numbers(one.p5)), height.of(numbers(one.p95)), color=colour, alpha=0.15,
+                linewidth=0,
+            )  # fmt: skip
+            dashes = "solid" if place < len(COLOURS) else "dashed"
+            line(axes, one.rounds, middle.tolist(), colour, linestyle=dashes)
+        finite = np.flatnonzero(np.isfinite(middle))
+        if finite.size:
+            ends.append((words(name, 18), colour, float(one.rounds[finite[-1]]), float(middle[finite[-1]])))
+    height.dress(axes)
+    axes.set_ylabel(reading, labelpad=2)
+    if len(found) > 1:
+        label_ends(axes, ends)
+    flags(axes, cases)
+    round_axis(axes, [number for _, one in found for number in one.rounds])
+    return figure

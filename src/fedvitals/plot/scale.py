@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heights of values on an axis, where 0 of a log axis is a level of its own; and names at the ends of lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvitals.plot.style import HAIRLINE, SUPERSCRIPTS
+
+Floats = NDArray[np.float64]
+LABEL_GAP = 0.085  # of a panel's height, between two labels
+
+
+class Height:
+    """From values to heights on a linear axis, with the ticks that say so."""
+
+    def __init__(self, scale: str, values: Floats) -> None:
+        self.scale = scale
+        finite = values[np.isfinite(values)]
+        self.top = float(finite.max()) if finite.size else 1.0
+        positive = np.log10(finite[finite > 0])
+        self.decades = (float(positive.min()), float(positive.max())) if positive.size else (0.0, 0.0)
+        self.zeros = bool(np.any(finite == 0))
+        span = max(1.0, self.decades[1] - self.decades[0])
+        self.zero = math.floor(self.decades[0]) - max(0.5, 0.12 * span)
+
+    def of(self, values: Floats) -> Floats:
+        if self.scale != "log":
+            return np.where(np.isfinite(values), values, np.nan)
+        positive = np.isfinite(values) & (values > 0)
+        heights = np.log10(np.where(positive, values, 1.0))
+        return np.where(positive, heights, np.where(values == 0, self.zero, np.nan))
+
+    def dress(self, axes: Any) -> None:
+        if self.scale == "share":
+            top = 1.0 if self.top > 0.2 else max(0.01, 1.25 * self.top)
+            axes.set_ylim(0, top)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
+        elif self.scale == "log":
+            self._dress_log(axes)
+        else:
+            axes.margins(y=0.08)
+            axes.yaxis.set_major_formatter(lambda value, _: tick(value))
+
+    def _dress_log(self, axes: Any) -> None:
+        low, high = math.floor(self.decades[0]), math.ceil(self.decades[1])
+        high = max(high, low + 1)
+        step = -(-(high - low) // 5)
+        ticks: list[float] = [*range(low, high + 1, step)]
+        labels = [power(exponent) for exponent in range(low, high + 1, step)]
+        bottom: float = low
+        if self.zeros:
+            ticks, labels, bottom = [self.zero, *ticks], ["0", *labels], self.zero
+            axes.axhline((self.zero + low) / 2, color=HAIRLINE, linewidth=0.5, linestyle=(0, (1, 2)))
+        axes.set_yticks(ticks, labels)
+        margin = 0.05 * (high - bottom)
+        axes.set_ylim(bottom - margin, high + margin)
+
+
+def power(exponent: int) -> str:
+    return f"10{str(exponent).translate(SUPERSCRIPTS)}"
+
+
+def tick(value: float) -> str:
+    """Three digits; very small and very large ones as 2·10⁻⁸, so that no factor has to be read elsewhere."""
+    text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
+    if "e" in text:
+        mantissa, exponent = text.split("e")
+        text = f"{float(mantissa):g}·10{str(int(exponent)).translate(SUPERSCRIPTS)}"
+    return text.replace("-", "−")
+
+
+def label_ends(axes: Any, ends: Sequence[tuple[str, str, float, float]]) -> None:
+    """Each line's name at its end, moved apart where they would overlap, with a hairline to where the line ends.
+
+    An end is a name, a colour, and where the line stops.
+    """
+    low, high = axes.get_ylim()
+    ordered = sorted(ends, key=lambda end: end[3])
+    wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for _, _, _, y in ordered]
+    placed = _apart(wanted)
+    for (name, colour, x, y), at in zip(ordered, placed, strict=True):
+        axes.annotate(
+            name, (x, min(high, max(low, y))), (1.05, at), "data", "axes fraction", va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-", "linewidth": 0.6, "color": colour, "relpos": (0, 0.5), "shrinkA": 2,
+                "shrinkB": 0,
+            },
+        )  # fmt: skip
+
+
+def _apart(wanted: list[float]) -> list[float]:
+    """The same heights, in order, at least a label's height apart, moved as little as two passes can."""
+    placed = list(wanted)
+    for i in range(1, len(placed)):
+        placed[i] = max(placed[i], placed[i - 1] + LABEL_GAP)
+    excess = max(0.0, placed[-1] - 1.0) if placed else 0.0
+    for i in range(len(placed) - 1, -1, -1):
+        ceiling = placed[i + 1] - LABEL_GAP if i + 1 < len(placed) else placed[-1] - excess
+        placed[i] = min(placed[i], ceiling)
+    return placed

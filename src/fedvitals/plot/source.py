@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which run a picture is of: a name or id in a store, or one that is open already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fedvitals.diagnosis.cases import Case, is_trouble
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.records import is_client
+from fedvitals.store import Target, open_reader, queries
+from fedvitals.store.reader import Reader
+from fedvitals.views.troubles import culprits
+
+Which = str | tuple[Reader, str]
+"""A run: its id, the beginning of one, or a name (its newest run); or an open store and the same."""
+
+
+@contextmanager
+def opened(run: Which, store: Target = None) -> Iterator[tuple[Reader, str]]:
+    """The store and the run's id; ConfigError where there is no such run. What we opened is closed afterwards."""
+    if isinstance(run, tuple) and len(run) == 2 and isinstance(run[0], Reader):
+        reader, text = run
+        yield reader, queries.find_run(reader, text)
+        return
+    if not isinstance(run, str):
+        raise ConfigError(f"A run is a name, an id or (reader, id), got {type(run).__name__}.")
+    with open_reader(store) as reader:
+        yield reader, queries.find_run(reader, run)
+
+
+def check_sign(reader: Reader, run: str, sign: str) -> None:
+    """ConfigError for a sign that the run does not have; a run without any is only empty."""
+    known = queries.metric_names(reader, run)
+    if known and sign not in known:
+        raise ConfigError(unknown("vital sign of this run", sign, known))
+
+
+def check_client(reader: Reader, run: str, node: str) -> None:
+    known = [name for name in reader.history(run).nodes() if is_client(name)]
+    if node not in known:
+        raise ConfigError(unknown("client of this run", node, known))
+
+
+def suspects(cases: list[Case], most: int) -> list[str]:
+    """Clients that findings name, the worst first: those of troubles, else those of notes."""
+    chosen = [case for case in cases if is_trouble(case)] or cases
+    named = [node for case in chosen for node in culprits(case) if is_client(node)]
+    return list(dict.fromkeys(named))[:most]

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One metric of all clients over all rounds, as an array: what heat maps, bands and tables are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.records import natural
+
+Floats = npt.NDArray[np.float32]
+Reals = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Whole = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+CAP = 10.0  # robust deviations beyond this count as this: one wild round must not hide a client that is always wrong
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Band:
+    """Of each round: the cohort's extremes, its middle and how many clients told something; NaN where none did.
+
+    Of finite values: `odd` counts the others.
+    """
+
+    rounds: tuple[int, ...]
+    min: Reals
+    p5: Reals
+    median: Reals
+    p95: Reals
+    max: Reals
+    count: Whole
+    odd: Whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buckets:
+    """Neighbouring rounds as one column each, so that any number of rounds fits a screen and spikes survive."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    low: Floats  # smallest and largest finite value of each row, NaN where there is none
+    high: Floats
+    worst: Floats  # the value furthest from the cohort's median of its round; a NaN or an infinity before any number
+    there: Flags  # something was told
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """Values [nodes × rounds]. Rows may be anything that has a name: clients, layers."""
+
+    nodes: tuple[str, ...]
+    rounds: tuple[int, ...]
+    values: Floats  # NaN where nothing was told, and where NaN was
+    there: Flags
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return 3 * (self.values.nbytes + self.there.nbytes) + 200 * (len(self.nodes) + len(self.rounds))
+
+    def __getitem__(self, node: str) -> tuple[list[int], list[float]]:
+        """One row as a series: the rounds in which the node told something, and what."""
+        row = self.row(node)
+        if row is None:
+            return [], []
+        here = np.flatnonzero(self.there[row])
+        return [self.rounds[i] for i in here], self.values[row, here].astype(float).tolist()
+
+    def row(self, node: str) -> int | None:
+        """Where a node's row is."""
+        places: dict[str, int] = self._once("rows", lambda: {name: i for i, name in enumerate(self.nodes)})
+        return places.get(node)
+
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
+
+    def take(
+        self, rows: Sequence[int] | Whole | None = None, first: int | None = None, last: int | None = None
+    ) -> Matrix:
+        """Some rows in that order, and the rounds from `first` to `last` (both included)."""
+        low, high = self.span(first, last)
+        if rows is None and (low, high) == (0, len(self.rounds)):
+            return self
+        nodes = self.nodes if rows is None else tuple(self.nodes[i] for i in rows)
+        chosen = slice(None) if rows is None else np.asarray(rows, np.int64)
+        known = {"deviations": self.deviations()[chosen, low:high]}  # from the whole cohort, also of a few rows
+        return Matrix(nodes, self.rounds[low:high], self.values[chosen, low:high], self.there[chosen, low:high], known)
+
+    def span(self, first: int | None, last: int | None) -> tuple[int, int]:
+        """The places of the rounds from `first` to `last` (both included), as a slice has them."""
+        numbers = np.asarray(self.rounds)
+        low = 0 if first is None else int(np.searchsorted(numbers, first))
+        return low, max(low, len(numbers) if last is None else int(np.searchsorted(numbers, last, "right")))
+
+    def band(self) -> Band:
+        return self._once("band", self._band)
+
+    def _band(self) -> Band:
+        ordered, counts = self._ordered()
+        low, p5, median, p95, high = (_quantile(ordered, counts, share) for share in (0.0, 0.05, 0.5, 0.95, 1.0))
+        told = self.there.sum(axis=0)
+        return Band(self.rounds, low, p5, median, p95, high, told, told - counts)
+
+    def _ordered(self) -> tuple[Floats, Whole]:
+        """The finite values of each round, sorted along the rows, and how many there are."""
+        return self._once("ordered", lambda: _sorted(np.where(np.isfinite(self.values), self.values, np.nan).T))
+
+    def deviations(self) -> Floats:
+        """How far each value is from the median of its round, in robust standard deviations, with its sign.
+
+        NaN where there is no finite value. In a round where most are equal, the mean deviation stands for the median
+        one; where all are equal, nobody deviates.
+        """
+        return self._once("deviations", self._deviations)
+
+    def _deviations(self) -> Floats:
+        ordered, counts = self._ordered()
+        middle = _quantile(ordered, counts, 0.5)
+        away = (self.values - middle).astype(np.float32)
+        away[~np.isfinite(self.values)] = np.nan
+        spread, _ = _sorted(np.abs(away).T)
+        scale = 1.4826 * _quantile(spread, counts, 0.5)
+        mean = 1.2533 * np.nansum(spread, axis=1) / np.maximum(counts, 1)
+        # Float32 has seven digits: what differs by less is equal.
+        least = np.maximum(1e-6 * np.abs(np.nan_to_num(middle)), 1e-30)
+        scale = np.maximum(np.where(scale > least, scale, mean), least)
+        return np.asarray(away / scale, np.float32)
+
+    def scores(self) -> Reals:
+        """How far each row is from the cohort: the mean size of its deviations; infinite with a NaN or an infinity.
+
+        Newer rounds weigh more: half as much a tenth of the rounds ago (at least five).
+        """
+        return self._once("scores", self._scores)
+
+    def _scores(self) -> Reals:
+        if not self.rounds:
+            return np.zeros(len(self.nodes))
+        numbers = np.asarray(self.rounds, float)
+        weights = 0.5 ** ((numbers[-1] - numbers) / max(5.0, 0.1 * (numbers[-1] - numbers[0])))
+        sizes = np.minimum(np.abs(self.deviations()), CAP)
+        known = np.isfinite(sizes)
+        total = known.astype(np.float32) @ weights
+        mean = np.where(known, sizes, 0) @ weights / np.where(total > 0, total, 1)
+        odd = (self.there & ~np.isfinite(self.values)).any(axis=1)
+        return np.where(odd, np.inf, mean)
+
+    def worst_first(self) -> Whole:
+        """The rows, those furthest from the cohort first; who told a NaN or an infinity comes before them."""
+        return self._once("worst", lambda: np.argsort(-self.scores(), kind="stable"))
+
+    def extent(self) -> tuple[float, float, float, float] | None:
+        """Smallest, 2nd percentile, 98th percentile and largest of the finite values; None where there are none."""
+        return self._once("extent", self._extent)
+
+    def _extent(self) -> tuple[float, float, float, float] | None:
+        finite = self.values[np.isfinite(self.values)]
+        if not len(finite):
+            return None
+        low, high = np.percentile(finite, (2, 98)).tolist()
+        return float(finite.min()), low, high, float(finite.max())
+
+    def bucket(self, columns: int) -> Buckets:
+        """At most that many columns; each joins as many neighbouring rounds as the others (the last may have fewer)."""
+        width = max(1, math.ceil(len(self.rounds) / max(1, columns)))
+        return self._once(("bucket", width), lambda: self._bucket(width))
+
+    def _bucket(self, width: int) -> Buckets:
+        first, last = self.rounds[::width], (*self.rounds[width - 1 :: width],)
+        last = last if len(last) == len(first) else (*last, self.rounds[-1])
+        finite = np.isfinite(self.values)
+        if width == 1:
+            known = np.where(finite, self.values, np.float32(np.nan))
+            return Buckets(first, last, known, known, self.values, self.there)
+        # A NaN or an infinity before any number, and any number before nothing.
+        rank = np.where(finite, np.abs(self.deviations()), np.where(self.there, np.inf, -1)).astype(np.float32)
+        place = _blocks(rank, width, -1).argmax(axis=2)[..., None]
+        worst = np.take_along_axis(_blocks(self.values, width, np.nan), place, axis=2)[..., 0]
+        low = _blocks(np.where(finite, self.values, np.float32(np.inf)), width, np.inf).min(axis=2)
+        high = _blocks(np.where(finite, self.values, np.float32(-np.inf)), width, -np.inf).max(axis=2)
+        there: Flags = np.asarray(_blocks(self.there, width, False).any(axis=2))
+        low[low == np.inf], high[high == -np.inf] = np.nan, np.nan
+        return Buckets(first, last, low, high, worst, there)
+
+
+def _sorted(values: Floats) -> tuple[Floats, Whole]:
+    """Each row sorted, NaN at its end, and how many numbers it has."""
+    ordered = np.ascontiguousarray(values)
+    ordered = np.sort(ordered, axis=1)
+    return ordered, np.asarray(ordered.shape[1] - np.isnan(ordered).sum(axis=1), np.int64)
+
+
+def _quantile(ordered: Floats, counts: Whole, share: float) -> Reals:
+    """A quantile of each row, between two neighbours in proportion; NaN where the row has no number."""
+    if not ordered.shape[1]:
+        return np.full(len(ordered), np.nan)
+    place = share * np.maximum(counts - 1, 0)
+    below = np.floor(place).astype(np.int64)
+    above = np.minimum(below + 1, np.maximum(counts - 1, 0))
+    rows = np.arange(len(ordered))
+    low, high = ordered[rows, below].astype(float), ordered[rows, above].astype(float)
+    return np.asarray(low + (high - low) * (place - below))
+
+
+def _blocks(values: npt.NDArray[Any], width: int, nothing: Any) -> npt.NDArray[Any]:
+    """[rows × columns] as [rows × blocks × width], the last block filled up."""
+    rows, columns = values.shape
+    missing = -columns % width
+    return np.pad(values, ((0, 0), (0, missing)), constant_values=nothing).reshape(
+        rows, (columns + missing) // width, width
+    )
+
+
+def single(values: npt.ArrayLike) -> Floats:
+    """As float32; what is finite stays so."""
+    wide = np.asarray(values, float)
+    clipped = np.where(np.isfinite(wide), np.clip(wide, -_LARGEST, _LARGEST), wide)
+    return np.asarray(clipped, np.float32)
+
+
+def matrix_of(nodes: Sequence[str], rounds: Sequence[int], values: npt.ArrayLike, there: Any = None) -> Matrix:
+    """A matrix of what is at hand, for example layers × rounds; without `there`, NaN is nothing told."""
+    numbers = single(values)
+    known = ~np.isnan(numbers) if there is None else np.asarray(there, bool)
+    return Matrix(tuple(nodes), tuple(int(number) for number in rounds), numbers, known)
+
+
+EMPTY = matrix_of((), (), np.empty((0, 0)))
+
+
+def by_name(names: Sequence[str]) -> list[int]:
+    """The order in which people look for names."""
+    return sorted(range(len(names)), key=lambda i: natural(names[i]))
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """A series with at most so many points: the last value of each bucket, and its extremes."""
+
+    rounds: list[int]  # last of each bucket
+    values: list[float]
+    low: list[float]
+    high: list[float]
+    shown_of: int  # how many there were
+
+
+def buckets(rounds: Sequence[int], values: Sequence[float], points: int) -> Points:
+    """A series in at most `points` points. Spikes survive: `low` and `high` are the extremes of what was joined.
+
+    A value that is not finite stands for its bucket, since it is what one must not overlook.
+    """
+    numbers = np.asarray(values, float)
+    width = max(1, math.ceil(len(numbers) / max(1, points)))
+    if width == 1:
+        same = numbers.tolist()
+        return Points([int(number) for number in rounds], same, same, same, len(numbers))
+    finite = np.isfinite(numbers)
+    low = _blocks(np.where(finite, numbers, np.inf)[None], width, np.inf).min(axis=2)[0]
+    high = _blocks(np.where(finite, numbers, -np.inf)[None], width, -np.inf).max(axis=2)[0]
+    ends = np.minimum(np.arange(width - 1, len(numbers) + width - 1, width), len(numbers) - 1)
+    odd = _blocks(~finite[None], width, False)[0]
+    shown = np.where(odd.any(axis=1), np.arange(len(ends)) * width + odd.argmax(axis=1), ends)
+    low[np.isinf(low)], high[np.isinf(high)] = np.nan, np.nan
+    return Points([int(rounds[i]) for i in ends], numbers[shown].tolist(), low.tolist(), high.tolist(), len(numbers))

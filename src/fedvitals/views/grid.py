@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A heat map as data: numbers in base64, so that 10⁵ cells travel and are read in milliseconds."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.store.reader import Reader
+from fedvitals.views.cohort import Floats, Matrix
+
+VALUE, ABSENT, FAILED, NAN, PLUS, MINUS = range(6)  # what `Grid.state` says of a cell
+
+# Events about a client that was asked, and from whom nothing of use came.
+FAILURES = ("client.failed", "client.dropped_out", "worker.lost", "update.lost", "update.refused")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Rows × columns. A column joins the rounds from `columns` to `last`; of these, a cell shows the worst."""
+
+    rows: tuple[str, ...]
+    columns: tuple[int, ...]
+    last: tuple[int, ...]
+    values: str  # base64 of float32, little endian, row by row
+    state: str  # base64 of uint8
+    low: float | None  # 2nd and 98th percentile of all finite values, of which these rows may be a page
+    high: float | None
+    smallest: float | None
+    largest: float | None
+    total_rows: int
+    total_columns: int
+    unit: str
+    title: str
+
+
+def failures(reader: Reader, run: str) -> set[tuple[str, int]]:
+    """Client and round of all that failed, dropped out, or whose update was lost or refused."""
+    marks = ", ".join("?" * len(FAILURES))
+    found = reader.database.rows(
+        "SELECT node.text, e.round FROM event AS e JOIN symbol AS name ON name.id = e.name "  # noqa: S608 - our own words
+        "JOIN symbol AS node ON node.id = e.node WHERE e.run = (SELECT id FROM symbol WHERE text = ?) "
+        f"AND name.text IN ({marks}) AND e.round IS NOT NULL",
+        (run, *FAILURES),
+    )
+    return set(found)
+
+
+def make_grid(
+    matrix: Matrix,
+    *,
+    rows: Sequence[str] | None = None,
+    sort: str = "worst",
+    offset: int = 0,
+    limit: int | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    columns: int = 400,
+    failed: Collection[tuple[str, int]] = (),
+    unit: str = "",
+    title: str = "",
+) -> Grid:
+    """Rounds `first` to `last` of a page of rows: those named, else all, by `sort` («worst», «name» or «given»)."""
+    seen = matrix.take(None, first, last)
+    order = _order(seen, rows, sort)
+    page = order[offset : None if limit is None else offset + limit]
+    joined = seen.bucket(columns)
+    values, there = joined.worst[page], joined.there[page]
+    smallest, low, high, largest = seen.extent() or (None, None, None, None)
+    names = tuple(seen.nodes[i] for i in page)
+    return Grid(
+        rows=names,
+        columns=joined.first,
+        last=joined.last,
+        values=packed(np.where(np.isfinite(values), values, np.float32(0))),
+        state=packed(_state(values, there, _struck(names, joined.last, joined.first, failed))),
+        low=low,
+        high=high,
+        smallest=smallest,
+        largest=largest,
+        total_rows=len(order),
+        total_columns=len(seen.rounds),
+        unit=unit,
+        title=title,
+    )
+
+
+def _order(matrix: Matrix, rows: Sequence[str] | None, sort: str) -> list[int]:
+    if rows is None:
+        chosen = list(range(len(matrix.nodes)))
+    else:
+        chosen = [row for row in (matrix.row(name) for name in rows) if row is not None]
+    if sort == "worst":
+        wanted = set(chosen)
+        return [int(row) for row in matrix.worst_first() if int(row) in wanted]
+    return sorted(chosen) if sort == "name" else chosen
+
+
+def _struck(
+    names: Sequence[str], last: Sequence[int], first: Sequence[int], failed: Collection[tuple[str, int]]
+) -> npt.NDArray[np.bool_]:
+    """Which cells have a failure."""
+    struck = np.zeros((len(names), len(last)), bool)
+    places = {name: i for i, name in enumerate(names)}
+    ends = np.asarray(last)
+    for node, number in failed:
+        row = places.get(node)
+        if row is not None and first and first[0] <= number <= last[-1]:
+            struck[row, int(np.searchsorted(ends, number))] = True
+    return struck
+
+
+def _state(values: Floats, there: npt.NDArray[np.bool_], struck: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    """The worst of what a cell joins: a number that is none, a failure, a value, nothing."""
+    state = np.full(values.shape, ABSENT, np.uint8)
+    state[there] = VALUE
+    state[struck] = FAILED
+    state[there & np.isnan(values)] = NAN
+    state[there & (values == np.inf)] = PLUS
+    state[there & (values == -np.inf)] = MINUS
+    return state
+
+
+def packed(numbers: npt.NDArray[np.generic]) -> str:
+    """An array as base64, little endian."""
+    return base64.b64encode(np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("<")).tobytes()).decode()

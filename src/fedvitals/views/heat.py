@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heat maps over the rounds: clients by a sign of theirs, layers by a statistic. The rows in trouble come first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from fedvitals.catalog import CATALOG
+from fedvitals.diagnosis.cases import rank
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.records import natural
+from fedvitals.stats import FAMILIES, derive, statistics_of
+from fedvitals.store.reader import Reader
+from fedvitals.views.cohort import Matrix, matrix_of
+from fedvitals.views.grid import Grid, failures, make_grid
+from fedvitals.views.matrix import metric_matrix, whole_layers
+
+Sort = Literal["worst", "name", "value"]
+
+
+def client_grid(
+    reader: Reader,
+    run: str,
+    sign: str,
+    *,
+    sort: Sort = "worst",
+    offset: int = 0,
+    limit: int = 1000,
+    columns: int = 500,
+    first: int | None = None,
+    last: int | None = None,
+) -> Grid:
+    """One sign of the clients. «Worst»: who is in trouble now, then who lies furthest from the others."""
+    matrix = metric_matrix(reader, run, sign)
+    known = CATALOG.get(sign)
+    return make_grid(
+        matrix,
+        rows=ordered(matrix.take(None, first, last), sort, in_trouble(reader, run) if sort == "worst" else ()),
+        sort="given",
+        offset=offset,
+        limit=limit,
+        first=first,
+        last=last,
+        columns=columns,
+        failed=failures(reader, run),
+        unit=known.unit if known else "",
+        title=known.meaning if known else sign,
+    )
+
+
+def ordered(matrix: Matrix, sort: Sort, leading: Sequence[str] = ()) -> list[str]:
+    """The rows' names; by «value», the largest mean first."""
+    if sort == "name":
+        return sorted(matrix.nodes, key=natural)
+    if sort == "worst":
+        own = set(matrix.nodes)
+        lead = [node for node in leading if node in own]
+        rest = set(lead)
+        return [*lead, *(matrix.nodes[i] for i in matrix.worst_first() if matrix.nodes[i] not in rest)]
+    finite = np.isfinite(matrix.values)
+    counts = finite.sum(axis=1)
+    means = np.where(finite, matrix.values, 0).sum(axis=1, dtype=float) / np.maximum(counts, 1)
+    return [matrix.nodes[i] for i in np.argsort(-np.where(counts > 0, means, -np.inf), kind="stable")]
+
+
+def in_trouble(reader: Reader, run: str) -> list[str]:
+    """Clients by their worst finding: severity, then how sure; muted ones too, since they are who to look at."""
+    found = reader.database.rows(
+        "SELECT node.text, severity.text, MAX(f.confidence) FROM finding AS f JOIN symbol AS node ON node.id = f.node "
+        "JOIN symbol AS severity ON severity.id = f.severity WHERE f.run = (SELECT id FROM symbol WHERE text = ?) "
+        "GROUP BY node.text, severity.text",
+        (run,),
+    )
+    serious = [row for row in found if row[1] != "note"]
+    order = sorted(serious, key=lambda row: (rank(row[1]), -(row[2] or 0.0), natural(row[0])))
+    return list(dict.fromkeys(row[0] for row in order))
+
+
+def layer_grid(
+    reader: Reader,
+    run: str,
+    family: str,
+    statistic: str,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    columns: int = 500,
+) -> Grid:
+    """One statistic of the federation's layers, in the order of the model."""
+    if family not in FAMILIES:
+        raise ConfigError(unknown("family", family, FAMILIES))
+    if statistic not in statistics_of(family):
+        raise ConfigError(unknown(f"statistic of family '{family}'", statistic, statistics_of(family)))
+    rounds, layers, numbers = whole_layers(reader, run, family)
+    values = derive(family, numbers, statistic).T if len(rounds) else np.empty((len(layers), 0))
+    matrix = matrix_of(layers, rounds, values)
+    return make_grid(
+        matrix, rows=list(layers), sort="given", first=first, last=last, columns=columns, title=f"{family} {statistic}"
+    )

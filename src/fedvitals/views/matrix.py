@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A metric of all clients out of the store, in one walk over an index; and remembered, so that only news is read."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedvitals.records import is_client
+from fedvitals.store.reader import Reader
+from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, buckets, by_name, single
+
+__all__ = ["Matrices", "Matrix", "buckets", "metric_matrices", "metric_matrix", "share"]
+
+BYTES = 256_000_000  # of matrices that are remembered
+SEEKS = 2000  # of single cells; beyond that a walk over all is quicker
+
+# Told by a node about itself as a whole in a round. The plus keeps the planner from the index on runs.
+_TOLD = "m.round IS NOT NULL AND m.node IS NOT NULL AND m.layer IS NULL"
+_WALK = f"FROM metric AS m WHERE m.run = ? AND m.name = ? AND {_TOLD} AND m.arrival <= ?"
+_NEWS = f"FROM metric AS m WHERE m.arrival > ? AND m.arrival <= ? AND +m.run = ? AND {_TOLD}"
+
+
+@dataclass(slots=True)
+class _Held:
+    """A metric as it was last read, nodes by number, in the order of their names."""
+
+    nodes: Whole
+    matrix: Matrix
+
+
+def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
+    """All of one metric."""
+    found = reader.database.rows(f"SELECT m.round, m.node, m.value {_WALK}", (run, name, until))
+    if not found:
+        return _Held(np.empty(0, np.int64), EMPTY)
+    table = np.array(found, float)
+    if _twice(table[:, 0], table[:, 1]):
+        found = reader.database.rows(f"SELECT m.round, m.node, m.value, m.at, m.arrival {_WALK}", (run, name, until))
+        table = np.array(found, float)
+        # The newest last, so that it is the one that stays.
+        table = table[np.lexsort((table[:, 4], table[:, 3]))]
+    rounds, columns = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
+    nodes, rows = np.unique(table[:, 1].astype(np.int64), return_inverse=True)
+    values = np.full((len(nodes), len(rounds)), np.nan, np.float32)
+    there = np.zeros(values.shape, bool)
+    values[rows, columns], there[rows, columns] = single(table[:, 2]), True
+    return _arranged(reader, nodes, rounds, values, there)
+
+
+def _twice(rounds: Reals, nodes: Reals) -> bool:
+    """Whether a node told something twice in one round."""
+    # Both fit into float64 as whole numbers, which sorts faster than pairs.
+    keys = rounds.astype(np.int64) * (int(nodes.max()) + 1) + nodes.astype(np.int64)
+    ordered = np.sort(keys)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
+def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there: Any) -> _Held:
+    """Clients only, in the order of their names; rounds without any of them go."""
+    names = reader.names.texts(nodes.tolist())
+    order = [i for i in by_name(names) if is_client(names[i])]
+    values, there = values[order], there[order]
+    some = there.any(axis=0)
+    if not some.all():
+        rounds, values, there = rounds[some], values[:, some], there[:, some]
+    matrix = Matrix(tuple(names[i] for i in order), tuple(rounds.tolist()), values, there)
+    return _Held(nodes[order], matrix)
+
+
+def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_Held, Whole]:
+    """The same with room for these nodes and rounds, and the rounds as an array."""
+    before = np.asarray(held.matrix.rounds, np.int64)
+    columns = np.union1d(before, rounds)
+    numbers = np.concatenate([held.nodes, np.setdiff1d(nodes, held.nodes)])
+    values = np.full((len(numbers), len(columns)), np.nan, np.float32)
+    there = np.zeros(values.shape, bool)
+    here = np.ix_(np.arange(len(held.nodes)), np.searchsorted(columns, before))
+    values[here], there[here] = held.matrix.values, held.matrix.there
+    if len(numbers) > len(held.nodes):
+        names = reader.names.texts(numbers.tolist())
+        order = by_name(names)
+        numbers, values, there = numbers[order], values[order], there[order]
+        kept = tuple(names[i] for i in order)
+    else:
+        kept = held.matrix.nodes
+    return _Held(numbers, Matrix(kept, tuple(columns.tolist()), values, there)), columns
+
+
+def _cell(reader: Reader, run: int, name: int, node: int, round_: int, until: int) -> float:
+    """The newest value of one node in one round."""
+    found = reader.database.rows(
+        f"SELECT m.value {_WALK} AND m.round = ? AND m.node = ? ORDER BY m.at DESC, m.arrival DESC LIMIT 1",
+        (run, name, until, round_, node),
+    )
+    return float("nan") if not found or found[0][0] is None else float(found[0][0])
+
+
+def _added(reader: Reader, key: tuple[int, int], held: _Held, news: Reals, until: int) -> _Held:
+    """The same with what has come since: round, node and value of each; the key is run and name."""
+    nodes = news[:, 1].astype(np.int64)
+    known = np.unique(nodes)
+    clients = {n for n, text in zip(known.tolist(), reader.names.texts(known.tolist()), strict=True) if is_client(text)}
+    mine = np.isin(nodes, np.array(sorted(clients), np.int64))
+    news, nodes = news[mine], nodes[mine]
+    if not len(news):
+        return held
+    rounds = news[:, 0].astype(np.int64)
+    grown, columns = _grown(reader, held, np.unique(nodes), np.unique(rounds))
+    order = np.argsort(grown.nodes)
+    rows = order[np.searchsorted(grown.nodes, nodes, sorter=order)]
+    cells = rows * len(columns) + np.searchsorted(columns, rounds)
+    values, there = grown.matrix.values.reshape(-1), grown.matrix.there.reshape(-1)
+    different, counts = np.unique(cells, return_counts=True)
+    twice = different[(counts > 1) | there[different]]
+    if len(twice) > SEEKS:
+        return _read(reader, *key, until)
+    values[cells], there[cells] = single(news[:, 2]), True
+    for cell in twice.tolist():
+        row, column = divmod(cell, len(columns))
+        values[cell] = single(_cell(reader, *key, int(grown.nodes[row]), int(columns[column]), until))
+    return grown
+
+
+class _Run:
+    """What is remembered of one run: all its metrics are as of the same arrival."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.until = -1
+        self.metrics: dict[int, _Held] = {}
+
+    def refresh(self, reader: Reader, run: int) -> None:
+        """Read what has come since the last time, of all metrics that are held."""
+        newest = _newest(reader, run, self.until)
+        if newest < self.until:
+            self.metrics.clear()
+        elif newest > self.until and self.metrics:
+            found = reader.database.rows(f"SELECT m.name, m.round, m.node, m.value {_NEWS}", (self.until, newest, run))
+            news = np.array(found, float).reshape(-1, 4)
+            for name, held in list(self.metrics.items()):
+                mine = news[news[:, 0] == name][:, 1:]
+                if len(mine):
+                    self.metrics[name] = _added(reader, (run, name), held, mine, newest)
+        self.until = newest
+
+
+def _newest(reader: Reader, run: int, known: int) -> int:
+    """Up to which arrival the run can be read now without missing anything later."""
+    if not reader.database.dialect.shared:
+        return int(reader.database.rows("SELECT COALESCE(MAX(arrival), 0) FROM metric")[0][0])
+    # Several may write at once, and numbers of one may be seen before smaller ones of another. Those of one run come
+    # in turns.
+    ((newest,),) = reader.database.rows(
+        "SELECT MAX(m.arrival) FROM metric AS m WHERE m.arrival > ? AND +m.run = ?", (known, run)
+    )
+    return known if newest is None else int(newest)
+
+
+def _epoch(reader: Reader) -> int:
+    """What changes when rows are removed: whoever does that gives the space back."""
+    shared = reader.database.dialect.shared
+    sql = "SELECT pg_relation_filenode('metric')" if shared else "PRAGMA schema_version"
+    return int(reader.database.rows(sql)[0][0])
+
+
+class Matrices:
+    """Remembered metrics of one store, for any number of threads; each thread brings its own reader."""
+
+    def __init__(self, most: int = BYTES) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._epoch = -1
+        self._runs: dict[str, _Run] = {}
+        self._used: OrderedDict[tuple[str, int], int] = OrderedDict()  # bytes, the longest unused first
+
+    def matrix(self, reader: Reader, run: str, name: str) -> Matrix:
+        """Every client's newest value of a metric in each round."""
+        number, metric = reader.names.number(run), reader.names.number(name)
+        if number is None or metric is None:
+            return EMPTY
+        epoch = _epoch(reader)
+        with self._lock:
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._runs.clear()
+                self._used.clear()
+            remembered = self._runs.setdefault(run, _Run())
+        with remembered.lock:
+            remembered.refresh(reader, number)
+            held = remembered.metrics.get(metric)
+            if held is None:
+                held = remembered.metrics[metric] = _read(reader, number, metric, remembered.until)
+        self._note(run, metric, held.matrix.nbytes)
+        return held.matrix
+
+    def _note(self, run: str, metric: int, size: int) -> None:
+        """Forget what was not used for longest, if it is too much."""
+        with self._lock:
+            self._used[run, metric] = size
+            self._used.move_to_end((run, metric))
+            total = sum(self._used.values())
+            while total > self._most and len(self._used) > 1:
+                (old, gone), bytes_ = self._used.popitem(last=False)
+                total -= bytes_
+                if old in self._runs:
+                    self._runs[old].metrics.pop(gone, None)
+
+    def forget(self, run: str) -> None:
+        with self._lock:
+            self._runs.pop(run, None)
+            for key in [key for key in self._used if key[0] == run]:
+                del self._used[key]
+
+
+_SHARED: weakref.WeakKeyDictionary[Reader, Matrices] = weakref.WeakKeyDictionary()
+
+
+def share(reader: Reader, matrices: Matrices) -> None:
+    """Let `metric_matrix` with this reader remember there."""
+    _SHARED[reader] = matrices
+
+
+def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
+    """Every client's newest value of a metric in each round: remembered where the reader shares `Matrices`."""
+    return (_SHARED.get(reader) or Matrices()).matrix(reader, run, name)
+
+
+def metric_matrices(reader: Reader, run: str, names: Sequence[str]) -> dict[str, Matrix]:
+    """Several metrics, each of its own shape: one may be there for other clients and rounds than another."""
+    return {name: metric_matrix(reader, run, name) for name in names}

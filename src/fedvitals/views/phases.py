@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rounds' time went to, and their bytes, out of the metrics that the monitor stored as each round ended.
+
+The exact parts of one round come from its Spans (see `views.round`); over hundreds of rounds and thousands of clients
+they would be half a million records, and these sums say the same in a dozen numbers a round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.stats import Array
+from fedvitals.store.reader import Reader
+from fedvitals.views.cohort import Matrix
+from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.series import Numbers, between, bucket_of, json_numbers
+
+# As they follow each other in a round; the words of the profile, and of `bottleneck.*`.
+PARTS = {
+    "download": "download",
+    "data": "data_loading",
+    "compute": "compute",
+    "upload": "upload",
+    "aggregate": "aggregation",
+    "server": "server",
+}
+REST = "wait"  # what nobody worked in on the critical path
+UNTOLD = "not told apart"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    values: Numbers  # seconds, of the slowest round of each bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    clock: str  # «real», or «virtual» where the lab's clock tells
+    rounds: list[int]  # of each bucket, the slowest round
+    first: list[int]  # the first round of the bucket
+    last: list[int]
+    parts: list[Part]
+    sent: Numbers  # bytes that the clients sent in these rounds
+    received: Numbers
+    total: int  # rounds that were timed
+
+
+def phases(reader: Reader, run: str, points: int, first: int | None = None, last: int | None = None) -> Phases:
+    """Seconds by part of each round; of a bucket of rounds, those of its slowest, so that no slow round is hidden."""
+    history = reader.history(run)
+    clock, name = "virtual", "time.round_virtual"
+    rounds, seconds = history.series(name, None)
+    if not rounds:
+        clock, name = "real", "time.round"
+        rounds, seconds = history.series(name, None)
+    cut = between(rounds, first, last)
+    rounds, lengths = rounds[cut], np.asarray(seconds[cut], dtype=float)
+    chosen, begins, ends = _slowest(rounds, lengths, points)
+    numbers = [rounds[i] for i in chosen]
+    lengths = np.nan_to_num(lengths[chosen], nan=0.0, posinf=0.0, neginf=0.0)
+    parts, told = {}, np.zeros(len(chosen), dtype=bool)
+    for part, stored in PARTS.items():
+        shares = dict(zip(*history.series(f"bottleneck.{stored}", None), strict=True))
+        told |= np.array([number in shares for number in numbers], dtype=bool)
+        own = np.nan_to_num(np.array([shares.get(number, 0.0) for number in numbers])) * lengths
+        if own.any():
+            parts[part] = own
+    rest = np.maximum(lengths - sum(parts.values(), np.zeros(len(chosen))), 0.0)
+    parts[REST], parts[UNTOLD] = np.where(told, rest, 0.0), np.where(told, 0.0, rest)
+    return Phases(
+        clock=clock,
+        rounds=numbers,
+        first=begins,
+        last=ends,
+        parts=[Part(part, json_numbers(values)) for part, values in parts.items() if values.any()],
+        sent=_sums(metric_matrix(reader, run, "traffic.sent"), numbers),
+        received=_sums(metric_matrix(reader, run, "traffic.received"), numbers),
+        total=len(rounds),
+    )
+
+
+def _slowest(rounds: list[int], lengths: Array, points: int) -> tuple[list[int], list[int], list[int]]:
+    """Of each bucket: where its slowest round stands, its first and its last round."""
+    told, begins = np.unique(bucket_of(rounds, points), return_index=True)
+    ends = [*begins[1:].tolist(), len(rounds)]
+    filled = np.nan_to_num(lengths, nan=-1.0)
+    spans = list(zip(begins.tolist(), ends, strict=True))
+    chosen = [begin + int(np.argmax(filled[begin:end])) for begin, end in spans]
+    return chosen, [rounds[begin] for begin, _ in spans], [rounds[end - 1] for _, end in spans]
+
+
+def _sums(matrix: Matrix, rounds: list[int]) -> Numbers:
+    """The clients' sum in each of these rounds; None where none was told."""
+    place = {number: i for i, number in enumerate(matrix.rounds)}
+    total = np.nansum(matrix.values.astype(float), axis=0) if matrix.values.size else np.empty(0)
+    some = matrix.there.any(axis=0) if matrix.values.size else np.empty(0, dtype=bool)
+    return [
+        float(total[i]) if (i := place.get(number, -1)) >= 0 and some[i] and np.isfinite(total[i]) else None
+        for number in rounds
+    ]

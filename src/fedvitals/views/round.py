@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One round: what every node did and when, the chain that made it as long as it was, and who waited for whom.
+
+Only that round's Spans are read: a run of a thousand clients and rounds has a million of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedvitals.catalog import CATALOG
+from fedvitals.errors import ConfigError
+from fedvitals.profiling.critical import Link, Path, critical_path
+from fedvitals.profiling.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
+from fedvitals.profiling.verdict import judge_round
+from fedvitals.records import Span, natural
+from fedvitals.store import queries
+from fedvitals.store.paging import records_of_kind
+from fedvitals.store.reader import Reader
+
+SORTS = ("slowest", "name")
+SLOWEST = 10  # rounds that are named as the slowest
+NAMED = 5  # nodes that a line about waiting names
+CLOCKS = {"real": "time.round", "virtual": "time.round_virtual"}
+SHOWN = (  # metrics of a round's table, unless others are asked for; of these, what was measured
+    "loss", "accuracy", "fit.loss_before", "fit.loss_after", "gradient.norm", "update.norm", "update.cosine_mean",
+    "scale.gsc", "samples", "steps", "time.client", "time.client_virtual", "memory.resident", "traffic.sent",
+    "traffic.received",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LanePart:
+    name: str
+    start: float  # seconds since the round began
+    seconds: float
+    critical: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One node's round."""
+
+    node: str
+    kind: str  # «server», «edge», «client»
+    group: str | None
+    busy: float
+    on_path: bool
+    waits_for: str | None
+    failed: bool
+    parts: tuple[LanePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Nodes that waited for one other."""
+
+    whom: str
+    nodes: tuple[str, ...]  # the first few
+    count: int
+    seconds: float  # all of theirs
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLength:
+    round: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPage:
+    run: str
+    round: int
+    clock: str
+    clocks: tuple[str, ...]
+    timed: bool  # False: nothing of this round was timed
+    complete: bool  # False: it has no end yet, or it failed
+    seconds: float | None
+    headline: str
+    kind: str | None  # what it is bound by
+    share: float | None
+    shares: Mapping[str, float]  # of the critical path, by kind of work
+    previous: int | None
+    next: int | None
+    slowest: tuple[RoundLength, ...]  # rounds, the longest first
+    place: int | None  # of this round among all, 1 is the longest
+    rounds: int
+    path: tuple[LanePart, ...]
+    lanes: tuple[Lane, ...]
+    total: int  # nodes
+    waited: tuple[Waited, ...]
+    folded: bool  # parts of some node are sums, laid out one after the other
+    unaccounted: float | None  # largest share of a node's round that no part explains
+    left_out: int  # Spans that cannot be true
+    in_turns: bool  # clients shared a process, so each waits for all the others
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRow:
+    node: str
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundColumn:
+    name: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTable:
+    run: str
+    round: int
+    columns: tuple[RoundColumn, ...]
+    whole: tuple[float | None, ...]  # the federation's own values
+    rows: tuple[RoundRow, ...]
+    total: int
+    sort: str
+
+
+def round_page(
+    reader: Reader,
+    run: str,
+    number: int,
+    *,
+    clock: str | None = None,
+    sort: str = "slowest",
+    limit: int = 200,
+    offset: int = 0,
+) -> RoundPage:
+    """A round's waterfall, its critical path and its neighbours; lanes of nodes are limited, the path is not."""
+    rounds = reader.history(run).rounds()
+    if number not in set(rounds):
+        there = f"It has rounds {rounds[0]} to {rounds[-1]}." if rounds else "It has no round yet."
+        raise ConfigError(f"The run {run} has no round {number}. {there}")
+    times = timeline(records_of_kind(reader, run, Span, number))
+    clocks = tuple(time.clock for time in times)
+    chosen = clock or (main_clock(times) if times else "real")
+    if clock is not None and times and clock not in clocks:
+        raise ConfigError(f"Round {number} of {run} was not timed on a {clock} clock, only on the {clocks[0]} one.")
+    time = next((one for one in times if one.clock == chosen), None)
+    place = rounds.index(number)
+    lengths = lengths_of(reader, run, chosen)
+    longest = sorted(lengths, key=lambda one: -lengths[one])
+    around = {
+        "run": run,
+        "round": number,
+        "clock": chosen,
+        "clocks": clocks,
+        "previous": rounds[place - 1] if place else None,
+        "next": rounds[place + 1] if place + 1 < len(rounds) else None,
+        "slowest": tuple(RoundLength(one, lengths[one]) for one in longest[:SLOWEST]),
+        "place": longest.index(number) + 1 if number in lengths else None,
+        "rounds": len(rounds),
+    }
+    return _page(time, around, sort, limit, offset)
+
+
+def _page(time: RoundTime | None, around: Mapping[str, object], sort: str, limit: int, offset: int) -> RoundPage:
+    known: dict[str, object] = {
+        "timed": False, "complete": False, "seconds": None, "headline": "Nothing of this round was timed.",
+        "kind": None, "share": None, "shares": {}, "path": (), "lanes": (), "total": 0, "waited": (), "folded": False,
+        "unaccounted": None, "left_out": 0, "in_turns": False,
+    }  # fmt: skip
+    if time is not None:
+        path = critical_path(time)
+        verdict = judge_round(time, path)
+        turns = path.shape.slots is not None
+        whom = {} if turns else waiting_for(time)
+        nodes = _ordered(time, path, sort)
+        known |= {
+            "timed": True,
+            "complete": time.complete,
+            "seconds": time.seconds,
+            "headline": f"{verdict.text[:1].upper()}{verdict.text[1:]}.",
+            "kind": verdict.kind,
+            "share": verdict.share,
+            "shares": verdict.shares,
+            "path": tuple(_path_parts(path, time)),
+            "lanes": tuple(_lane(one, path, whom) for one in nodes[offset : offset + limit]),
+            "total": len(nodes),
+            "waited": _waited(time, whom),
+            "folded": any(stay.folded for one in nodes for stay in one.stays),
+            "unaccounted": time.unaccounted,
+            "left_out": time.left_out,
+            "in_turns": turns,
+        }
+    return RoundPage(**{**around, **known})  # type: ignore[arg-type]
+
+
+def lengths_of(reader: Reader, run: str, clock: str) -> dict[int, float]:
+    """Seconds of every round on a clock, from the federation's own metric."""
+    rounds, values = reader.history(run).series(CLOCKS[clock], None)
+    return {number: value for number, value in zip(rounds, values, strict=True) if math.isfinite(value)}
+
+
+def _ordered(time: RoundTime, path: Path, sort: str) -> list[NodeTime]:
+    """The server, the edges, then clients: whoever is on the path and the slowest first, or by name."""
+    if sort == "name":
+        return list(time.nodes.values())
+    on_path = {link.node for link in path.links}
+    rank = {"server": 0, "edge": 1}
+    return sorted(
+        time.nodes.values(),
+        key=lambda one: (rank.get(one.kind, 2), path.slowest != one.node, one.node not in on_path, -one.busy),
+    )
+
+
+def _lane(one: NodeTime, path: Path, whom: Mapping[str, str]) -> Lane:
+    links = [(link.began, link.began + link.seconds) for link in path.links if link.node == one.node]
+    parts = tuple(
+        LanePart(
+            interval.part,
+            interval.began - path.began,
+            interval.seconds,
+            _covered(interval.began, interval.seconds, links) > interval.seconds / 2,
+            "a sum of many short stretches" if interval.folded else "",
+        )
+        for interval in one.intervals
+    )
+    return Lane(one.node, one.kind, one.group, one.busy, bool(links), whom.get(one.node), one.failed, parts)
+
+
+def _covered(began: float, seconds: float, links: Iterable[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(began + seconds, end) - max(began, start)) for start, end in links)
+
+
+def _path_parts(path: Path, time: RoundTime) -> list[LanePart]:
+    """The chain, link by link, each with the node whose work it is."""
+    found = []
+    for link in path.links:
+        at = link.began - time.began
+        for part, seconds in link.parts.items() or ((link.part, link.seconds),):
+            found.append(LanePart(part, at, seconds, True, _whose(link)))
+            at += seconds
+    return found
+
+
+def _whose(link: Link) -> str:
+    return link.node if link.shared < 2 else f"{link.node} and {link.shared - 1} more in turns"
+
+
+def _waited(time: RoundTime, whom: Mapping[str, str]) -> tuple[Waited, ...]:
+    found: dict[str, list[str]] = {}
+    for node, other in whom.items():
+        found.setdefault(other, []).append(node)
+    told = [
+        Waited(other, tuple(nodes[:NAMED]), len(nodes), sum(time.nodes[node].parts.get("wait", 0.0) for node in nodes))
+        for other, nodes in found.items()
+    ]
+    return tuple(sorted(told, key=lambda one: -one.seconds)[:SLOWEST])
+
+
+def round_table(
+    reader: Reader,
+    run: str,
+    number: int,
+    names: Sequence[str] = (),
+    *,
+    sort: str = "",
+    limit: int = 100,
+    offset: int = 0,
+) -> RoundTable:
+    """The round's metrics, a row a node; sorted by one of them, the largest first, or by name."""
+    history = reader.history(run)
+    measured = set(queries.metric_names(reader, run))
+    wanted = [name for name in (names or SHOWN) if name in measured]
+    if names and not wanted:
+        raise ConfigError(f"The run {run} has no metric '{names[0]}'. `fedvitals show {run}` says which it has.")
+    found = {name: history.latest(name, number) for name in wanted}
+    wanted = [name for name in wanted if found[name] or names]
+    nodes = sorted({node for name in wanted for node in found[name]}, key=natural)
+    if sort.lstrip("-") in found:
+        by, sign = found[sort.lstrip("-")], 1 if sort.startswith("-") else -1
+        nodes.sort(key=lambda node: sign * by[node] if math.isfinite(by.get(node, math.nan)) else math.inf)
+    return RoundTable(
+        run,
+        number,
+        tuple(_column(name) for name in wanted),
+        tuple(_whole(reader, run, number, name) for name in wanted),
+        tuple(
+            RoundRow(node, tuple(found[name].get(node) for name in wanted)) for node in nodes[offset : offset + limit]
+        ),
+        len(nodes),
+        sort,
+    )
+
+
+def _column(name: str) -> RoundColumn:
+    known = CATALOG.get(name)
+    return RoundColumn(name, known.unit if known else "", known.meaning if known else "")
+
+
+def _whole(reader: Reader, run: str, number: int, name: str) -> float | None:
+    found = reader.database.rows(
+        "SELECT m.value FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.round = ? AND m.node IS NULL "
+        'AND m."group" IS NULL AND m.layer IS NULL ORDER BY m.at DESC, m.arrival DESC LIMIT 1',
+        (reader.names.number(run) or 0, reader.names.number(name), number),
+    )
+    return found[0][0] if found else None

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sign over the rounds, as few points as a screen can show: buckets of rounds that keep their extremes.
+
+A bucket is so and so many rounds by number, so that the buckets of all signs of a page line up. Spikes survive: each
+bucket tells its smallest and largest value. What was not measured is a gap, what was not finite is told as such.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.catalog import CATALOG
+from fedvitals.protocols import Node
+from fedvitals.stats import Array
+from fedvitals.store.reader import Reader
+from fedvitals.views.cohort import Matrix
+
+Numbers = list[float | None]
+"""Values for JSON: None where there is none, or none that is finite."""
+
+GAP = 1.5  # times the usual distance of two measured rounds, over which something is missing
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One value a bucket; `low` and `high` are the extremes in it."""
+
+    name: str
+    node: str | None  # None: the federation
+    of: str  # whose values: «federation», «server», «median client», or the node's name
+    unit: str
+    meaning: str
+    rounds: list[int]  # the first of each bucket
+    last: list[int]
+    values: Numbers
+    low: Numbers
+    high: Numbers
+    odd: list[int]  # rounds whose value was NaN or infinite
+    total: int  # measured rounds that these points stand for
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """How a sign was spread over the clients in each bucket of rounds."""
+
+    name: str
+    unit: str
+    meaning: str
+    rounds: list[int]
+    last: list[int]
+    min: Numbers
+    p5: Numbers
+    median: Numbers
+    p95: Numbers
+    max: Numbers
+    clients: list[int]  # finite values behind each bucket
+    total: int  # rounds with any
+
+
+def json_numbers(values: npt.ArrayLike) -> Numbers:
+    return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=float)]
+
+
+def unit_of(name: str) -> str:
+    return CATALOG[name].unit if name in CATALOG else ""
+
+
+def meaning_of(name: str) -> str:
+    return CATALOG[name].meaning if name in CATALOG else ""
+
+
+def bucket_of(rounds: Sequence[int], points: int) -> npt.NDArray[np.int64]:
+    """For each round the first round of its bucket; at most `points` buckets over all."""
+    numbers = np.asarray(rounds, dtype=np.int64)
+    if not len(numbers):
+        return numbers
+    width = -(-int(numbers[-1] - numbers[0] + 1) // max(1, points))
+    return numbers - (numbers - numbers[0]) % width
+
+
+def between(rounds: Sequence[int], first: int | None, last: int | None) -> slice:
+    """The part of ascending rounds from `first` to `last`, both included."""
+    low = 0 if first is None else int(np.searchsorted(rounds, first, "left"))
+    high = len(rounds) if last is None else int(np.searchsorted(rounds, last, "right"))
+    return slice(low, high)
+
+
+def series(
+    reader: Reader,
+    run: str,
+    name: str,
+    node: Node | None,
+    points: int,
+    first: int | None = None,
+    last: int | None = None,
+) -> Series:
+    """A node's values, or the federation's own, else the server's."""
+    history = reader.history(run)
+    rounds, values = history.series(name, node)
+    of = "federation" if node is None else node
+    if node is None and not rounds:
+        rounds, values = history.series(name, "server")
+        of = "server"
+    part = between(rounds, first, last)
+    return bucketed(name, node, of, rounds[part], np.asarray(values[part], dtype=float), points)
+
+
+def median_series(name: str, matrix: Matrix, points: int, first: int | None = None, last: int | None = None) -> Series:
+    """Each round's median over the clients, for want of a value of the federation."""
+    low, high = matrix.span(first, last)
+    middle = np.asarray(matrix.band().median)[low:high]
+    seen = np.isfinite(middle)
+    rounds = [number for number, there in zip(matrix.rounds[low:high], seen, strict=True) if there]
+    return bucketed(name, None, "median client", rounds, middle[seen], points)
+
+
+def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], values: Array, points: int) -> Series:
+    starts = _stretches(bucket_of(rounds, points))
+    middle, low, high = (_reduced(values, starts, how) for how in (np.median, np.min, np.max))
+    begins, ends = [int(rounds[b]) for b, _ in starts], [int(rounds[e - 1]) for _, e in starts]
+    columns = [json_numbers(middle), json_numbers(low), json_numbers(high)]
+    _open_gaps(begins, ends, columns)
+    return Series(
+        name=name,
+        node=node,
+        of=of,
+        unit=unit_of(name),
+        meaning=meaning_of(name),
+        rounds=begins,
+        last=ends,
+        values=columns[0],
+        low=columns[1],
+        high=columns[2],
+        odd=[int(number) for number, value in zip(rounds, values, strict=True) if not math.isfinite(value)],
+        total=len(rounds),
+    )
+
+
+def _stretches(buckets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Where each bucket begins and ends among the rounds."""
+    begins = np.unique(buckets, return_index=True)[1].tolist()
+    return list(zip(begins, [*begins[1:], len(buckets)], strict=True))
+
+
+def _open_gaps(rounds: list[int], last: list[int], columns: Sequence[Numbers]) -> None:
+    """An empty point wherever more is missing than usual: a model that is evaluated every fifth round has no gaps."""
+    steps = np.diff(rounds)
+    missing = np.flatnonzero(steps > GAP * np.median(steps)) if len(steps) > 1 else np.empty(0, dtype=int)
+    for i in reversed(missing.tolist()):
+        rounds.insert(i + 1, last[i] + 1)
+        last.insert(i + 1, rounds[i + 2] - 1)
+        for column in columns:
+            column.insert(i + 1, None)
+
+
+def band(name: str, matrix: Matrix, points: int, first: int | None = None, last: int | None = None) -> Band:
+    """The cohort of each round; of a bucket of rounds the outermost of each line, so that no spike is lost."""
+    cohort, part = matrix.band(), slice(*matrix.span(first, last))
+    numbers = np.asarray(cohort.rounds, dtype=np.int64)[part]
+    lines = [np.asarray(line)[part] for line in (cohort.min, cohort.p5, cohort.median, cohort.p95, cohort.max)]
+    finite = np.asarray(cohort.count - cohort.odd)[part]
+    starts = _stretches(bucket_of(numbers, points))
+    kept = [_reduced(line, starts, how) for line, how in zip(lines, _OUTERMOST, strict=True)]
+    return Band(
+        name,
+        unit_of(name),
+        meaning_of(name),
+        [int(numbers[begin]) for begin, _ in starts],
+        [int(numbers[end - 1]) for _, end in starts],
+        *(json_numbers(line) for line in kept),
+        clients=[int(finite[begin:end].max()) for begin, end in starts],
+        total=len(numbers),
+    )
+
+
+_OUTERMOST: tuple[Callable[[Array], float], ...] = (np.min, np.min, np.median, np.max, np.max)
+
+
+def _reduced(line: Array, starts: Sequence[tuple[int, int]], how: Callable[[Array], float]) -> Array:
+    found = np.full(len(starts), np.nan)
+    for i, (begin, end) in enumerate(starts):
+        own = line[begin:end]
+        own = own[np.isfinite(own)]
+        if own.size:
+            found[i] = how(own)
+    return found

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run stands: what every page tells at its edges, and what of the run can be asked for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedvitals import __version__
+from fedvitals.catalog import CATALOG, LEVELS
+from fedvitals.records import Run
+from fedvitals.stats import FAMILIES, statistics_of
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+from fedvitals.views.card import cost_percent
+
+SILENT = 600.0  # seconds without a record after which nobody should wait for the next one
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A metric that the run has values of."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyKnown:
+    name: str
+    rows: str  # what its layers are: parameters, modules
+    statistics: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    store: str
+    fedvitals: str
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    id: str
+    name: str
+    state: str  # «running», «silent» (no end, and no record for ten minutes) or «finished»
+    host: str
+    topology: str | None
+    seed: int | None
+    started: float | None
+    finished: float | None
+    seconds: float | None
+    last_record: float | None
+    rounds: int
+    rounds_planned: int | None
+    first_round: int | None
+    last_round: int | None
+    clients: int
+    accuracy: float | None
+    loss: float | None
+    round_seconds: float | None  # of the newest round
+    bytes: float | None  # on the wire so far
+    findings: int
+    lost: int
+    cost_percent: float | None  # measuring, of the rounds' time
+    privacy: str
+    metrics: tuple[Known, ...]
+    families: tuple[FamilyKnown, ...]
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def store_status(reader: Reader, shown: str) -> StoreStatus:
+    ((runs,),) = reader.database.rows("SELECT COUNT(*) FROM run")
+    return StoreStatus(shown, __version__, int(runs))
+
+
+def status_of(reader: Reader, run: str) -> Status:
+    described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
+    history = reader.history(run)
+    rounds = history.rounds()
+    last_record = _last_record(reader, run)
+    _, times = history.series("time.round", None)
+    level = privacy_level(described)
+    return Status(
+        id=run,
+        name=described.name,
+        state=state_of(described.finished, last_record),
+        host=described.host,
+        topology=described.topology,
+        seed=described.seed,
+        started=_finite(described.started),
+        finished=described.finished,
+        seconds=summary.seconds,
+        last_record=last_record,
+        rounds=len(rounds),
+        rounds_planned=planned_rounds(described),
+        first_round=rounds[0] if rounds else None,
+        last_round=rounds[-1] if rounds else None,
+        clients=summary.clients,
+        accuracy=_finite(summary.accuracy),
+        loss=_finite(summary.loss),
+        round_seconds=_finite(times[-1]) if times else None,
+        bytes=bytes_sent(reader, run),
+        findings=summary.findings,
+        lost=summary.lost,
+        cost_percent=cost_percent(history),
+        privacy=f"{level}: {LEVELS[level]}",
+        metrics=tuple(_known(name) for name in queries.metric_names(reader, run)),
+        families=tuple(
+            FamilyKnown(name, FAMILIES[name].rows, tuple(statistics_of(name)))
+            for name in queries.layer_families(reader, run)
+            if name in FAMILIES
+        ),
+        config=described.config,
+        versions=described.versions,
+    )
+
+
+def state_of(finished: float | None, last_record: float | None, now: float | None = None) -> str:
+    if finished is not None:
+        return "finished"
+    if last_record is not None and (time.time() if now is None else now) - last_record > SILENT:
+        return "silent"
+    return "running"
+
+
+def planned_rounds(run: Run) -> int | None:
+    """How many rounds there shall be, where the host or the user has told."""
+    for name in ("rounds", "num_rounds", "num_server_rounds"):
+        told = run.config.get(name)
+        if isinstance(told, int) and not isinstance(told, bool) and told > 0:
+            return told
+    return None
+
+
+def privacy_level(run: Run) -> int:
+    ours = run.config.get("fedvitals", {})
+    level = ours.get("privacy", 3) if isinstance(ours, Mapping) else 3
+    return level if isinstance(level, int) and 0 <= level < len(LEVELS) else 3
+
+
+def bytes_sent(reader: Reader, run: str) -> float | None:
+    """Bytes on the wire, all messages together."""
+    ((total,),) = reader.database.rows(
+        "SELECT SUM(bytes) FROM transfer WHERE run = (SELECT id FROM symbol WHERE text = ?)", (run,)
+    )
+    return None if total is None else float(total)
+
+
+def _last_record(reader: Reader, run: str) -> float | None:
+    ((last,),) = reader.database.rows(
+        "SELECT MAX(last) FROM run_round WHERE run = (SELECT id FROM symbol WHERE text = ?)", (run,)
+    )
+    return _finite(last)
+
+
+def _known(name: str) -> Known:
+    measure = CATALOG.get(name)
+    return Known(name, "" if measure is None else measure.unit, "" if measure is None else measure.meaning)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of a stored run, and what belongs to each: its key in addresses, its actions, the error it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from fedvitals.diagnosis.cases import Case, cases
+from fedvitals.diagnosis.correct import told
+from fedvitals.errors import ConfigError
+from fedvitals.protocols import Node
+from fedvitals.records import Action, Event, Finding
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+
+# Whoever trained or sent an update took part, as in `queries.attendance`; here of few nodes, by one seek a round.
+_TOOK_PART = (
+    "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
+    "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round = r.round "
+    "AND m.node = ? AND m.layer IS NULL) ORDER BY r.round"
+)
+
+
+def case_key(case: Case) -> str:
+    """What names a case in addresses and marks: the same in every reading, and one part of a path once it is quoted."""
+    parts = (case.issue, case.node, case.group, case.layer)
+    return "~".join(quote(part or "", safe="").replace("~", "%7E") for part in parts)
+
+
+def cases_of(reader: Reader, run: str, number: int | None = None) -> list[Case]:
+    """Every trouble of a run once, worst first; with `number`, as it stood after that round."""
+    findings = list(queries.records(reader, run, Finding))
+    if number is not None:
+        findings = [f for f in findings if f.where.round is not None and f.where.round <= number]
+    attendance = _attendance(reader, run, {finding.where.node for finding in findings})
+    if number is not None:
+        attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
+    return cases(findings, attendance)
+
+
+def _attendance(reader: Reader, run: str, nodes: Iterable[Node | None]) -> dict[Node | None, list[int]]:
+    """The rounds in which these nodes took part. All of a run with a thousand clients would be a walk of seconds."""
+    place = reader.names.number(run) or 0
+    found: dict[Node | None, list[int]] = {None: reader.history(run).rounds()}
+    for node in nodes:
+        if node is not None and (rounds := reader.database.rows(_TOOK_PART, (place, reader.names.number(node) or 0))):
+            found[node] = [row[0] for row in rounds]
+    return found
+
+
+def case_of(reader: Reader, run: str, key: str) -> Case:
+    """The case of that key; ConfigError where there is none."""
+    for case in cases_of(reader, run):
+        if case_key(case) == key:
+            return case
+    raise ConfigError(f"The run {run} has no finding '{key}'. `fedvitals findings {run}` lists those that it has.")
+
+
+def concerns(case: Case, node: str) -> bool:
+    """Whether the node is ill, or under suspicion; of an edge, cluster or ring, whether it is the group."""
+    return node in (case.node, case.group) or any(suspect.node == node for suspect in case.newest.suspects)
+
+
+def culprits(case: Case) -> tuple[str, ...]:
+    """Whom it names: the node or group that is ill, else those under suspicion."""
+    own = case.node or case.group
+    return (own,) if own is not None else tuple(suspect.node for suspect in case.newest.suspects)
+
+
+def actions_about(case: Case, actions: Iterable[Action]) -> list[Action]:
+    """What was proposed or done about a case, and what became of it last."""
+    answers = told(case.newest)
+    newest = {(action.kind, action.target): action for action in actions if action.finding == answers}
+    return list(newest.values())
+
+
+def failures_of(reader: Reader, run: str, found: Sequence[Case]) -> list[Event | None]:
+    """For each case that is about an error, the newest event of it that the case knows of; None for the others."""
+    about = [case.newest.evidence.get("event") for case in found]
+    events = queries.events(reader, run, level="error") if any(about) else []
+    errors: list[Event | None] = []
+    for case, name in zip(found, about, strict=True):
+        same = [e for e in events if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
+        errors.append(max(same, key=lambda e: e.at, default=None))
+    return errors
+
+
+def traceback_of(failure: Event) -> list[str]:
+    """Its lines; none where privacy kept them."""
+    kept = failure.data.get("traceback")
+    return [line.rstrip() for line in kept.splitlines() if line.strip()] if isinstance(kept, str) else []
+
+
+def number_of(value: Any) -> float | None:
+    """What JSON may have made of a number in evidence: NaN and infinity are words there."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def numbers_of(case: Case) -> list[Mapping[str, Any]]:
+    """The numbers that the newest finding rests on; a user's own detector may have put anything there."""
+    rows = case.newest.evidence.get("numbers")
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list | tuple) else []

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict on a run in words: one sentence that a colleague could say aloud, with since when and how sure.
+
+It is built from stored findings and nothing else. What muted cases say is left out; acknowledged ones are still there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+from fedvitals.diagnosis.cases import Case, is_trouble, rank
+from fedvitals.diagnosis.locate import LEARNT
+from fedvitals.diagnosis.scores import FEWEST
+from fedvitals.protocols import History
+from fedvitals.records import Action, Run, is_client
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+from fedvitals.views.card import detectors_of
+from fedvitals.views.troubles import actions_about, case_key, cases_of, culprits
+from fedvitals.views.verdict_words import clause, shortened, sure
+
+__all__ = ["Facts", "State", "Verdict", "case_key", "facts_of", "judge", "verdict_of"]
+
+State = Literal["ill", "watch", "healthy", "warming", "unjudged"]
+WARM = 3  # rounds, before which nobody can be told from the others
+ALARMS = 1.0  # per 100 healthy rounds, of a run that does not say what it allows
+LOOK_BACK = 20  # rounds in which clients' numbers of samples are looked for
+HELPED = ("applied", "trial", "undone")  # what an action has come to, of which there is something to tell
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    state: State
+    headline: str
+    detail: str
+    since: int | None = None
+    confidence: float | None = None
+    node: str | None = None
+    layer: str | None = None
+    issue: str | None = None
+    key: str | None = None  # of the worst case
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a verdict needs to know beside the cases."""
+
+    rounds: int
+    clients: int
+    detectors: int
+    false_alarms: float = ALARMS  # allowed per 100 healthy rounds
+    accuracy: float | None = None
+    loss: float | None = None
+    finished: bool = False
+    muted: frozenset[str] = frozenset()  # keys of cases
+    acknowledged: frozenset[str] = frozenset()
+    samples: Mapping[str, float] = field(default_factory=dict)  # of each client, as last told
+    actions: Sequence[Action] = ()
+
+
+def verdict_of(reader: Reader, run: str) -> Verdict:
+    return judge(cases_of(reader, run), facts_of(reader, run))
+
+
+def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
+    """Ill: a warning or worse that is there now. Watch: only notes, or troubles that are over."""
+    counted = [case for case in cases if case_key(case) not in facts.muted]
+    now = [case for case in counted if case.still_there]
+    ill = [case for case in now if _is_serious_now(case)]
+    over = [case for case in counted if is_trouble(case) and not case.still_there]
+    notes = [case for case in now if not _is_serious_now(case)]
+    if ill:
+        return _of_cases("ill", "", ill, cases, facts)
+    if not facts.detectors and not cases:
+        return Verdict("unjudged", "Not judged: no detector looked at this run.", _how_it_stands(facts))
+    if facts.rounds < WARM:
+        return Verdict("warming", _too_early(facts), _how_it_stands(facts))
+    if notes:
+        return _of_cases("watch", "Nothing serious. A note: ", notes, cases, facts)
+    if over:
+        return _of_cases("watch", "Nothing serious now. ", over, cases, facts)
+    return Verdict("healthy", _healthy(cases, facts), _sentences(_how_it_stands(facts), _blind_spots(facts)))
+
+
+def _is_serious_now(case: Case) -> bool:
+    """By its newest finding: who was suspected once and is hardly any more does not make the run ill."""
+    return rank(case.newest.severity) < rank("note")
+
+
+# -- the sentence -----------------------------------------------------------------------------------------------------
+
+
+def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
+    worst = min(found, key=lambda case: (rank(case.newest.severity), -case.confidence))
+    same = [worst, *(case for case in found if case.issue == worst.issue and case is not worst and _alike(case, worst))]
+    beginnings = [begin for case in same if (begin := _began(case)) is not None]
+    since = min(beginnings, default=None)
+    said = f"{opening}{_in_which_rounds(same, since)}{clause(same)}"
+    if since is not None and worst.still_there and f"since round {since}" not in said:
+        said += f", since round {since}"
+    certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(worst.confidence)
+    if all(case_key(case) in facts.acknowledged for case in same):
+        certainty += ", acknowledged"
+    return Verdict(
+        state,
+        f"{said[:1].upper() + said[1:] if worst.node is None else said} ({certainty})",
+        _sentences(
+            _how_it_stands(facts), _share_of_data(same, facts), _what_was_done(same, facts), _others(same, cases, facts)
+        ),
+        since=since,
+        confidence=worst.confidence,
+        node=worst.node,
+        layer=worst.layer,
+        issue=worst.issue,
+        key=case_key(worst),
+    )
+
+
+def _alike(case: Case, worst: Case) -> bool:
+    """Whether both fit into one sentence: both of nodes, both of groups, or both of the run."""
+    return (case.node is None, case.group is None) == (worst.node is None, worst.group is None)
+
+
+def _began(case: Case) -> int | None:
+    return case.since if case.since is not None else case.first
+
+
+def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
+    """Of what is over, the rounds in which it was."""
+    last = max((case.last for case in same if case.last is not None), default=None)
+    if same[0].still_there or since is None or last is None:
+        return ""
+    return f"Seen in round {last}: " if since == last else f"Seen in rounds {since} to {last}: "
+
+
+def _healthy(cases: Sequence[Case], facts: Facts) -> str:
+    counted = [case for case in cases if case_key(case) not in facts.muted]
+    found = (
+        f"{_counted(len(counted), 'note')} that {'is' if len(counted) == 1 else 'are'} over"
+        if counted
+        else "no finding"
+    )
+    muted = len(cases) - len(counted)
+    left_out = f" ({muted} muted)" if muted else ""
+    expected = facts.false_alarms * facts.rounds / 100
+    about = f"{_counted(facts.rounds, 'round')}, {_counted(facts.clients, 'client')}"
+    return f"Healthy. {about}, {found}{left_out}; expected false alarms {expected:.2g}."
+
+
+def _too_early(facts: Facts) -> str:
+    if facts.finished:
+        return f"Too short to judge: {_counted(facts.rounds, 'round')}."
+    so_far = f"{_counted(facts.rounds, 'round')} so far" if facts.rounds else "no round is complete"
+    return f"Too early to judge: {so_far}; clients can be compared from {WARM} rounds on."
+
+
+# -- what goes with it ------------------------------------------------------------------------------------------------
+
+
+def _how_it_stands(facts: Facts) -> str:
+    if facts.accuracy is not None:
+        return f"Accuracy {facts.accuracy:.3g}"
+    return "" if facts.loss is None else f"Loss {facts.loss:.3g}"
+
+
+def _blind_spots(facts: Facts) -> str:
+    """What nobody could have seen in such a run, and «healthy» does not deny."""
+    if facts.clients < FEWEST:
+        return f"With fewer than {FEWEST} clients nobody can be compared with the others"
+    if facts.accuracy is not None and facts.accuracy < LEARNT:
+        return f"Wrong labels cannot be seen before the model has an accuracy of {LEARNT}"
+    return ""
+
+
+def _share_of_data(same: Sequence[Case], facts: Facts) -> str:
+    names = {name for case in same for name in culprits(case)}
+    whole = sum(facts.samples.values())
+    own = sum(value for node, value in facts.samples.items() if node in names)
+    if not whole or not own:
+        return ""
+    held = "holds" if len(names) == 1 else "hold"
+    who = next(iter(names)) if len(names) == 1 else "Clients under suspicion"
+    return f"{who} {held} {sure(own / whole)} of the data"
+
+
+def _what_was_done(same: Sequence[Case], facts: Facts) -> str:
+    """Only what an action says of itself: nobody knows how the run would have gone without."""
+    done = [action for case in same for action in actions_about(case, facts.actions) if action.status in HELPED]
+    if not done:
+        return ""
+    newest = max(done, key=lambda action: action.at)
+    words = {"applied": "in force", "trial": "on trial", "undone": "undone"}[newest.status]
+    target = f" of {newest.target}" if newest.target else ""
+    when = "" if newest.where.round is None else f" since round {newest.where.round}"
+    why = shortened(str(newest.arguments.get("why", ""))).rstrip(".") if newest.status != "trial" else ""
+    return f"{newest.kind.replace('_', ' ').capitalize()}{target} {words}{when}{': ' + why if why else ''}"
+
+
+def _others(same: Sequence[Case], cases: Sequence[Case], facts: Facts) -> str:
+    rest = [case for case in cases if case not in same]
+    muted = sum(case_key(case) in facts.muted for case in rest)
+    counted = [case for case in rest if case_key(case) not in facts.muted]
+    serious = sum(case.still_there and _is_serious_now(case) for case in counted)
+    over = sum(not case.still_there for case in counted)
+    parts = [_counted(serious, "other finding")] if serious else []
+    parts += [_counted(len(counted) - serious - over, "other note")] if len(counted) - serious - over else []
+    parts += [f"{over} over"] if over else []
+    parts += [f"{muted} muted"] if muted else []
+    return ", ".join(parts)
+
+
+def _sentences(*parts: str) -> str:
+    return " ".join(f"{part}." for part in parts if part)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+# -- from the store ---------------------------------------------------------------------------------------------------
+
+
+def facts_of(reader: Reader, run: str) -> Facts:
+    try:
+        from fedvitals.store.marks import marks
+    except ModuleNotFoundError:  # TEMPORARY until marks.py lands
+        marks = lambda reader, run: []
+    described = queries.get_run(reader, run)
+    history = reader.history(run)
+    rounds, clients = history.rounds(), [node for node in history.nodes() if is_client(node)]
+    told = marks(reader, run)
+    return Facts(
+        rounds=len(rounds),
+        clients=len(clients),
+        detectors=detectors_of(described),
+        false_alarms=_allowed(described),
+        accuracy=_newest(history, rounds, "accuracy"),
+        loss=_newest(history, rounds, "loss"),
+        finished=described.finished is not None,
+        muted=frozenset(mark.target for mark in told if mark.kind == "muted"),
+        acknowledged=frozenset(mark.target for mark in told if mark.kind == "acknowledged"),
+        samples=_samples(history, rounds, clients),
+        actions=queries.records(reader, run, Action),
+    )
+
+
+def _newest(history: History, rounds: Sequence[int], name: str) -> float | None:
+    """Of the global model where it was measured, else the mean over the clients of the last round."""
+    whole = history.series(name, None)[1] or history.series(name, "server")[1]
+    values = whole[-1:] or [*history.latest(name, rounds[-1]).values()] if rounds else []
+    mean = fmean(values) if values else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _samples(history: History, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:
+    """How many each client has; nothing unless all are known from the newest rounds, since shares would be wrong."""
+    known: dict[str, float] = {}
+    for number in reversed(rounds[-LOOK_BACK:]):
+        for name in ("samples", "update.samples"):
+            known = {**history.latest(name, number), **known}
+        if len(known) >= len(clients):
+            break
+    known = {node: known[node] for node in clients if math.isfinite(known.get(node, math.nan))}
+    return known if len(known) == len(clients) else {}
+
+
+def _allowed(run: Run) -> float:
+    """How many false alarms per 100 healthy rounds the run's monitor was set to."""
+    ours = run.config.get("fedvitals")
+    told = ours.get("false_alarms", ALARMS) if isinstance(ours, Mapping) else ALARMS
+    return float(told) if isinstance(told, int | float) else ALARMS

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dashboard in a process of its own, and a real browser that looks at it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)  # fmt: skip
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+VIEW = {"width": 1440, "height": 1000}
+
+
+@contextlib.contextmanager
+def serve(store: str | Path, *arguments: str, port: int = 0) -> Iterator[str]:
+    """The address of a dashboard over this store, until the block ends."""
+    with serving(store, *arguments, port=port) as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The same, with the process, for tests that end it."""
+    command = [sys.executable, "-m", "fedvitals.cli", "ui", "--no-open", "--port", str(port), "--store", str(store)]
+    process = subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    said: list[str] = []
+    reading = threading.Thread(target=lambda: said.extend(process.stderr), daemon=True)
+    reading.start()
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"(http://\S+)", line)
+        assert found, f"the dashboard did not start: {line}{''.join(said)}"
+        yield found[1].rstrip("/"), process
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()
+        reading.join(5)
+        process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[object]:
+    """One browser for a worker's tests."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: object, request: pytest.FixtureRequest) -> Iterator[object]:
+    """A page of its own. An error in its console, or a request that leaves this machine, fails the test.
+
+    Errors that a test provokes: `page.expected_errors.append("part of the text")`.
+    """
+    options = getattr(request, "param", None) or {}
+    context = chromium.new_context(**{"viewport": VIEW, "reduced_motion": "reduce", **options})
+    page = context.new_page()
+    page.expected_errors = []
+    troubles: list[str] = []
+    page.on("console", lambda said: said.type == "error" and troubles.append(f"{said.text} ({said.location.get('url')})"))
+    page.on("pageerror", lambda error: troubles.append(f"uncaught: {error}"))
+    context.on("request", lambda asked: _is_local(asked.url) or troubles.append(f"left this machine: {asked.url}"))
+    yield page
+    context.close()
+    left = [text for text in troubles if not any(part in text for part in page.expected_errors)]
+    assert not left, "\n".join(left)
+
+
+def _is_local(url: str) -> bool:
+    return urlsplit(url).scheme in ("data", "blob", "about") or urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+def ready(page: object, url: str, view: str | None = None) -> None:
+    """Open an address, and wait until its page has been drawn."""
+    page.goto(url)
+    wanted = "html[data-ready]" if view is None else f"html[data-ready='{view}']"
+    page.wait_for_selector(wanted, state="attached", timeout=15_000)
+
+
+def judge(page: object) -> list[str]:
+    """What axe has against the page as it is: WCAG 2 A and AA."""
+    from axe_core_python.sync_playwright import Axe
+
+    found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]})
+    return [f"{one['id']}: {one['help']}: {json.dumps([node['target'] for node in one['nodes']][:4])}" for one in found["violations"]]  # fmt: skip
