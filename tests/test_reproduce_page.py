@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import invented
+from fedvitals.plot.svg import for_page
 from fedvitals.trials.reproduce_beyond import BEYOND_FIGURES, over_repeats
 from fedvitals.trials.reproduce_claims import REHEARSED
 from fedvitals.trials.reproduce_conditions import BY_NAME, CONDITIONS
 from fedvitals.trials.reproduce_figures import FIGURES, draw
 from fedvitals.trials.reproduce_page import STUDIED, write_page
-from fedvitals.trials.reproduce_plot import POINTS, Line, Panel, data_of, for_page, svg_of
+from fedvitals.trials.reproduce_plot import POINTS, Line, Panel, data_of, svg_of
 from fedvitals.trials.reproduce_results import KNOWN_GTSRB, Results
 
 pytestmark = pytest.mark.thorough  # seconds of training, or of other processes

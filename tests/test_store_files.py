@@ -19,7 +19,7 @@ from fedvitals.store.dialect import SQLITE, Dialect
 from fedvitals.store.sqlite import SqliteStore, maintain_sqlite
 from store_contract import RUN, metric, stats
 
-GOLDEN = {version: Path(__file__).parent / "golden" / f"schema_v{version}.sql" for version in (1, 2)}
+GOLDEN = {version: Path(__file__).parent / "golden" / f"schema_v{version}.sql" for version in (1, 2, 3)}
 ROOT = Path(__file__).parent.parent
 NEXT = schema.VERSION + 1
 

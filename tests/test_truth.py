@@ -19,10 +19,10 @@ from fedvitals.protocols import History, NullObserver
 from fedvitals.records import Event, Metric, Run, Truth, Where
 from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store import MemoryStore, ddl, open_reader, open_store, postgres, queries, retention, schema
-from fedvitals.store import sqlite as sqlite_module
 from fedvitals.store.doctor import examine
 from fedvitals.store.mending import mend
 from fedvitals.store.salvage import salvage
+from fedvitals.store.sqlite import PAGE
 from fedvitals.telemetry.wire import MAGIC, VERSION, decode, encode
 from fedvitals.testing import MemorySink, examples_of_records, tiny_run
 from postgres_server import available, running
@@ -212,24 +212,46 @@ def told(path):
         return queries.truth_of(reader, "r-1")
 
 
-@contextlib.contextmanager
-def version_1(monkeypatch):
-    """As fedvitals was before there were truths."""
-    with monkeypatch.context() as before:
-        before.setattr(ddl, "TABLES", tuple(table for table in schema.TABLES if table.since == 1))
-        for module in (ddl, sqlite_module, postgres):
-            before.setattr(module, "VERSION", 1)
-        yield
+FIRST = {
+    table.name: ", ".join(ddl.quoted(column.name) for column in table.columns if column.since == 1)
+    for table in schema.TABLES
+    if table.since == 1
+}
 
 
 @pytest.fixture
-def old(tmp_path, monkeypatch):
-    """A store of that time, large enough that every page of it is taken."""
+def old(tmp_path):
+    """A store of version 1, which knew no truths, large enough that every page of it is taken."""
     more = [stats(r, f"c{c}", r, 1000 + 50 * r + c) for r in range(40) for c in range(20)]
     more += [Event(Where("r-1", r), float(r), "info", "log", "x" * 200, {}, "m", 5000 + r) for r in range(400)]
-    with version_1(monkeypatch), open_store(tmp_path / "runs.db") as store:
+    with open_store(tmp_path / "new.db") as store:
         store.write([replace(RUN, finished=200.0), *RECORDS, *more])
+    with contextlib.closing(sqlite3.connect(tmp_path / "runs.db", isolation_level=None)) as database:
+        database.execute(f"PRAGMA page_size = {PAGE}")
+        database.executescript((Path(__file__).parent / "golden" / "schema_v1.sql").read_text())
+        database.execute("ATTACH ? AS new", (str(tmp_path / "new.db"),))
+        for table, columns in FIRST.items():
+            database.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
+    (tmp_path / "new.db").unlink()
     return tmp_path / "runs.db"
+
+
+def make_first(url):
+    """Take from a store in PostgreSQL what came after version 1."""
+    with postgres.maintain_postgres(url) as database:
+        made = ddl.views(database.dialect)
+        for view in made:
+            database.execute(f"DROP VIEW {view}")
+        for table in schema.TABLES:
+            if table.since > 1:
+                database.execute(f"DROP TABLE {table.name}")
+            for column in table.columns:
+                if table.since == 1 < column.since:
+                    database.execute(f"ALTER TABLE {table.name} DROP COLUMN {column.name}")  # and its indexes
+        for table in schema.TABLES:
+            if table.view and table.since == 1:
+                database.execute(made[table.view])
+        database.execute(f"COMMENT ON SCHEMA fedvitals IS '{postgres._MARK}1'")
 
 
 def test_it_goes_with_its_run_and_stays_when_a_run_is_thinned(tmp_path):
@@ -269,7 +291,7 @@ def test_a_damaged_store_of_version_1_is_salvaged_without_inventing_any(tmp_path
 
 def test_a_store_of_version_1_is_examined_mended_and_brought_up_to_date(old):
     signs = {sign.what: sign for sign in examine(old)}
-    assert "version 1; the next training brings it to 2" in signs["schema"].said
+    assert f"version 1; the next training brings it to {schema.VERSION}" in signs["schema"].said
     assert not [sign for sign in signs.values() if sign.state == "trouble"]
     mend(old)
     with open_store(old) as store:
@@ -281,11 +303,12 @@ def test_a_store_of_version_1_is_examined_mended_and_brought_up_to_date(old):
 @pytest.mark.postgres
 @pytest.mark.thorough
 @available
-def test_postgresql_keeps_it_too_and_brings_an_old_database_up_to_date(monkeypatch):
+def test_postgresql_keeps_it_too_and_brings_an_old_database_up_to_date():
     with running() as server:
         url = server.database()
-        with version_1(monkeypatch), open_store(url) as store:
+        with open_store(url) as store:
             store.write([RUN, *RECORDS])
+        make_first(url)
         with open_store(url) as store:
             store.write([TOLD, MISPLACED])
         with open_reader(url) as reader:

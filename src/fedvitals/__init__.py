@@ -17,6 +17,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from fedvitals import lab as lab
+    from fedvitals import plot as plot
     from fedvitals.integrations.torch_loop import watch as watch
     from fedvitals.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Monitor": "fedvitals.monitor",
     "lab": "fedvitals",
+    "plot": "fedvitals",
     "watch": "fedvitals.integrations.torch_loop",
     "preset": "fedvitals.probes.presets",
     "budget": "fedvitals.schedule",

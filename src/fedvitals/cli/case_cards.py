@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from fedvitals.records import Action, Event
 
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "dim"}
-TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
 TRACEBACK = 12  # last lines of one
 WIDEST = 300  # characters of a line of it
 
@@ -31,6 +30,7 @@ def print_list(console: Any, cases: Sequence[Case], most: int | None = None) -> 
 def print_card(console: Any, case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> None:
     """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
     from fedvitals.cli.screen import shown
+    from fedvitals.views.troubles import more_of, text_of
 
     known = case.known
     console.print(f"{_coloured(case.severity)}  [bold]{case.issue}[/bold]: {shown(known.title)}", soft_wrap=True)
@@ -47,9 +47,8 @@ def print_card(console: Any, case: Case, actions: Iterable[Action] = (), failure
     if numbers is not None:
         console.print("  rests on")
         console.print(numbers)
-    for name, value in case.newest.evidence.items():
-        if name not in TOLD_APART:
-            console.print(f"  {shown(name.replace('_', ' ')):9} {shown(_text(value))}", soft_wrap=True)
+    for name, value in more_of(case):
+        console.print(f"  {shown(name.replace('_', ' ')):9} {shown(text_of(value))}", soft_wrap=True)
     for suspect in case.newest.suspects:
         console.print(
             f"  suspect   {shown(suspect.node)} ({suspect.score:.3g}) {shown(suspect.reason)}", soft_wrap=True
@@ -67,6 +66,7 @@ def print_card(console: Any, case: Case, actions: Iterable[Action] = (), failure
 def _print_failure(console: Any, failure: Event) -> None:
     """The error in its own words and the last lines of its traceback, as far as privacy let them leave."""
     from fedvitals.cli.screen import shown
+    from fedvitals.views.troubles import traceback_of
 
     first, *rest = failure.message.splitlines() or [""]
     console.print(f"  {'error':9} {shown(first[:WIDEST])}", soft_wrap=True)
@@ -80,12 +80,6 @@ def _print_failure(console: Any, failure: Event) -> None:
     console.print("  traceback" + (f" [dim](its last {TRACEBACK} lines of {len(lines)})[/dim]" if left > 0 else ""))
     for line in lines[-TRACEBACK:]:
         console.print(f"    {shown(line[:WIDEST])}", soft_wrap=True)
-
-
-def traceback_of(failure: Event) -> list[str]:
-    """Its lines; none where privacy kept them."""
-    told = failure.data.get("traceback")
-    return [line.rstrip() for line in told.splitlines() if line.strip()] if isinstance(told, str) else []
 
 
 def _coloured(severity: str) -> str:
@@ -106,8 +100,9 @@ def _numbers(case: Case) -> Any:
     from rich.table import Table
 
     from fedvitals.cli.screen import number, shown
+    from fedvitals.views.troubles import number_of, numbers_of
 
-    told = case.newest.evidence.get("numbers") or ()
+    told = numbers_of(case)
     if not told:
         return None
     table = Table(box=None, pad_edge=False)
@@ -117,24 +112,11 @@ def _numbers(case: Case) -> Any:
     table.add_column("of")
     table.add_column("standard deviations", justify="right")
     for one in told:
-        value, usual, score = (_number(one.get(name)) for name in ("value", "usual", "score"))
+        value, usual, score = (number_of(one.get(name)) for name in ("value", "usual", "score"))
         of = "" if usual is None else str(one.get("of", ""))
         away = "" if score is None else number(score)
         table.add_row(shown(str(one.get("name"))), number(value), "" if usual is None else number(usual), of, away)
     return Padding(table, (0, 0, 0, 4))
-
-
-def _number(value: Any) -> float | None:
-    """What JSON may have made of a number: NaN and infinity are words there."""
-    return None if value is None else float(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return "; ".join(_text(item) for item in value)
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
@@ -148,6 +130,8 @@ def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
 
 def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> dict[str, Any]:
     """The case, with what the table of issues says of it, and the error that it is about where there is one."""
+    from fedvitals.views.troubles import traceback_of
+
     known, newest = case.known, case.newest
     return {
         "issue": case.issue,

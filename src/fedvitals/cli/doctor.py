@@ -25,7 +25,7 @@ EXTRAS = {
     "torch": "torch",
     "kernel": "llvmlite",
     "lab": "sklearn",
-    "dashboard": "starlette",
+    "dashboard": "fastapi",
     "postgres": "psycopg",
     "otel": "opentelemetry",
     "prometheus": "prometheus_client",
@@ -35,7 +35,7 @@ EXTRAS = {
     "flower": "flwr",
     "system": "psutil",
     "parquet": "pyarrow",
-    "plots": "plotly",
+    "plots": "matplotlib",
 }
 WAL_RESET_FIXED = (3, 51, 3)
 COLOURS = {"fine": "green", "note": "yellow", "trouble": "red"}

@@ -35,8 +35,9 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
     from fedvitals.cli import case_cards
     from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.records import Action
-    from fedvitals.views.card import detectors_of
     from fedvitals.store import open_reader, queries
+    from fedvitals.views.card import detectors_of
+    from fedvitals.views.troubles import actions_about, failures_of
 
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
@@ -45,8 +46,8 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
         described = queries.get_run(reader, chosen)
         installed = detectors_of(described)
         clients = _verdicts(reader, chosen, number, found)
-        errors = _failures(reader, chosen, found)
-    cards = [(case, _about(case, actions), error) for case, error in zip(found, errors, strict=True)]
+        errors = failures_of(reader, chosen, found)
+    cards = [(case, actions_about(case, actions), error) for case, error in zip(found, errors, strict=True)]
     if as_json:
         told = [case_cards.as_json(*card) for card in cards]
         print_json(
@@ -86,55 +87,22 @@ def _print_verdicts(clients: dict[str, str], node: str | None) -> None:
 
 
 def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> list[Case]:
-    from fedvitals.diagnosis.cases import cases
     from fedvitals.errors import ConfigError, unknown
-    from fedvitals.records import Finding
-    from fedvitals.store import queries
+    from fedvitals.views.troubles import cases_of, concerns
 
-    findings, attendance = queries.records(reader, run, Finding), queries.attendance(reader, run)
-    if number is not None:
-        known = attendance[None]
-        if number not in known:
-            there = f"It has rounds {known[0]} to {known[-1]}" if known else "It has none"
-            raise ConfigError(f"The run {run} has no round {number}. {there}.")
-        findings = [f for f in findings if f.where.round is not None and f.where.round <= number]
-        attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
-    found = cases(findings, attendance)
+    history = reader.history(run)
+    known = history.rounds()
+    if number is not None and number not in known:
+        there = f"It has rounds {known[0]} to {known[-1]}" if known else "It has none"
+        raise ConfigError(f"The run {run} has no round {number}. {there}.")
+    found = cases_of(reader, run, number)
     if number is not None:
         found = [case for case in found if case.last == number]
     if node is not None:
-        history = reader.history(run)
         if node not in history.nodes():
             raise ConfigError(unknown("node", node, history.nodes()))
-        found = [case for case in found if _concerns(case, node)]
+        found = [case for case in found if concerns(case, node)]
     return found
-
-
-def _concerns(case: Case, node: str) -> bool:
-    """Whether the node is ill, or under suspicion; of an edge, cluster or ring, whether it is the group."""
-    return node in (case.node, case.group) or any(suspect.node == node for suspect in case.newest.suspects)
-
-
-def _about(case: Case, actions: Sequence[Action]) -> list[Action]:
-    """What was proposed or done about a case, and what became of it last."""
-    from fedvitals.diagnosis.correct import told
-
-    answers = told(case.newest)
-    newest = {(action.kind, action.target): action for action in actions if action.finding == answers}
-    return list(newest.values())
-
-
-def _failures(reader: Reader, run: str, found: Sequence[Case]) -> list[Event | None]:
-    """For each case that is about an error, the newest event of it that the case knows of; None for the others."""
-    from fedvitals.store import queries
-
-    about = [case.newest.evidence.get("event") for case in found]
-    told = queries.events(reader, run, level="error") if any(about) else []
-    errors: list[Event | None] = []
-    for case, name in zip(found, about, strict=True):
-        same = [e for e in told if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
-        errors.append(max(same, key=lambda e: e.at, default=None))
-    return errors
 
 
 def _print(cards: Sequence[tuple[Case, list[Action], Event | None]], installed: int, run: str, *, full: bool) -> None:

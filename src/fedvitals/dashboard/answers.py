@@ -27,6 +27,11 @@ CODES = {
     400: "bad_request", 401: "token_needed", 403: "refused", 404: "not_found", 405: "wrong_method", 409: "conflict",
     413: "too_large", 422: "bad_request", 429: "too_many_tries", 503: "store_unreadable",
 }  # fmt: skip
+# The framework's own words, as sentences.
+PLAIN = {
+    "Not Found": "There is nothing at this address.",
+    "Method Not Allowed": "This address cannot be asked in that way.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ def answer_failures(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     def http(_: Request, error: StarletteHTTPException) -> Response:
-        return failure(error.status_code, str(error.detail), headers=error.headers)
+        return failure(error.status_code, PLAIN.get(error.detail, error.detail), headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     def invalid(_: Request, error: RequestValidationError) -> Response:

@@ -14,6 +14,7 @@ from fedvitals.store import open_reader, store_target
 from fedvitals.store.postgres import address_of
 from fedvitals.store.reader import Reader
 from fedvitals.views.matrix import Matrices
+from fedvitals.views.update_map import Layouts
 
 READERS = 8  # that wait for the next request
 REMEMBERED = 64_000_000  # bytes of answers
@@ -22,7 +23,7 @@ REMEMBERED = 64_000_000  # bytes of answers
 class Shelf:
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
-        self.matrices = Matrices()
+        self.matrices, self.layouts = Matrices(), Layouts()
         self._pulse = Pulse()
         self._lock = threading.Lock()
         self._readers: list[tuple[object, Reader]] = []
@@ -77,7 +78,7 @@ class Shelf:
                 self._watcher[1].close()
                 self._watcher = None
                 self._pulse = Pulse()
-                self.matrices = Matrices()
+                self.matrices, self.layouts = Matrices(), Layouts()
             if self._watcher is None:
                 self._watcher = identity, open_reader(self.target)
             try:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvitals.plot.canvas import SMALL
+from fedvitals.plot.canvas import SMALL, sheet
 from fedvitals.plot.scale import power
 from fedvitals.plot.style import FAILED, HAIRLINE, INK, NOT_FINITE, NOT_THERE, words
 from fedvitals.views import grid
 from fedvitals.views.grid import Grid
 from fedvitals.views.units import with_unit
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Floats = NDArray[np.float64]
 NAMED = 60  # rows whose names stand beside them; of more, every second, third, ...
 MARKS = 400  # single cells that get a mark
 STEPS = 64  # of the colour scale
+MOST_INCHES = 9.0
 
 
 def arrays(of: Grid) -> tuple[Floats, NDArray[np.uint8]]:
@@ -118,18 +122,27 @@ def _rgba(colour: str) -> tuple[float, ...]:
     return to_rgba(colour)
 
 
-def colour_scale(axes: Any, shades: Shades, unit: str) -> None:
-    """A strip under the right end of the title, with what its ends are worth."""
-    strip = axes.inset_axes((0.72, 1.03, 0.2, 0.0), transform=axes.transAxes)
-    figure = axes.figure
-    high = axes.get_position().height * figure.get_figheight() or 1.0
-    strip.set_position((0.72, 1.0, 0.2, 0.1))
-    strip.remove()
-    strip = axes.inset_axes((0.7, 1 + 0.06 / high, 0.2, 0.09 / high))
+def cell_sheet(rows: int, title: str, note: str = "") -> tuple[Figure, Any, Any]:
+    """A figure for that many rows: itself, the axes for the cells, and those above them for title and scale."""
+    tall = min(MOST_INCHES, max(0.9, 0.6 + rows * (0.16 if rows <= NAMED else 0.07)))
+    figure, axes = sheet(2, heights=(0.3, tall))
+    top, cells = axes[0, 0], axes[1, 0]
+    top.set_axis_off()
+    top.set(xlim=(0, 1), ylim=(0, 1))
+    top.text(0, 0.3, title, ha="left", va="bottom", fontsize=SMALL)
+    if note:
+        top.text(0.99, 0.3, note, ha="right", va="bottom", fontsize=SMALL - 1, color=HAIRLINE)
+    return figure, cells, top
+
+
+def colour_scale(top: Any, shades: Shades, unit: str) -> None:
+    """A strip above the cells, with what its ends are worth."""
+    left, right = 0.52, 0.68
     ramp = np.linspace(shades.low, shades.high, STEPS)
     colours = shades.of(10**ramp if shades.log else ramp)[None]
-    strip.imshow((255 * colours + 0.5).astype(np.uint8), aspect="auto", interpolation="none", extent=(0, 1, 0, 1))
-    strip.set_axis_off()
-    low, top = shades.ends(unit)
-    for place, text, side in ((-0.03, low, "right"), (1.03, top, "left")):
-        strip.text(place, 0.4, text, transform=strip.transAxes, ha=side, va="center", fontsize=SMALL - 1, color=HAIRLINE)
+    pixels = (255 * colours + 0.5).astype(np.uint8)
+    top.imshow(pixels, aspect="auto", interpolation="none", extent=(left, right, 0.35, 0.75))
+    top.set(xlim=(0, 1), ylim=(0, 1))
+    low, high = shades.ends(unit)
+    for place, text, side in ((left - 0.01, low, "right"), (right + 0.01, high, "left")):
+        top.text(place, 0.55, text, ha=side, va="center", fontsize=SMALL - 1, color=HAIRLINE)

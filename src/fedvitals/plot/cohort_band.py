@@ -55,7 +55,10 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     for place, (node, rounds, values) in enumerate(shown):
         colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the cohort's own
         heights = height.of(np.array(values, float))
-        line(axes, rounds, heights.tolist(), colour)
+        if 2 * len(rounds) < len(matrix.rounds):  # told now and then: what lies between is not known
+            axes.plot(rounds, heights, "o:", color=colour, linewidth=0.7, markersize=3.5)
+        else:
+            line(axes, rounds, heights.tolist(), colour)
         finite = np.flatnonzero(np.isfinite(heights))
         if finite.size:
             ends.append((words(node, 16), colour, float(rounds[finite[-1]]), float(heights[finite[-1]])))

@@ -3,9 +3,41 @@
 
 from __future__ import annotations
 
+import html
+import io
 import re
+import warnings
+from typing import TYPE_CHECKING
 
 from fedvitals.plot.style import INK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+def svg_of(figure: Figure, title: str, key: str) -> str:
+    """The figure as SVG, with a title for who cannot see it. `key` makes its ids unlike those of other figures."""
+    import matplotlib as mpl  # noqa: PLC0415 - an extra; a figure is there, so this is, too
+
+    from fedvitals.plot.canvas import in_style  # noqa: PLC0415
+
+    buffer = io.StringIO()
+    with in_style(), mpl.rc_context({"svg.hashsalt": key}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a letter that our font lacks: the reader's browser has it
+        figure.savefig(buffer, format="svg", metadata=NO_METADATA, facecolor="none", edgecolor="none")
+    return apart(tidied(buffer.getvalue(), title), key)
+
+
+def apart(svg: str, key: str) -> str:
+    """With the key in every id that is left, and wherever one is referred to."""
+    names = set(re.findall(r' id="([^"]+)"', svg))
+    for name in sorted(names, key=len, reverse=True):
+        for before, after in ((f'id="{name}"', f'id="{key}-{name}"'), (f'href="#{name}"', f'href="#{key}-{name}"')):
+            svg = svg.replace(before, after)
+        svg = svg.replace(f"url(#{name})", f"url(#{key}-{name})")
+    return svg
 
 
 def for_page(svg: str) -> str:
@@ -24,7 +56,7 @@ def tidied(svg: str, title: str) -> str:
     svg = re.sub(r"(font: (?:\d+ )?[\d.]+px) [^;\"]+", r"\1 system-ui, sans-serif", svg)
     svg = re.sub(r"\n\s*", "\n", svg)
     head = svg.index(">") + 1
-    words = title.replace("&", "&amp;").replace("<", "&lt;")
+    words = html.escape(title, quote=False)
     opening = svg[:head].replace("<svg", '<svg role="img"', 1)
     paper = '<rect class="paper" width="100%" height="100%" fill="#fff"/>'
     return f"{opening}\n<title>{words}</title>\n{paper}{svg[head:]}"

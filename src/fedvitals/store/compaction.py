@@ -63,12 +63,15 @@ class Pending:
 
 
 def load_pending(database: Database, key: Sequence[int]) -> Pending:
-    """What an earlier writer left to do; the key is run, family, layer table and number of layers."""
+    """What an earlier writer left to do; the key is run, family, layer table, number of layers, and whether it is about
+    the whole. Blocks of which that is not known are merged with those about nodes.
+    """
     pending = Pending()
     found = database.rows(
         "SELECT b.arrival, b.first_round, LENGTH(m.numbers) FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer = -1 "
-        "WHERE b.run = ? AND b.family = ? AND b.layer_table = ? AND b.layers = ? ORDER BY b.arrival",
+        "WHERE b.run = ? AND b.family = ? AND b.layer_table = ? AND b.layers = ? AND COALESCE(b.whole, 0) = ? "
+        "ORDER BY b.arrival",
         key,
     )
     for arrival, first, size in found:
@@ -84,10 +87,12 @@ def rounds_of(entries: Entries) -> tuple[int | None, int | None]:
 
 def insert_block(database: Database, head: Sequence[int | None], entries: Entries) -> None:
     """The block's row; `head` has its columns up to the rounds."""
+    about_whole = entries.nodes == 0
+    whole = int(about_whole[0]) if (about_whole == about_whole[0]).all() else None
     database.execute(
         "INSERT INTO layer_block (arrival, run, family, layer_table, layers, entries, first_round, last_round, "
-        "coordinates, details) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (*head, entries.coordinates(), entries.details()),
+        "coordinates, details, whole) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*head, entries.coordinates(), entries.details(), whole),
     )
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedvitals.store import unpacking
 from fedvitals.store.dialect import Dialect
 from fedvitals.store.schema import LAYER_STATISTICS, MIGRATIONS, TABLES, VERSION, Column, Table
@@ -24,14 +26,14 @@ def _create(table: Table, version: int, dialect: Dialect) -> str:
     return f"CREATE TABLE {table.name} (\n  " + ",\n  ".join(lines) + "\n)"
 
 
-def _indexes(table: Table, dialect: Dialect) -> list[str]:
+def _indexes(table: Table, dialect: Dialect, wanted: Sequence[tuple[str, ...]]) -> list[str]:
     plain = "CREATE INDEX {name} ON {table} ({column})"
     template = dialect.unique if table.name == "symbol" else plain
     return [
         template.format(
             name=f"{table.name}_by_{'_'.join(columns)}", table=table.name, column=", ".join(map(quoted, columns))
         )
-        for columns in table.indexes
+        for columns in wanted
     ]
 
 
@@ -40,10 +42,11 @@ def migration(version: int, dialect: Dialect) -> list[str]:
     statements: list[str] = []
     for table in TABLES:
         if table.since == version:
-            statements += [_create(table, version, dialect), *_indexes(table, dialect)]
+            statements += [_create(table, version, dialect), *_indexes(table, dialect, table.indexes)]
         elif table.since < version:
             added = [column for column in table.columns if column.since == version]
             statements += [f"ALTER TABLE {table.name} ADD COLUMN {_column(column, dialect)}" for column in added]
+            statements += _indexes(table, dialect, [columns for since, columns in table.later if since == version])
     return [*statements, *MIGRATIONS.get(version, ())]
 
 
@@ -152,6 +155,6 @@ def markdown() -> str:
             lines.append(f"| `{column.name}` | {kind} | {column.meaning} |")
         if table.key:
             lines += ["", f"Key: {', '.join(table.key)}."]
-        for index in table.indexes:
+        for index in (*table.indexes, *(columns for _, columns in table.later)):
             lines += ["", f"Index: {', '.join(index)}."]
     return "\n".join(lines) + "\n"

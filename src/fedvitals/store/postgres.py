@@ -319,6 +319,17 @@ def maintain_postgres(url: str) -> Iterator[Database]:
         database.connection.close()
 
 
+@contextlib.contextmanager
+def write_postgres(url: str) -> Iterator[Database]:
+    """The store for a row or two, beside the trainings that write it; an older one is brought up to date."""
+    database = _connect(address_of(url), lock_timeout="5s")
+    try:
+        _upgrade(database)
+        yield database
+    finally:
+        database.connection.close()
+
+
 def is_written(database: Database, run: str) -> bool:
     """Whether a training holds its lock on that run; to be asked in a transaction, at whose end the lock goes."""
     return database.rows("SELECT pg_try_advisory_xact_lock(?)", (presence(run),)) != [(True,)]

@@ -19,6 +19,7 @@ from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
 from fedvitals.store.reader import Reader
+from fedvitals.store.whole import whole_layers  # noqa: F401 - a question like the others, in a file of its own
 
 R = TypeVar("R")
 RoundTable = dict[Node | None, dict[str, float]]
@@ -297,7 +298,7 @@ def events(reader: Reader, run: str, *, level: str | None = None, limit: int | N
 
 
 def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
-    """Every record of one type (but Run: see `get_run`), in order of arrival."""
+    """Every record of one type (but Run: see `get_run`), in order of arrival (layer statistics: block by block)."""
     if kind is LayerStats:
         return _layer_stats(reader, run)  # type: ignore[return-value]
     found = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,17 @@ _PRAGMAS = (
     "application_id", "user_version", "data_version", "schema_version",
     "database_list", "index_info", "index_list", "table_info", "table_list",
 )  # fmt: skip
+
+
+# What makes a store of an older version read like one of this: in the reader's own temporary schema, not in the file.
+_LOOKS_NEW: Mapping[int, tuple[str, ...]] = {
+    2: (
+        "PRAGMA temp_store = MEMORY",
+        "CREATE TEMP VIEW layer_block AS SELECT *, NULL AS whole FROM main.layer_block",
+        "CREATE TEMP TABLE mark (run INTEGER, kind TEXT, target TEXT, value TEXT, at REAL)",
+        "CREATE TEMP VIEW marks AS SELECT * FROM mark",
+    )
+}
 
 
 def _authorise(action: int, first: str | None, second: str | None, *_: str | None) -> int:
@@ -101,12 +113,14 @@ def read_sqlite(path: Path) -> Reader:
     database = Database(connection, SQLITE, str(path))
     try:
         version = check_version(database)
-        if version < VERSION:
+        if version < VERSION and version not in _LOOKS_NEW:
             what = f"has schema version {version}" if version else "is empty"
             raise StoreError(  # noqa: TRY301 - the connection is to be closed
                 f"The store '{path}' {what}; this fedvitals reads version {VERSION}. "
                 "The first training that writes to it brings it up to date."
             )
+        for statement in _LOOKS_NEW.get(version, ()):
+            database.execute(statement)
         connection.execute("PRAGMA query_only = ON")
         connection.create_function("fedvitals_layer", 8, _layer, deterministic=True)
         connection.set_authorizer(_authorise)

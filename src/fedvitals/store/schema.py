@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-VERSION = 2
+VERSION = 3
 
 # Plain SQL that runs after the new tables and columns of a version exist.
 MIGRATIONS: Mapping[int, tuple[str, ...]] = {}
@@ -34,6 +34,7 @@ class Table:
     indexes: tuple[tuple[str, ...], ...] = ()
     view: str = ""  # the same table with names instead of numbers, for people
     since: int = 1
+    later: tuple[tuple[int, tuple[str, ...]], ...] = ()  # indexes that came with a version after the table's own
 
 
 def _where(meaning: str) -> tuple[Column, ...]:
@@ -223,8 +224,17 @@ TABLES: tuple[Table, ...] = (
             Column("last_round", "integer", "Largest round among them; NULL: one has no round.", null=True),
             Column("coordinates", "blob", "Of each entry: round int64, at float64, node int32 (three arrays)."),
             Column("details", "blob", "Step int64, sequence int64, layer, group, source int32 (five arrays)."),
+            Column(
+                "whole",
+                "integer",
+                "1: every entry is about the whole federation, 0: each is about a node; NULL: both, or not known.",
+                null=True,
+                since=3,
+            ),
         ),
         indexes=(("run", "family", "first_round"),),
+        # Behind the blobs, the column itself would be a long way off.
+        later=((3, ("run", "family", "whole")),),
     ),
     Table(
         "layer_matrix",
@@ -275,6 +285,20 @@ TABLES: tuple[Table, ...] = (
         Column("data", "json", "Family, issue and strength."),
         index="run",
         since=2,
+    ),
+    Table(
+        "mark",
+        "What people say of a run: tags, and findings that they have acknowledged or muted.",
+        (
+            Column("run", "symbol", "Id of the run."),
+            Column("kind", "text", "tag, acknowledged or muted."),
+            Column("target", "text", "The tag, or the key of the case in the dashboard."),
+            Column("value", "text", "A word on it: why it was muted."),
+            Column("at", "real", "When it was set, in seconds since the epoch.", null=True),
+        ),
+        key=("run", "kind", "target"),
+        view="marks",
+        since=3,
     ),
 )
 

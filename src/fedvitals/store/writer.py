@@ -15,7 +15,7 @@ from fedvitals.store.dialect import Database
 from fedvitals.store.packing import block_of
 from fedvitals.store.symbols import Symbols
 
-Family = tuple[str, str, str, int]  # run, family, layer table, number of layers
+Family = tuple[str, str, str, int, bool]  # run, family, layer table, number of layers, whether about the whole
 ROUNDS_REMEMBERED = 1000  # whose times are known without asking; a run of any length must fit into memory
 
 
@@ -119,11 +119,12 @@ class Writer:
         )
 
     def _write_statistics(self, records: Sequence[LayerStats]) -> set[Family]:
-        """A block for each family and round; what comes back may have enough old rounds to merge."""
+        """Blocks for each family and round; what comes back may have enough old rounds to merge."""
         groups: dict[tuple[Family, int | None], list[LayerStats]] = {}
         for record in records:
             where = record.where
-            key = (where.run, record.family, record.table, len(record.matrix))
+            # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
+            key = (where.run, record.family, record.table, len(record.matrix), where.node is None)
             groups.setdefault((key, where.round), []).append(record)
         due = set()
         for (key, round_), same in groups.items():
@@ -136,7 +137,7 @@ class Writer:
         arrival = self._next_arrival()
         entries, numbers = block_of(same, self._symbols.number)
         blob = numbers.astype("<f4", copy=False).tobytes()
-        run, family, table, layers = key
+        run, family, table, layers, _ = key
         names = [self._symbols.number(name) for name in (run, family, table)]
         first, last = compaction.rounds_of(entries)
         compaction.insert_block(self._database, (arrival, *names, layers, len(same), first, last), entries)
@@ -155,7 +156,7 @@ class Writer:
         pending = self._pending.get(key)
         if pending is None:
             names = tuple(self._symbols.known(name) for name in key[:3])
-            pending = self._pending[key] = compaction.load_pending(self._database, (*names, key[3]))
+            pending = self._pending[key] = compaction.load_pending(self._database, (*names, key[3], int(key[4])))
         return pending
 
     def _note_places(self, records: Sequence[Any]) -> None:

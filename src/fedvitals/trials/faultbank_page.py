@@ -16,8 +16,7 @@ from fedvitals.trials.faultbank_figures import Row
 from fedvitals.trials.faultbank_intervals import DRAWS, Estimate
 from fedvitals.trials.faultbank_report import GROUP_FIGURES, KIND_FIGURES, METHOD_FIGURES, TARGET_FIGURES, Summary
 from fedvitals.trials.faultbank_score import WITHIN, Outcome
-from fedvitals.trials.page_markup import Block, Code, Heading, Picture, Points, Text, markdown, page
-from fedvitals.trials.reproduce_beyond import Table
+from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
 from fedvitals.trials.reproduce_results import as_json
 
 MARKS = {"met": "●", "missed": "○", "not measured": "–"}

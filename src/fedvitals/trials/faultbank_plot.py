@@ -9,9 +9,9 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, INK
 from fedvitals.trials.faultbank_intervals import Bin
 from fedvitals.trials.faultbank_report import Confusion, Curve
-from fedvitals.trials.reproduce_plot import BLUE, COLOURS, HAIRLINE, INK
 
 DASHES = ("", "6 3", "2 2", "8 3 2 3", "4 4", "1 3")
 LEFT, TOP, WIDE, HIGH = 44, 26, 230, 180  # of a panel's axes, in points

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.report.markup import Table
 from fedvitals.trials import reproduce_yardsticks as yardsticks
 from fedvitals.trials.reproduce_claims import Choice
 from fedvitals.trials.reproduce_conditions import BEYOND, BY_NAME, IN_ALL_SCENARIOS, MODELS, SCENARIOS, TOPOLOGIES
@@ -33,14 +34,6 @@ WORDS = {
     "slow-rate": "learning rate ÷ 10",
     "by-track": "dealt by track",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
 
 
 def _condition(name: str, topology: str) -> str:

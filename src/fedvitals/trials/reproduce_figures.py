@@ -13,19 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.plot.style import BLUE, COLOURS, GREEN, PURPLE, VERMILLION
 from fedvitals.trials.reproduce_conditions import SCENARIOS, TOPOLOGIES
-from fedvitals.trials.reproduce_plot import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    POINTS,
-    PURPLE,
-    VERMILLION,
-    Line,
-    Panel,
-    data_of,
-    svg_of,
-)
+from fedvitals.trials.reproduce_plot import POINTS, Line, Panel, data_of, svg_of
 from fedvitals.trials.reproduce_results import Results, as_json, objections
 
 Panels = Callable[[Results], list[Panel]]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.trials import reproduce_beyond as beyond
-from fedvitals.trials.page_markup import Block, Code, Heading, Picture, Points, Text, markdown, page
+from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Text, markdown, page
 from fedvitals.trials.reproduce_claims import FILE, REHEARSED, WORDS, Choice, Measured, Verdict, read, verdicts
 from fedvitals.trials.reproduce_conditions import CONDITIONS
 from fedvitals.trials.reproduce_figures import FIGURES, Drawn, Figure, coverage, draw, write

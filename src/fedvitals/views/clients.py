@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from fedvitals.diagnosis.attendance import ASKED, groups_of
 from fedvitals.diagnosis.cases import Case, rank
@@ -19,9 +20,8 @@ from fedvitals.records import is_client, natural
 from fedvitals.stats import Array
 from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
-from fedvitals.views.cohort import Matrix
+from fedvitals.views.cohort import EMPTY, Matrix
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.series import quantiles
 from fedvitals.views.troubles import case_key, cases_of, culprits
 
 SHOWN_CASES = 3  # of one client in its row
@@ -143,9 +143,6 @@ def _first_known(reader: Reader, run: str, names: Sequence[str]) -> tuple[str, M
     return next(((name, matrix) for name, matrix in found if len(matrix.rounds)), (names[0], EMPTY))
 
 
-EMPTY = Matrix((), (), np.empty((0, 0), np.float32), np.empty((0, 0), bool))
-
-
 def _newest_values(name: str, matrix: Matrix) -> _Column:
     if not matrix.there.size:
         return _Column(name, {})
@@ -157,9 +154,20 @@ def _newest_values(name: str, matrix: Matrix) -> _Column:
 def _usual_values(name: str, matrix: Matrix) -> _Column:
     """The median over the newest rounds."""
     newest = matrix.values[:, -LOOK_BACK:]
-    middle: Array = quantiles(newest.T)[1] if newest.size else np.empty(0)
+    middle = medians(newest.T)
     known = {node: value for node, value in zip(matrix.nodes, middle.tolist(), strict=False) if math.isfinite(value)}
     return _Column(name, known)
+
+
+def medians(values: npt.NDArray[np.floating]) -> Array:
+    """The median of the finite values in each column; NaN where there is none."""
+    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
+    counts = np.sum(~np.isnan(ordered), axis=0)
+    found = np.full(values.shape[1], np.nan)
+    some = np.flatnonzero(counts)
+    low, high = ordered[(counts[some] - 1) // 2, some], ordered[counts[some] // 2, some]
+    found[some] = (low.astype(float) + high) / 2
+    return found
 
 
 def _sums(*matrices: Matrix) -> dict[str, float]:
@@ -320,17 +328,7 @@ def clients_page(
 
 
 def _matches(row: ClientRow, search: str, group: str | None, health: str | None) -> bool:
-    if search and search.casefold() not in row.name.casefold():
+    if search.casefold() not in row.name.casefold() or group not in (None, row.group):
         return False
-    if group is not None and row.group != group:
-        return False
-    match health:
-        case "ill":
-            return row.severity is not None
-        case "well":
-            return row.severity is None
-        case "failed":
-            return row.failures > 0
-        case None:
-            return True
-    return row.severity == health
+    kinds = {None: True, "ill": row.severity is not None, "well": row.severity is None, "failed": row.failures > 0}
+    return kinds.get(health, row.severity == health)

@@ -18,11 +18,11 @@ from fedvitals.diagnosis.cases import Case, is_trouble, rank
 from fedvitals.errors import ConfigError
 from fedvitals.profiling.traffic import LEVELS
 from fedvitals.records import Run
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
 from fedvitals.views.chance import Change, change, pairing
 from fedvitals.views.figures import Figures, figures_of, highest, last, mean
 from fedvitals.views.parting import Parting, parting
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Value = Callable[[Figures], float | None]

@@ -17,7 +17,7 @@ from fedvitals.profiling.traffic import reached
 from fedvitals.records import is_client
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
-from fedvitals.views.cohort import Matrix, buckets
+from fedvitals.views.cohort import Matrix, Reals, buckets
 from fedvitals.views.machine import ROOM, SHARES, Machine, machine_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Numbers, json_numbers
@@ -151,7 +151,7 @@ def memory_page(reader: Reader, run: str) -> MemoryPage | None:
 
 def _peak(reader: Reader, run: str, name: str, matrix: Matrix) -> Peak | None:
     pick = min if name in ROOM else max
-    found = []
+    found: list[tuple[float, str | None, int, float, str | None]] = []
     values = np.where(np.isfinite(matrix.values), matrix.values, np.nan)
     if values.size and not np.isnan(values).all():
         place = int(np.nanargmin(values) if pick is min else np.nanargmax(values))
@@ -220,7 +220,7 @@ def _courses(matrix: Matrix | None) -> tuple[Course, ...]:
     return tuple(_course(name, matrix.rounds, values) for name, values in lines)
 
 
-def _course(name: str, rounds: Sequence[int], values: Sequence[float] | np.ndarray) -> Course:  # type: ignore[type-arg]
+def _course(name: str, rounds: Sequence[int], values: Sequence[float] | Reals) -> Course:
     points = buckets(rounds, np.asarray(values, float).tolist(), POINTS)
     return Course(
         name, points.rounds, json_numbers(points.values), json_numbers(points.low), json_numbers(points.high),
@@ -247,7 +247,7 @@ def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
         sum(down.values()),
         sum(others.values()),
         tuple(_course(name, list(of), list(of.values())) for name, of in named if of),
-        clients[:NAMED],
+        tuple(clients[:NAMED]),
         len(clients),
         kinds,
         rounds,

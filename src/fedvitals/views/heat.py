@@ -14,9 +14,10 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import natural
 from fedvitals.stats import FAMILIES, derive, statistics_of
 from fedvitals.store.reader import Reader
+from fedvitals.store.whole import whole_layers
 from fedvitals.views.cohort import Matrix, matrix_of
 from fedvitals.views.grid import Grid, failures, make_grid
-from fedvitals.views.matrix import metric_matrix, whole_layers
+from fedvitals.views.matrix import metric_matrix
 
 Sort = Literal["worst", "name", "value"]
 

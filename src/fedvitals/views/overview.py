@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.catalog import CATALOG
@@ -104,7 +104,7 @@ def overview(reader: Reader, run: str) -> Overview:
     history = reader.history(run)
     rounds, names = history.rounds(), queries.metric_names(reader, run)
     told = clients_tell(reader, run, names)
-    dense = _dense(reader, run, rounds, told)
+    counts = _told_by(reader, run, rounds, [name for name in told if name in {*FIRST_SIGHT, *LEARNING}])
     clients = sum(is_client(node) for node in history.nodes())
     return Overview(
         verdict=judge(found, facts),
@@ -116,8 +116,8 @@ def overview(reader: Reader, run: str) -> Overview:
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
         signs=[_sign(name) for name in sorted(told, key=_order)],
-        sign=_best(FIRST_SIGHT, dense, told),
-        learning=_best(LEARNING, dense, told),
+        sign=_for_clients(counts, told),
+        learning=_for_learning(counts, told),
         outcomes=_outcomes(reader, run, names),
         scale="scale.gsc" if "scale.gsc" in names else None,
         families=[
@@ -176,32 +176,34 @@ def clients_tell(reader: Reader, run: str, names: Collection[str]) -> list[str]:
     holes = ", ".join("?" * len(others))
     sql = (
         # Nodes stand together in the index, so that the first client is found after as few rows as there are servers.
-        "SELECT 1 FROM metric WHERE run = ? AND name = ? AND round IS NOT NULL AND node IS NOT NULL "
+        "SELECT 1 FROM metric WHERE run = ? AND name = ? AND round IS NOT NULL AND node IS NOT NULL "  # noqa: S608
         f"{f'AND node NOT IN ({holes}) ' if others else ''}AND layer IS NULL LIMIT 1"
     )
     return [name for name in names if reader.database.rows(sql, (number, reader.names.number(name), *others))]
 
 
-def _dense(reader: Reader, run: str, rounds: Sequence[int], told: Collection[str]) -> set[str]:
-    """Signs that most clients have in most rounds: one that is probed now and then says little of the cohort."""
-    if not rounds:
-        return set()
+def _told_by(reader: Reader, run: str, rounds: Sequence[int], names: Iterable[str]) -> dict[str, list[int]]:
+    """How many nodes told each of these signs, in a few rounds from all over the run."""
     number = reader.names.number(run)
-    chosen = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)})
-
-    def count(name: str) -> int:
-        sql = "SELECT COUNT(*) FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL AND layer IS NULL"
-        return sum(reader.database.rows(sql, (number, reader.names.number(name), r))[0][0] for r in chosen)
-
-    counts = {name: count(name) for name in {*FIRST_SIGHT, *LEARNING} if name in told}
-    most = max(counts.values(), default=0)
-    return {name for name, found in counts.items() if found and found >= ENOUGH * most}
+    chosen = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)}) if rounds else []
+    sql = "SELECT COUNT(*) FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL AND layer IS NULL"
+    return {
+        name: [reader.database.rows(sql, (number, reader.names.number(name), r))[0][0] for r in chosen]
+        for name in names
+    }
 
 
-def _best(candidates: Sequence[str], dense: Collection[str], told: Sequence[str]) -> str | None:
-    return next((name for name in candidates if name in dense), next((n for n in candidates if n in told), None)) or (
-        told[0] if told else None
-    )
+def _for_clients(counts: Mapping[str, Sequence[int]], told: Sequence[str]) -> str | None:
+    """The first sign that most clients have in most rounds: one that is probed now and then leaves a map empty."""
+    most = max((sum(counts[name]) for name in FIRST_SIGHT if name in counts), default=0)
+    dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) >= max(1.0, ENOUGH * most)]
+    return next(iter([*dense, *(name for name in FIRST_SIGHT if name in told), *told]), None)
+
+
+def _for_learning(counts: Mapping[str, Sequence[int]], told: Sequence[str]) -> str | None:
+    """The first sign of learning that somebody has in most rounds."""
+    usual = [name for name in LEARNING if name in counts and sum(map(bool, counts[name])) * 2 > len(counts[name])]
+    return next(iter([*usual, *(name for name in LEARNING if name in told)]), None)
 
 
 def _outcomes(reader: Reader, run: str, names: Collection[str]) -> list[str]:

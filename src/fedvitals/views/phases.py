@@ -15,7 +15,7 @@ from fedvitals.stats import Array
 from fedvitals.store.reader import Reader
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.series import Numbers, between, bucket_of, json_numbers
+from fedvitals.views.series import Numbers, between, bucket_of, json_numbers, stretches
 
 # As they follow each other in a round; the words of the profile, and of `bottleneck.*`.
 PARTS = {
@@ -84,10 +84,8 @@ def phases(reader: Reader, run: str, points: int, first: int | None = None, last
 
 def _slowest(rounds: list[int], lengths: Array, points: int) -> tuple[list[int], list[int], list[int]]:
     """Of each bucket: where its slowest round stands, its first and its last round."""
-    told, begins = np.unique(bucket_of(rounds, points), return_index=True)
-    ends = [*begins[1:].tolist(), len(rounds)]
+    spans = stretches(bucket_of(rounds, points))
     filled = np.nan_to_num(lengths, nan=-1.0)
-    spans = list(zip(begins.tolist(), ends, strict=True))
     chosen = [begin + int(np.argmax(filled[begin:end])) for begin, end in spans]
     return chosen, [rounds[begin] for begin, _ in spans], [rounds[end - 1] for _, end in spans]
 

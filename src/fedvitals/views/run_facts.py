@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -55,7 +56,9 @@ def facts_of(reader: Reader, run: str, told: Sequence[Mark] = (), before: RunFac
     number = reader.names.number(run) or 0
     ask = reader.database.rows
     ((rounds, last),) = ask("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (number,))
-    ((config, finished),) = ask("SELECT config, finished FROM run WHERE id = ?", (number,)) or [("{}", None)]
+    ((config, host, finished),) = ask("SELECT config, host, finished FROM run WHERE id = ?", (number,)) or [
+        ("{}", "", None)
+    ]
     names = ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (number,))
     clients, settings = sum(is_client(name) for (name,) in names), _read(config)
     accuracy, loss = course_of(reader, run, "accuracy"), course_of(reader, run, "loss")
@@ -63,7 +66,7 @@ def facts_of(reader: Reader, run: str, told: Sequence[Mark] = (), before: RunFac
     findings, verdict = _judged(reader, run, settings, told, (rounds, clients, finished is not None))
     return RunFacts(
         rounds=rounds,
-        planned=planned_rounds(Run(run, "", config=settings)),
+        planned=planned_rounds(Run(run, "", host, config=settings)),
         last_record=last if last is not None and math.isfinite(last) else None,
         clients=clients,
         accuracy=_newest(accuracy),
@@ -121,7 +124,9 @@ def course_of(reader: Reader, run: str, name: str) -> Spark | None:
     known = history.rounds()
     if not known or not _has(reader, run, name):
         return None
-    picked = known if len(known) <= POINTS else [known[round(i * (len(known) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    picked = (
+        known if len(known) <= POINTS else [known[round(i * (len(known) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    )
     medians = {n: [v for v in history.latest(name, n).values() if math.isfinite(v)] for n in picked}
     told = [(n, median(values)) for n, values in medians.items() if values]
     return Spark(name, "median client", tuple(n for n, _ in told), tuple(v for _, v in told)) if told else None
@@ -139,7 +144,7 @@ def thinned(rounds: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, 
         stretches, newest = (POINTS - 1) // 2, places.pop()
         cuts = [i * len(places) // stretches for i in range(stretches + 1)]
         kept: list[int] = []
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             finite = [p for p in places[start:end] if math.isfinite(values[p])] or places[start : start + 1]
             kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
         places = [*kept, newest]

@@ -24,7 +24,8 @@ from fedvitals.views.verdict import State
 
 RunState = Literal["running", "silent", "finished"]
 Sort = Literal[
-    "newest", "worst", "health", "name", "progress", "accuracy", "findings", "duration", "bytes", "clients", "host", "started"
+    "newest", "worst", "health", "name", "progress", "accuracy", "findings", "duration", "bytes", "clients", "host",
+    "started",
 ]  # fmt: skip
 Order = Literal["up", "down"]
 WORST_FIRST: tuple[State, ...] = ("ill", "watch", "warming", "unjudged", "healthy")
@@ -197,9 +198,7 @@ def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) 
             written = is_written(run, (started or 0.0) == newest)
         state: Any = state_of(finished, last, now)
         state = "running" if state == "silent" and written else state
-        heads.append(
-            _Head(run, name, host, topology, started, finished, last, written, state, by_run.get(run, ()))
-        )
+        heads.append(_Head(run, name, host, topology, started, finished, last, written, state, by_run.get(run, ())))
     return heads
 
 

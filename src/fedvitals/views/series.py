@@ -120,7 +120,7 @@ def median_series(name: str, matrix: Matrix, points: int, first: int | None = No
 
 
 def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], values: Array, points: int) -> Series:
-    starts = _stretches(bucket_of(rounds, points))
+    starts = stretches(bucket_of(rounds, points))
     middle, low, high = (_reduced(values, starts, how) for how in (np.median, np.min, np.max))
     begins, ends = [int(rounds[b]) for b, _ in starts], [int(rounds[e - 1]) for _, e in starts]
     columns = [json_numbers(middle), json_numbers(low), json_numbers(high)]
@@ -141,10 +141,10 @@ def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], value
     )
 
 
-def _stretches(buckets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def stretches(buckets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Where each bucket begins and ends among the rounds."""
     begins = np.unique(buckets, return_index=True)[1].tolist()
-    return list(zip(begins, [*begins[1:], len(buckets)], strict=True))
+    return list(zip(begins, [*begins[1:], len(buckets)][: len(begins)], strict=True))
 
 
 def _open_gaps(rounds: list[int], last: list[int], columns: Sequence[Numbers]) -> None:
@@ -164,7 +164,7 @@ def band(name: str, matrix: Matrix, points: int, first: int | None = None, last:
     numbers = np.asarray(cohort.rounds, dtype=np.int64)[part]
     lines = [np.asarray(line)[part] for line in (cohort.min, cohort.p5, cohort.median, cohort.p95, cohort.max)]
     finite = np.asarray(cohort.count - cohort.odd)[part]
-    starts = _stretches(bucket_of(numbers, points))
+    starts = stretches(bucket_of(numbers, points))
     kept = [_reduced(line, starts, how) for line, how in zip(lines, _OUTERMOST, strict=True)]
     return Band(
         name,

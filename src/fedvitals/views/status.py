@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import cost_percent
 
+LAB_ROUNDS = 10  # of an experiment that does not say how many
 SILENT = 600.0  # seconds without a record after which nobody should wait for the next one
 
 
@@ -135,6 +137,11 @@ def planned_rounds(run: Run) -> int | None:
         told = run.config.get(name)
         if isinstance(told, int) and not isinstance(told, bool) and told > 0:
             return told
+    experiment = run.config.get("experiment")
+    if run.host == "lab" and isinstance(experiment, str):
+        # What is as by default is not written down; a table after it may have rounds of its own.
+        found = re.search(r"^rounds = (\d+)$", experiment.partition("\n[")[0], re.MULTILINE)
+        return int(found[1]) if found else LAB_ROUNDS
     return None
 
 

@@ -15,6 +15,8 @@ from fedvitals.records import Action, Event, Finding
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 
+TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
+
 # Whoever trained or sent an update took part, as in `queries.attendance`; here of few nodes, by one seek a round.
 _TOOK_PART = (
     "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
@@ -105,3 +107,17 @@ def numbers_of(case: Case) -> list[Mapping[str, Any]]:
     """The numbers that the newest finding rests on; a user's own detector may have put anything there."""
     rows = case.newest.evidence.get("numbers")
     return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list | tuple) else []
+
+
+def more_of(case: Case) -> Iterable[tuple[str, Any]]:
+    """Evidence of the issue's own, besides the numbers."""
+    return ((name, value) for name, value in case.newest.evidence.items() if name not in TOLD_APART)
+
+
+def text_of(value: Any) -> str:
+    """A piece of evidence in one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {text_of(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(text_of(item) for item in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

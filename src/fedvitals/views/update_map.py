@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fedvitals.records import is_client, natural
 from fedvitals.stats import Array
@@ -244,7 +245,7 @@ def similarity(layout: Layout, units: Array, suspects: Sequence[str] = ()) -> Si
     `units`: the directions of the layout's clients.
     """
     count, text = len(layout.names), "all clients of the round"
-    chosen = np.arange(count)
+    chosen: npt.NDArray[np.int64] = np.arange(count)
     if count > MOST_SIMILAR:
         chosen = _representatives(layout, units, suspects)
         text = "those with findings, then those least like the others; the other half spread evenly over the rest"
@@ -255,14 +256,14 @@ def similarity(layout: Layout, units: Array, suspects: Sequence[str] = ()) -> Si
     return Similarity(names, base64.b64encode(values.tobytes()).decode(), count, text)
 
 
-def _representatives(layout: Layout, units: Array, suspects: Sequence[str]) -> Array:
+def _representatives(layout: Layout, units: Array, suspects: Sequence[str]) -> npt.NDArray[np.int64]:
     suspected = {name: -len(suspects) + i for i, name in enumerate(suspects)}
     typical = units @ units.sum(axis=0)  # cosine to the mean direction, but for a factor
     order = sorted(range(len(layout.names)), key=lambda i: (suspected.get(layout.names[i], 0), typical[i]))
     odd, rest = order[: MOST_SIMILAR // 2], order[MOST_SIMILAR // 2 :]
     rest.sort(key=lambda i: float(np.arctan2(layout.points[i, 1], layout.points[i, 0])))
     even = np.linspace(0, len(rest) - 1, MOST_SIMILAR - len(odd)).round().astype(int)
-    return np.array([*odd, *(rest[i] for i in even)])
+    return np.array([*odd, *(rest[i] for i in even)], np.int64)
 
 
 def update_map(

@@ -18,6 +18,7 @@ from fedvitals.diagnosis.scores import FEWEST
 from fedvitals.protocols import History
 from fedvitals.records import Action, Run, is_client
 from fedvitals.store import queries
+from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import detectors_of
 from fedvitals.views.troubles import actions_about, case_key, cases_of, culprits
@@ -225,10 +226,6 @@ def _counted(count: int, noun: str) -> str:
 
 
 def facts_of(reader: Reader, run: str) -> Facts:
-    try:
-        from fedvitals.store.marks import marks
-    except ModuleNotFoundError:  # TEMPORARY until marks.py lands
-        marks = lambda reader, run: []
     described = queries.get_run(reader, run)
     history = reader.history(run)
     rounds, clients = history.rounds(), [node for node in history.nodes() if is_client(node)]

@@ -31,7 +31,7 @@ const ENTRY = { clients: ["client", "node"], rounds: ["round", "round"], finding
 const main = document.getElementById("main");
 const head = header(document.getElementById("header"));
 const foot = footer(document.getElementById("footer"));
-let page = null; // what is shown: {address, run, view, ctx, …}
+let page = null; // what is shown: {name, run, path, address, view, ctx, …}
 
 function route() {
   const parts = location.pathname.split("/").filter(Boolean).map(decodeURIComponent);
@@ -51,18 +51,18 @@ async function show() {
   }
   page?.stop.abort();
   page?.view?.destroy?.();
-  const mine = { ...found, address: location.pathname, stop: new AbortController(), view: null, shown: false, scroll: 0 };
+  const mine = { name: found.view, run: found.run, path: found.path, address: location.pathname, stop: new AbortController(), view: null, shown: false };
   page = mine;
   delete document.documentElement.dataset.ready;
   head.show(mine, null);
   fill(main, skeleton());
-  if (!VIEWS[mine.view] || (mine.run === "" && mine.view !== "runs")) {
+  if (!VIEWS[mine.name]) {
     fill(main, nothing("There is no such page.", "The address leads nowhere here.", { href: "/", text: "All runs" }));
     return;
   }
   try {
     const [module, status] = await Promise.all([
-      VIEWS[mine.view](),
+      VIEWS[mine.name](),
       mine.run === null ? null : api.get(of(mine.run), {}, mine.stop.signal),
     ]);
     if (page !== mine) return;
@@ -79,10 +79,9 @@ async function show() {
 
 function build(mine) {
   const root = document.createElement("div");
-  root.className = `view view-${page.view}`;
+  root.className = `view view-${mine.name}`;
   root.tabIndex = -1;
   mine.root = root;
-  mine.name = mine.view;
   mine.ctx = { run: mine.run, path: mine.path, params, api, status: mine.status, signal: mine.stop.signal, refresh: () => refresh(mine) };
   mine.view = mine.module.view(root, mine.ctx);
 }

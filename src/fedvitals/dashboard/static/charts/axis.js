@@ -13,6 +13,7 @@ export class Axis {
     this.label = label;
     this.listeners = new Set();
     this.empty = from === 0 && to === 0; // nothing was said yet: the first `extend` says it
+    this.wanted = null; // a view asked for before there were data
   }
 
   /** Calls back with what changed; gives back what ends that. */
@@ -64,6 +65,13 @@ export class Axis {
     this.domain = [from, to];
     if (followed) this.view = [from, to];
     this.tell("domain");
+    if (this.wanted) this.want(...this.wanted);
+  }
+
+  /** The view that an address asks for: now, or when the data are there. */
+  want(low, high) {
+    this.wanted = this.empty ? [low, high] : null;
+    if (!this.empty) this.setView(low, high);
   }
 
   /** Closer (factor < 1) or wider, around the round under the pointer or the middle. */
@@ -93,12 +101,8 @@ export function bindAxis(axis, params, names = ["from", "to"]) {
     const [from, to] = names.map((name) => params.get(name, null));
     reading = true;
     const wanted = [from, to].map((text) => (text === null || text === "" ? NaN : Number(text)));
-    if (wanted.every(Number.isFinite)) {
-      axis.extend(...(axis.empty ? wanted : axis.domain));
-      axis.setView(...wanted);
-    } else if (!axis.whole) {
-      axis.reset();
-    }
+    if (wanted.every(Number.isFinite)) axis.want(...wanted);
+    else if (!axis.whole) axis.reset();
     reading = false;
   };
   read();

@@ -24,7 +24,7 @@ export function header(node) {
 
   return {
     show(page, status) {
-      const at = page.name ?? page.view;
+      const at = page.name;
       const name = status?.name ?? page.run;
       fill(crumbs, h("a", { class: "brand", href: "/", text: "fedvitals" }),
         page.run !== null && [h("span", { class: "muted", "aria-hidden": "true", text: "▸" }), h("a", { class: "run-name", href: runLink(page.run), text: name, title: page.run })]);
@@ -45,8 +45,8 @@ export function header(node) {
       fill(facts,
         h("span", { class: `run-state ${status.state}`, text: STATES[status.state] ?? status.state }),
         h("span", { text: rounds }),
-        status.round_seconds !== null && h("span", { title: "the newest round took", text: `⏱ ${seconds(status.round_seconds)}` }),
-        status.bytes !== null && h("span", { title: "bytes on the wire so far", text: `⇅ ${bytes(status.bytes)}` }),
+        status.round_seconds !== null && h("span", { title: "the newest round took", text: `${seconds(status.round_seconds)} a round` }),
+        status.bytes !== null && h("span", { title: "bytes on the wire so far", text: `${bytes(status.bytes)} sent` }),
         h("span", { class: status.lost ? "sev-warning" : "muted", title: "records that the monitor could not keep", text: `lost ${number(status.lost)}` }));
     },
 

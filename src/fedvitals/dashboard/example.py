@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored example that ships with the dashboard; `scripts/example` makes it anew."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+PACKED = Path(__file__).with_name("example.db.xz")
+
+
+def unpack(folder: Path) -> Path:
+    """The example as a store in that folder."""
+    target = folder / "example.db"
+    target.write_bytes(lzma.decompress(PACKED.read_bytes()))
+    return target

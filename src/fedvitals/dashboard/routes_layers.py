@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a run's layers: where the gradient dies or explodes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.routes_status import RunPath
+from fedvitals.views.layers import LayersPage, layers_page
+from fedvitals.views.ridges import Distribution, distribution
+
+router = APIRouter(tags=["layers"])
+FURTHEST = 2**53  # the largest whole number that a browser can say
+Node = Annotated[str | None, Query(max_length=300, description="A node; none: the federation as a whole.")]
+Round = Annotated[int | None, Query(alias="round", ge=-FURTHEST, le=FURTHEST, description="That must be shown.")]
+First = Annotated[int | None, Query(alias="from", ge=-FURTHEST, le=FURTHEST, description="First round.")]
+Last = Annotated[int | None, Query(alias="to", ge=-FURTHEST, le=FURTHEST, description="Last round.")]
+
+
+@router.get("/api/runs/{run}/layers", response_model=LayersPage)
+def get_layers(
+    request: Request,
+    run: RunPath,
+    family: Annotated[str, Query(max_length=100)] = "gradient",
+    statistic: Annotated[str, Query(max_length=100)] = "rms",
+    node: Node = None,
+    selected: Round = None,
+    every_layer: Annotated[bool, Query(alias="all", description="Also biases and norms in the profile.")] = False,
+    columns: Annotated[int, Query(ge=1, le=4000, description="At most so many; more rounds share one.")] = 400,
+    first: First = None,
+    last: Last = None,
+) -> Response:
+    """Statistics through the depth and over the rounds; average gradients; dead and saturated units."""
+    return answer(
+        request,
+        run,
+        lambda reader, run: layers_page(
+            reader,
+            run,
+            family=family,
+            statistic=statistic,
+            node=node,
+            selected=selected,
+            every_layer=every_layer,
+            first=first,
+            last=last,
+            columns=columns,
+        ),
+    )
+
+
+@router.get("/api/runs/{run}/layers/distribution", response_model=Distribution)
+def get_distribution(
+    request: Request,
+    run: RunPath,
+    layer: Annotated[str | None, Query(max_length=1000, description="A layer; none: the first.")] = None,
+    node: Node = None,
+    selected: Round = None,
+) -> Response:
+    """How a layer's gradient was distributed, round by round; where that was not measured, its spread."""
+    return answer(request, run, lambda reader, run: distribution(reader, run, layer, node, selected))

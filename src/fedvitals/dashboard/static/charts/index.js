@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chart kit. Every chart: const chart = kind(host, options); chart.update(data); chart.destroy().
+// A row is told by its name and a column by its round: onCell("c7", 12). On a matrix both are names.
+
+export { Axis, bindAxis } from "./axis.js";
+export { heatMap } from "./heatmap.js";
+export { lineChart } from "./lines.js";
+export { sparkline } from "./sparkline.js";
+export { stackChart } from "./stack.js";

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names at the ends of lines instead of a legend; where they do not fit, a legend in the heading after all.
+
+import { fill, h } from "../dom.js";
+import { readable, theme } from "../colour.js";
+import { swatch } from "./tip.js";
+
+const LINE = 13; // pixels that a label takes
+
+/** Moves labels apart so that none covers another and none leaves [top, bottom]; keeps their order. */
+export function spread(labels, top, bottom) {
+  const sorted = [...labels].sort((a, b) => a.y - b.y);
+  let floor = top;
+  for (const label of sorted) {
+    label.at = Math.max(floor, label.y);
+    floor = label.at + LINE;
+  }
+  let ceiling = bottom;
+  for (const label of sorted.reverse()) {
+    label.at = Math.min(ceiling, label.at);
+    ceiling = label.at - LINE;
+  }
+  return labels;
+}
+
+/** Whether that many names have room at the right of a box. */
+export function roomFor(count, box) {
+  return !box.narrow && count > 0 && count * LINE <= box.y1 - box.y0;
+}
+
+/** labels: [{name, y, colour, href, faint}]. */
+export function paintEndLabels(pen, box, labels) {
+  const colours = theme();
+  for (const label of spread(labels, box.y0 + 4, box.y1)) {
+    const x = box.x1 + 8;
+    if (Math.abs(label.at - label.y) > 3) {
+      pen.path([[box.x1 + 1, label.y, x - 2, label.at]], { stroke: label.colour, width: 0.75, opacity: 0.7 });
+    }
+    pen.link(label.href, (inner) => {
+      inner.text(x, label.at + 4, label.name, {
+        fill: label.faint ? colours.ink2 : readable(label.colour, colours), room: box.width - x - 2,
+      });
+    });
+  }
+}
+
+/** A legend in the heading: [{name, colour, href}]; none removes it. */
+export function legend(node, entries) {
+  const key = entries.map((entry) => `${entry.colour} ${entry.name} ${entry.href ?? ""}`).join("\n");
+  if (node.legendKey === key) return;
+  node.legendKey = key;
+  fill(node, entries.map((entry) => h(entry.href ? "a" : "span", { class: "chart-legend", href: entry.href }, swatch(entry), entry.name)));
+}

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names beside the rows that are in sight, as real links: found by the eye, the tab key and a screen reader alike.
+
+import { h, keyed } from "../dom.js";
+
+/** rows: [{name, y, height, href, chosen, room}]; only those in sight are nodes. */
+export function rowNames(parent, rows) {
+  // The link is part of the key, so that every address goes through the check in `h`.
+  keyed(parent, rows, (row) => `${row.href ?? ""} ${row.name}`, make, update);
+}
+
+function make(row) {
+  return h(row.href ? "a" : "span", { href: row.href });
+}
+
+function update(node, row) {
+  if (node.textContent !== row.name) node.textContent = row.name;
+  if (node.title !== row.name) node.title = row.name;
+  node.classList.toggle("chosen", Boolean(row.chosen));
+  const { style } = node;
+  style.top = `${row.y}px`;
+  style.width = `${row.room}px`;
+  style.height = style.lineHeight = `${row.height}px`;
+  if (row.left !== undefined) style.left = `${row.left}px`;
+}

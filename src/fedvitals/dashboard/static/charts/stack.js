@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a quantity goes, round by round: one bar a round, stacked by part in the order given.
+
+import { partColour, theme } from "../colour.js";
+import { number, withUnit } from "../format.js";
+import { createFrame } from "./frame.js";
+import { legend, paintEndLabels, roomFor } from "./labels.js";
+import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, paintRounds, roundBox } from "./rounds.js";
+import { linear } from "./scales.js";
+import { firstAt, indexAt } from "./tracks.js";
+
+/** Options: {title, unit, axis, height, onRound}; data: {rounds, parts: [{name, values}], flags, note}. */
+export function stackChart(host, options = {}) {
+  const joined = joinAxis(options.axis);
+  const { axis } = joined;
+  const state = { rounds: [], parts: [], totals: [], flags: [], note: "" };
+  const hooks = onAxis(axis, () => frame, {
+    pick: (round) => options.onRound?.(round),
+    told: () => spoken(state, axis, options),
+  });
+  const chart = {
+    ...hooks,
+    height: () => options.height ?? 140,
+    layout: (width, height) => roundBox(width, height, axis),
+    heavy: () => state.rounds.length * state.parts.length > 1500,
+    blank: () => (state.rounds.length && state.parts.length ? null : "Nothing was recorded for this yet."),
+    paint: (pen, box) => paint(pen, box, state, options, axis, frame),
+    paintHover(pen, box) {
+      paintBrush(pen, box, hooks.brush);
+      paintCrosshair(pen, box, axis);
+    },
+    readout: () => readout(state, axis, options),
+    tip: () => tip(state, axis, options),
+    summary: () => summary(state, axis, options),
+    csv: () => [["round", ...state.parts.map((part) => part.name)], ...state.rounds.map((round, at) => [round, ...state.parts.map((part) => part.values[at])])],
+    spot: () => (axis.hover === null ? null : { x: frame.box.x(axis.hover), y: 16 }),
+  };
+  const frame = createFrame(host, "stack", { ...options, axis }, chart);
+  joined.follow(frame);
+  return {
+    frame,
+    update({ rounds = [], parts = [], flags = [], note = "" } = {}) {
+      const totals = rounds.map((_, at) => parts.reduce((sum, part) => sum + positive(part.values[at]), 0));
+      Object.assign(state, { rounds, parts, flags, totals, note });
+      frame.setNote(note);
+      if (rounds.length) axis.extend(rounds[0], rounds.at(-1));
+      frame.redraw();
+    },
+    destroy: () => frame.destroy(),
+  };
+}
+
+/** Stacks know no negative and no missing part: both take no room. */
+const positive = (value) => (typeof value === "number" && Number.isFinite(value) && value > 0 ? value : 0);
+
+/** The indices to draw: one bar for each pixel, that of the largest round where several share it. */
+function chosen(state, box) {
+  const [from, to] = [firstAt(state.rounds, box.low), firstAt(state.rounds, box.high + 1)];
+  if (box.step >= 1) return Array.from({ length: to - from }, (_, at) => from + at);
+  const best = new Map();
+  for (let at = from; at < to; at += 1) {
+    const pixel = Math.floor(box.x(state.rounds[at]));
+    const before = best.get(pixel);
+    if (before === undefined || state.totals[at] > state.totals[before]) best.set(pixel, at);
+  }
+  return [...best.values()];
+}
+
+function paint(pen, box, state, options, axis, frame) {
+  const colours = theme();
+  const shown = chosen(state, box);
+  const most = shown.reduce((high, at) => Math.max(high, state.totals[at]), 0);
+  const scale = linear(0, most * 1.06 || 1, box.y1, box.y0, Math.max(2, (box.y1 - box.y0) / 34));
+  for (const tick of scale.ticks) {
+    const y = scale.of(tick);
+    if (tick) pen.line(box.x0, y, box.x1, y, { stroke: colours.line, opacity: 0.7 });
+    pen.text(box.x0 - 8, y + 4, withUnit(tick, options.unit), { fill: colours.ink2, anchor: "end", room: box.x0 - 10 });
+  }
+  const gap = box.step >= 4 ? 1 : 0;
+  const width = Math.max(1, box.step - gap);
+  pen.clip(box.x0, box.y0 - 2, box.x1 - box.x0, box.y1 - box.y0 + 2, (inner) => {
+    for (const at of shown) bar(inner, state, at, box.x(state.rounds[at]) - width / 2, width, scale, colours);
+  });
+  paintRounds(pen, box, axis, box.y1);
+  paintFlags(pen, box, state.flags, box.y1);
+  paintNames(pen, box, state, scale, shown, frame, colours);
+  if (box.live) {
+    const factor = shown.length ? Math.round((box.high - box.low + 1) / shown.length) : 1;
+    const thin = box.step < 1 && factor > 1 ? `1 of ${factor} rounds shown, the longest` : "";
+    frame.setNote([state.note, thin].filter(Boolean).join(" · "));
+  }
+}
+
+function bar(pen, state, at, x, width, scale, colours) {
+  let sum = 0;
+  for (const part of state.parts) {
+    const value = positive(part.values[at]);
+    if (!value) continue;
+    const [y0, y1] = [scale.of(sum), scale.of(sum + value)];
+    pen.rect(x, y1, width, Math.max(0.5, y0 - y1), { fill: part.colour ?? partColour(part.name, colours) });
+    sum += value;
+  }
+}
+
+/** Names beside the parts of the last bar; a legend where that has no room. */
+function paintNames(pen, box, state, scale, shown, frame, colours) {
+  const entries = state.parts.map((part) => ({ name: part.name, colour: part.colour ?? partColour(part.name, colours) }));
+  const last = shown.at(-1);
+  const fits = roomFor(entries.length, box) && last !== undefined;
+  if (box.live) legend(frame.dom.extra, fits ? [] : entries);
+  if (!fits) return;
+  let sum = 0;
+  const labels = state.parts.map((part, at) => {
+    const value = positive(part.values[last]);
+    sum += value;
+    return { ...entries[at], y: scale.of(sum - value / 2), faint: false };
+  });
+  paintEndLabels(pen, box, labels);
+}
+
+function at(state, axis) {
+  return axis.hover === null ? -1 : indexAt(state.rounds, axis.hover);
+}
+
+function readout(state, axis, options) {
+  const index = at(state, axis);
+  return index < 0 ? "" : withUnit(state.totals[index], options.unit);
+}
+
+function tip(state, axis, options) {
+  const index = at(state, axis);
+  if (index < 0) return null;
+  const total = state.totals[index];
+  const parts = state.parts.map((part) => ({ colour: part.colour ?? partColour(part.name), name: part.name, size: part.values[index] }));
+  const rows = parts.filter((part) => part.size).reverse().map((part) => ({
+    ...part, value: `${withUnit(part.size, options.unit)}${total ? `  ${Math.round((100 * positive(part.size)) / total)} %` : ""}`,
+  }));
+  return { head: `${axis.label} ${number(axis.hover)} · ${withUnit(total, options.unit)}`, rows: [...rows, ...flagRows(state.flags, axis.hover)] };
+}
+
+function spoken(state, axis, options) {
+  const index = at(state, axis);
+  if (index < 0) return axis.hover === null ? `rounds ${axis.view[0]} to ${axis.view[1]}` : `round ${axis.hover}, no value`;
+  const largest = state.parts.reduce((best, part) => (positive(part.values[index]) > positive(best?.values[index]) ? part : best), null);
+  const most = largest ? `, most of it ${largest.name}` : "";
+  return `round ${axis.hover}, ${withUnit(state.totals[index], options.unit)}${most}`;
+}
+
+function summary(state, axis, options) {
+  const last = state.totals.at(-1);
+  return `${options.title ?? "Stacked bars"}, rounds ${axis.view[0]} to ${axis.view[1]}; parts ${state.parts.map((part) => part.name).join(", ")}; last ${withUnit(last, options.unit)}; ${state.flags.length || "no"} findings marked`;
+}

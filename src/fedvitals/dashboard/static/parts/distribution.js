@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the values of one layer's gradient were spread, round by round: ridges where the shape is known.
+
+import { of } from "../api.js";
+import { lineChart } from "../charts/lines.js";
+import { ridgelines } from "../charts/ridges.js";
+import { fill, h } from "../dom.js";
+import { percent } from "../format.js";
+import { chooser } from "./band.js";
+import { empty } from "./states.js";
+
+export function distributionPanel(ctx) {
+  const { run, params } = ctx;
+  const layer = chooser(ctx, "layer", "layer");
+  const [ridges, spread, none] = [h("div", {}), h("div", {}), h("div", {})];
+  const node = h("div", { class: "distribution" }, ridges, spread, none, h("div", { class: "row" }, layer.node));
+  const shapes = ridgelines(ridges, { title: "distribution of the gradient" });
+  const lines = lineChart(spread, { title: "spread of the gradient", unit: "1", height: 262, onRound: (round) => params.set({ round }) });
+
+  return {
+    node,
+
+    async load(signal) {
+      try {
+        return await ctx.api.get(of(run, "layers", "distribution"), { layer: params.get("layer"), node: params.get("node"), round: params.get("round") }, signal);
+      } catch (error) {
+        // A layer of activations has no gradient of its own, and privacy may have kept them all: no reason to show nothing.
+        if (error.status === 422) return { trouble: error.message };
+        throw error;
+      }
+    },
+
+    show(found) {
+      ridges.hidden = !found.measured;
+      spread.hidden = !found.spread;
+      fill(none, found.trouble && empty("No distribution here.", found.trouble));
+      layer.node.hidden = !found.layers;
+      if (found.layers) layer.show([["", found.layers.map((name) => [name, name])]], found.layer);
+      if (found.measured) {
+        shapes.update({
+          ridges: found.ridges.map((one) => ({
+            name: `round ${one.round}${one.zeros ? `, ${percent(one.zeros)} zeros` : ""}`, xs: found.bins, heights: one.heights,
+          })),
+          xLabel: "value, by powers of two",
+          labels: found.labels,
+          note: [`${found.layer}. ${found.note}`, found.ridges.length < found.rounds ? `${found.ridges.length} of ${found.rounds} rounds` : ""].filter(Boolean).join(" "),
+        });
+      }
+      if (found.spread) {
+        const { rounds, mean, below, above, smallest, largest } = found.spread;
+        lines.update({
+          series: [
+            { name: "mean ± std", rounds, values: mean, low: below, high: above },
+            { name: "largest", rounds, values: largest, dash: true },
+            { name: "smallest", rounds, values: smallest, dash: true },
+          ],
+          note: `${found.layer}. ${found.note}`,
+        });
+      }
+    },
+
+    destroy() {
+      shapes.destroy();
+      lines.destroy();
+    },
+  };
+}

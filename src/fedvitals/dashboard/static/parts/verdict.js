@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// The verdict: one sentence on top of a run, how it was told and where to go from there.
+
+import { fill, h } from "../dom.js";
+import { runLink } from "../params.js";
+
+// Each state has a word, a shape and a colour: never the colour alone.
+const STATES = {
+  ill: ["ILL", "■", "critical"],
+  watch: ["WATCH", "▲", "warning"],
+  healthy: ["HEALTHY", "✓", "ok"],
+  warming: ["WARMING UP", "…", "muted"],
+  unjudged: ["NOT JUDGED", "?", "muted"],
+};
+
+export function verdictBox() {
+  const mark = h("span", { class: "verdict-state" });
+  const headline = h("h1", { class: "verdict-headline" });
+  const detail = h("span", { class: "verdict-detail" });
+  const links = h("span", { class: "verdict-links" });
+  const node = h("section", { class: "verdict", "aria-label": "Verdict" },
+    h("div", { class: "verdict-line" }, mark, headline), h("p", { class: "verdict-more" }, detail, links));
+  let said = null;
+
+  return {
+    node,
+    show(run, verdict) {
+      const now = JSON.stringify([run, verdict]);
+      if (now === said) return; // what has not changed is not read out again
+      said = now;
+      const [word, shape, colour] = STATES[verdict.state] ?? STATES.unjudged;
+      node.className = `verdict verdict-${verdict.state}`;
+      fill(mark, h("span", { "aria-hidden": "true", text: `${shape} ` }), word);
+      mark.className = `verdict-state ${colour === "muted" ? "muted" : `sev-${colour}`}`;
+      headline.textContent = plain(verdict.headline, verdict.state);
+      detail.textContent = verdict.detail;
+      const finding = verdict.key && runLink(run, "findings", verdict.key);
+      fill(links,
+        finding && h("a", { href: finding, text: "evidence" }),
+        verdict.node && h("a", { href: runLink(run, "clients", verdict.node), text: `${verdict.node}’s page` }),
+        finding && h("a", { href: `${finding}#remedies`, text: "what to do" }));
+    },
+  };
+}
+
+/** «Healthy. 40 rounds …» beside the word HEALTHY would say it twice. */
+function plain(headline, state) {
+  const word = { healthy: "Healthy. ", unjudged: "Not judged: " }[state];
+  if (!word || !headline.startsWith(word)) return headline;
+  const rest = headline.slice(word.length);
+  return rest.charAt(0).toUpperCase() + rest.slice(1);
+}

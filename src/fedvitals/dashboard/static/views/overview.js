@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// The overview of a run, read like a patient's chart: the verdict, the vital signs on one axis, the suspects beside.
+// The verdict and what was learnt come first; the heat maps follow as they arrive.
+
+import { of } from "../api.js";
+import { Axis, bindAxis } from "../charts/axis.js";
+import { fill, h } from "../dom.js";
+import { runLink } from "../params.js";
+import { clientBand } from "../parts/band_clients.js";
+import { layerBand } from "../parts/band_layers.js";
+import { learningBand } from "../parts/band_learning.js";
+import { systemBand } from "../parts/band_system.js";
+import { findingList } from "../parts/finding_list.js";
+import { empty } from "../parts/states.js";
+import { suspectList } from "../parts/suspects.js";
+import { verdictBox } from "../parts/verdict.js";
+
+export const title = "Overview";
+const FLAGS = 40; // findings on the axis; of more, the worst
+const LINES = 4; // suspects on top of the cohort: more would be spaghetti
+
+export function view(root, ctx) {
+  const { run, params } = ctx;
+  const axis = new Axis({ from: ctx.status.first_round ?? 0, to: ctx.status.last_round ?? 0 });
+  const unbind = bindAxis(axis, params);
+  const verdict = verdictBox();
+  const findings = findingList();
+  const suspects = suspectList((node) => params.set({ client: node }));
+  const bands = [learningBand(ctx, axis), layerBand(ctx, axis), clientBand(ctx, axis), systemBand(ctx, axis)];
+  const follow = h("button", { class: "button follow", hidden: true, on: { click: () => axis.reset() } });
+  const none = h("div", {});
+  root.append(h("div", { class: "page overview" },
+    h("div", { class: "overview-main" }, verdict.node, none, h("div", { class: "bands" }, bands.map((one) => one.node)), follow),
+    h("aside", { "aria-label": "Findings and suspects" }, findings.node, suspects.node)));
+
+  function offerFollow() {
+    const live = ctx.status.state === "running";
+    follow.hidden = axis.whole;
+    follow.textContent = live ? "follow the run" : "all rounds";
+    follow.title = live ? "Show all rounds, and new ones as they come" : "Show all rounds";
+  }
+  const unlisten = axis.on((what) => what !== "hover" && offerFollow());
+
+  return {
+    load(signal) {
+      return Promise.all([ctx.api.get(of(run, "overview"), {}, signal), bands[0].load(signal)]);
+    },
+
+    show([overview, learnt]) {
+      if (overview.first_round !== null) axis.extend(overview.first_round, overview.last_round);
+      const chosen = params.get("client");
+      verdict.show(run, overview.verdict);
+      findings.show(run, overview.cases, overview.total_cases, overview.muted);
+      suspects.show(run, overview.suspects, overview.clients, chosen);
+      fill(none, overview.first_round === null && empty("No round yet.", "The pictures appear with the first one, by themselves."));
+      const shared = { ...overview, chosen, flags: flagsOf(run, overview), lines: linesOf(overview, chosen) };
+      bands[0].show(learnt, shared);
+      offerFollow();
+      for (const one of bands) one.node.hidden = overview.first_round === null;
+      if (overview.first_round !== null) for (const one of bands) one.follow(shared, ctx.signal);
+    },
+
+    destroy() {
+      unbind();
+      unlisten();
+      for (const one of bands) one.destroy();
+    },
+  };
+}
+
+/** Every finding that is not muted, where it began and as long as it lasted. */
+function flagsOf(run, overview) {
+  return overview.cases
+    .filter((one) => !one.muted && one.since !== null)
+    .slice(0, FLAGS)
+    .map((one) => ({
+      round: one.since,
+      until: one.still_there ? overview.last_round : one.last,
+      severity: one.severity,
+      label: `${one.node ?? one.layer ?? one.place}: ${one.title}`,
+      href: runLink(run, "findings", one.key),
+    }));
+}
+
+/** Whose own lines are drawn: whom the person chose, then the suspects, the most suspected first. */
+function linesOf(overview, chosen) {
+  const suspected = overview.suspects.filter((one) => one.severity !== "note").map((one) => one.node);
+  return [...new Set([...(chosen ? [chosen] : []), ...suspected])].slice(0, LINES);
+}

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client against its cohort: broken, or only different?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedvitals.plot.canvas import drawn, flags, head, nothing, round_axis, sheet
+from fedvitals.plot.cohort_band import draw_cohort
+from fedvitals.plot.source import Which, check_client, opened
+from fedvitals.plot.style import words
+from fedvitals.store import Target, queries
+from fedvitals.views.matrix import metric_matrices
+from fedvitals.views.troubles import cases_of, concerns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIGNS = (
+    "fit.loss_before", "fit.accuracy_before", "loss", "update.norm", "update.cosine_mean", "gradient.norm",
+    "scale.gsc", "time.client",
+)  # fmt: skip
+
+
+@drawn
+def client(run: Which, node: str, *, store: Target = None) -> Figure:
+    """A client's signs as lines over the band of all clients', with the findings about it on the axis."""
+    with opened(run, store) as (reader, chosen):
+        check_client(reader, chosen, node)
+        known = set(queries.metric_names(reader, chosen))
+        found = metric_matrices(reader, chosen, [sign for sign in SIGNS if sign in known])
+        cases = [case for case in cases_of(reader, chosen) if concerns(case, node)]
+        rounds = reader.history(chosen).rounds()
+    shown = {sign: matrix for sign, matrix in found.items() if node in matrix.nodes}
+    if not shown:
+        return nothing(f"{words(node)} told none of the usual signs.")
+    lines = -(-len(shown) // 2)
+    figure, grid = sheet(lines, 1.7, 2)
+    for axes, (sign, matrix) in zip(grid.flat, shown.items(), strict=False):
+        draw_cohort(axes, sign, matrix, [node])
+        head(axes, sign)
+        flags(axes, cases)
+        round_axis(axes, rounds, label=False)
+    for axes in grid.flat[len(shown) :]:
+        axes.set_axis_off()
+    return figure

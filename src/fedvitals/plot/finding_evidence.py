@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers behind a finding: its suspects over their peers, the limit where one is known, and how sure it got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedvitals.diagnosis.cases import Case
+from fedvitals.plot.canvas import drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.cohort_band import draw_band
+from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.source import Which, opened
+from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, axis_unit, words
+from fedvitals.store import Target
+from fedvitals.views.evidence import Evidence, Plot, evidence_of
+from fedvitals.views.troubles import case_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+POINTS = 240
+
+
+@drawn
+def finding(run: Which, key: str | Case, *, store: Target = None) -> Figure:
+    """The evidence of a case, by its key (as in the dashboard's addresses) or the case itself."""
+    with opened(run, store) as (reader, chosen):
+        case = case_of(reader, chosen, key) if isinstance(key, str) else key
+        found = evidence_of(reader, chosen, case, POINTS)
+        rounds = reader.history(chosen).rounds()
+    return draw_evidence(found, case, rounds)
+
+
+@drawn
+def draw_evidence(found: Evidence, case: Case, rounds: Sequence[int]) -> Figure:
+    if not found.plots:
+        return nothing(f"{case.issue}: nothing that was kept shows it over the rounds.", "Its own numbers tell.")
+    figure, grid = sheet(len(found.plots), 1.7, share_x=True)
+    for place, (axes, plot) in enumerate(zip(grid[:, 0], found.plots, strict=True)):
+        _draw(axes, plot)
+        _seen(axes, found, case)
+        head(axes, words(plot.title, 70), words(plot.why, 50))
+        round_axis(axes, rounds, label=place == len(found.plots) - 1)
+    return figure
+
+
+def _draw(axes: Any, plot: Plot) -> None:
+    spread = [] if plot.band is None else [numbers(plot.band.min), numbers(plot.band.max)]
+    courses = [numbers(values) for one in plot.lines for values in (one.low, one.high)]
+    limit = [] if plot.threshold is None else [np.array([plot.threshold.value])]
+    height = Height("linear" if plot.scale == "linear" else "log", np.concatenate([*spread, *courses, *limit]))
+    if plot.band is not None:
+        draw_band(axes, plot.band, height)
+    ends = []
+    for place, one in enumerate(plot.lines):
+        colour = COLOURS[(place + 1) % len(COLOURS)]
+        heights = height.of(numbers(one.values))
+        line(axes, one.rounds, heights.tolist(), colour)
+        finite = np.flatnonzero(np.isfinite(heights))
+        if finite.size:
+            ends.append((words(one.of, 18), colour, float(one.rounds[finite[-1]]), float(heights[finite[-1]])))
+    height.dress(axes)
+    if plot.threshold is not None:
+        at = float(height.of(np.array([plot.threshold.value]))[0])
+        axes.axhline(at, color=HAIRLINE, linewidth=0.9, linestyle=(0, (4, 2)))
+        axes.annotate(
+            words(plot.threshold.label, 30), (0.0, at), (2, 2), ("axes fraction", "data"), "offset points", fontsize=7,
+            color=HAIRLINE,
+        )  # fmt: skip
+    if height.scale == "linear":
+        value_axis(axes, plot.unit)
+    unit = "" if height.scale == "linear" and plot.unit in ("share", "seconds", "bytes") else axis_unit(plot.unit)
+    axes.set_ylabel(unit.strip(" ()"), labelpad=2)
+    label_ends(axes, ends)
+
+
+def _seen(axes: Any, found: Evidence, case: Case) -> None:
+    """The rounds in which it was found, as marks on the axis; the stretch since it began, shaded."""
+    colour, shape = SEVERITY.get(case.severity, SEVERITY["note"])
+    if found.since is not None and found.seen:
+        axes.axvspan(found.since - 0.5, max(found.seen) + 0.5, color=colour, alpha=0.07, linewidth=0, zorder=0)
+    axes.plot(
+        found.seen, [1.0] * len(found.seen), shape, color=colour, markersize=3, clip_on=False,
+        transform=axes.get_xaxis_transform(),
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient through the depth of the model, round by round, and each layer's average over the rounds.
+
+The paper (Bogacka et al. 2024) does not say whether its «average gradient per layer» is signed: both are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedvitals.plot.canvas import SMALL, drawn, empty, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.source import Which, opened
+from fedvitals.plot.style import COLOURS, words
+from fedvitals.store import Target
+from fedvitals.views.layers import Average, Averages, DepthProfile, LayersPage, layers_page
+from fedvitals.views.series import Numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAMED = 24  # layers whose names stand under the axis
+MOST_LINES = 8
+
+
+@drawn
+def gradient_flow(run: Which, *, store: Target = None) -> Figure:
+    """Size of the gradient from the first layer to the last, one line a round; below, averages as in the paper."""
+    with opened(run, store) as (reader, chosen):
+        page = layers_page(reader, chosen, family="gradient", statistic="rms")
+    return draw_flow(page)
+
+
+@drawn
+def draw_flow(page: LayersPage) -> Figure:
+    if not page.profile.lines:
+        return nothing("No gradient was measured layer by layer.", *page.missing[:1])
+    figure, grid = sheet(2, columns=2, heights=(2.5, 2.0))
+    _merge(figure, grid)
+    axes = figure.axes[0]
+    _depth(axes, page.profile)
+    what = "weights only" if page.weights_only else "all layers"
+    head(axes, "gradient through the depth, root mean square", f"light: early rounds, dark: late; {what}")
+    for place, (axes, title, of) in enumerate(
+        (
+            (figure.axes[1], "average gradient, signed mean", lambda one: one.mean),
+            (figure.axes[2], "average gradient, mean magnitude", lambda one: one.magnitude),
+        )
+    ):
+        _averages(axes, page.averages, of, "log" if place else "linear")
+        head(axes, title)
+    return figure
+
+
+def _merge(figure: Figure, grid: Any) -> None:
+    """One wide panel on top."""
+    from fedvitals.plot.canvas import dress  # noqa: PLC0415
+
+    spec = grid[0, 0].get_gridspec()
+    below = [grid[1, 0], grid[1, 1]]
+    for axes in grid[0]:
+        axes.remove()
+    wide = figure.add_subplot(spec[0, :])
+    dress(wide)
+    for axes in below:  # so that the wide one is the first
+        figure.delaxes(axes)
+        figure.add_axes(axes)
+
+
+def _depth(axes: Any, profile: DepthProfile) -> None:
+    from matplotlib import colormaps  # noqa: PLC0415 - an extra
+
+    shades = colormaps["cividis_r"]
+    height = Height("log", np.concatenate([numbers(one.values) for one in profile.lines]))
+    across = range(len(profile.layers))
+    last = max(1, len(profile.lines) - 1)
+    for place, one in enumerate(profile.lines):
+        line(axes, across, height.of(numbers(one.values)).tolist(), shades(0.1 + 0.9 * place / last), linewidth=1.1)
+    height.dress(axes)
+    ends = []
+    for one, share in ((profile.lines[0], 0.1), (profile.lines[-1], 1.0)):
+        heights = height.of(numbers(one.values))
+        if np.isfinite(heights[-1]):
+            ends.append((f"round {one.round}", shades(share), float(across[-1]), float(heights[-1])))
+    label_ends(axes, ends if len(profile.lines) > 1 else ends[:1])
+    step = -(-len(profile.layers) // NAMED)
+    names = [words(name, 16) for name in profile.layers[::step]]
+    many = len(names) > 6
+    axes.set_xticks(list(across[::step]), names, usetex=False)
+    axes.tick_params(axis="x", labelsize=SMALL - 1, labelrotation=30 if many else 0)
+
+
+def _averages(axes: Any, found: Averages | None, of: Callable[[Average], Numbers], scale: str) -> None:
+    if found is None:
+        empty(axes, "not measured")
+        return
+    shown = found.layers[:MOST_LINES]
+    height = Height(scale, np.concatenate([numbers(of(one)) for one in shown]))
+    ends = []
+    for place, one in enumerate(shown):
+        colour = COLOURS[place % len(COLOURS)]
+        heights = height.of(numbers(of(one)))
+        line(axes, found.rounds, heights.tolist(), colour, linestyle="solid" if place < len(COLOURS) else "dashed")
+        finite = np.flatnonzero(np.isfinite(heights))
+        if finite.size:
+            name = words(one.layer, 14)
+            ends.append((name, colour, float(found.rounds[finite[-1]]), float(heights[finite[-1]])))
+    height.dress(axes)
+    if scale == "linear":
+        value_axis(axes, "1")
+    label_ends(axes, ends)
+    round_axis(axes, found.rounds)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rounds' time went to, part by part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedvitals.plot.canvas import drawn, flags, head, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.source import Which, opened
+from fedvitals.plot.style import part_colour
+from fedvitals.store import Target
+from fedvitals.views.phases import Phases
+from fedvitals.views.phases import phases as phases_of
+from fedvitals.views.troubles import cases_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedvitals.diagnosis.cases import Case
+
+POINTS = 200
+TALL = 4.0  # times the usual round: what is longer is cut off, and told
+
+
+@drawn
+def phases(run: Which, *, store: Target = None) -> Figure:
+    """Seconds of each round's critical path by part of the work, stacked."""
+    with opened(run, store) as (reader, chosen):
+        found = phases_of(reader, chosen, POINTS)
+        cases = [case for case in cases_of(reader, chosen) if case.known.family == "system"]
+    if not found.rounds:
+        return nothing("No round was timed.", "`monitor.round(...)` times them.")
+    return draw_phases(found, cases)
+
+
+@drawn
+def draw_phases(found: Phases, cases: list[Case]) -> Figure:
+    figure, grid = sheet(1, 2.4)
+    axes = grid[0, 0]
+    below = np.zeros(len(found.rounds))
+    widths = [max(1, last - first + 1) * 0.88 for first, last in zip(found.first, found.last, strict=True)]
+    middles = [(first + last) / 2 for first, last in zip(found.first, found.last, strict=True)]
+    for part in found.parts:
+        values = np.nan_to_num(numbers(part.values))
+        axes.bar(middles, values, widths, below, color=part_colour(part.name), label=part.name, linewidth=0)
+        below += values
+    usual = float(np.median(below[below > 0])) if (below > 0).any() else 1.0
+    cut = below > TALL * usual
+    if cut.any() and cut.sum() <= max(1, len(below) // 10):
+        axes.set_ylim(0, TALL * usual)
+        for place in np.flatnonzero(cut):
+            axes.annotate(f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=7)
+    head(axes, "time of a round, by part of its critical path", f"{found.clock} clock")
+    value_axis(axes, "seconds")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7, handlelength=1, reverse=True)
+    flags(axes, cases)
+    round_axis(axes, (found.first[0], found.last[-1]))
+    return figure

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One round, node by node: what each did when, with the chain of work outlined that made the round so long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedvitals.plot.canvas import SMALL, drawn, head, nothing, sheet, value_axis
+from fedvitals.plot.source import Which, opened
+from fedvitals.plot.style import INK, part_colour, words
+from fedvitals.store import Target
+from fedvitals.views.round import RoundPage, lengths_of, round_page
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LANES = 40
+
+
+@drawn
+def waterfall(
+    run: Which,
+    round: int | None = None,  # noqa: A002 - the domain's word
+    *,
+    lanes: int = LANES,
+    store: Target = None,
+) -> Figure:
+    """A round's waterfall; without a number, that of the longest round."""
+    with opened(run, store) as (reader, chosen):
+        if round is None:
+            round = longest(lengths_of(reader, chosen, "virtual") or lengths_of(reader, chosen, "real"))  # noqa: A001
+        if round is None:
+            return nothing("No round was timed.", "`monitor.round(...)` times them.")
+        page = round_page(reader, chosen, round, limit=lanes)
+    return draw_waterfall(page)
+
+
+def longest(lengths: dict[int, float]) -> int | None:
+    """The longest round; where there are others, not the first, whose length is mostly a warm-up."""
+    rest = {number: seconds for number, seconds in lengths.items() if number != min(lengths)} or lengths
+    return max(rest, key=lambda number: rest[number], default=None)
+
+
+@drawn
+def draw_waterfall(page: RoundPage) -> Figure:
+    if not page.timed or not page.lanes:
+        return nothing(f"Nothing of round {page.round} was timed.")
+    count = len(page.lanes)
+    figure, grid = sheet(1, 0.8 + 0.17 * count)
+    axes = grid[0, 0]
+    seen: dict[str, str] = {}
+    for row, lane in enumerate(page.lanes):
+        for part in lane.parts:
+            seen.setdefault(part.name, part_colour(part.name))
+        bars = [(part.start, part.seconds) for part in lane.parts]
+        colours = [part_colour(part.name) for part in lane.parts]
+        axes.broken_barh(bars, (row + 0.12, 0.76), facecolors=colours, linewidth=0)
+        own = [(part.start, part.seconds) for part in lane.parts if part.critical]
+        for start, seconds in _joined(own):
+            axes.broken_barh([(start, seconds)], (row + 0.06, 0.88), facecolors="none", edgecolors=INK, linewidth=0.9)
+    names = [f"{words(lane.node, 18)}{' ✕' if lane.failed else ''}" for lane in page.lanes]
+    axes.set_yticks([row + 0.5 for row in range(count)], names, usetex=False)
+    axes.tick_params(axis="y", length=0, labelsize=SMALL - 1)
+    axes.set(ylim=(count, 0), xlim=(0, page.seconds or 1))
+    note = f"{count} of {page.total} nodes, the slowest first" if count < page.total else "outlined: the critical path"
+    head(axes, f"round {page.round}", f"{note}; {page.clock} clock")
+    value_axis(axes, "seconds", "x")
+    handles = [_patch(colour) for colour in seen.values()]
+    axes.legend(
+        handles, list(seen), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7, handlelength=1
+    )
+    return figure
+
+
+def _patch(colour: str) -> object:
+    from matplotlib.patches import Patch  # noqa: PLC0415 - an extra
+
+    return Patch(color=colour, linewidth=0)
+
+
+def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Stretches that follow each other as one."""
+    found: list[tuple[float, float]] = []
+    for start, seconds in bars:
+        if found and start - sum(found[-1]) <= 1e-9 + 1e-3 * seconds:
+            found[-1] = (found[-1][0], start + seconds - found[-1][0])
+        else:
+            found.append((start, seconds))
+    return found

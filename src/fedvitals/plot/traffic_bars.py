@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on the wire in each round, up and down, and what telemetry takes of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedvitals.plot.canvas import drawn, head, nothing, round_axis, sheet, value_axis
+from fedvitals.plot.source import Which, opened
+from fedvitals.plot.style import GREEN, ORANGE, PURPLE, VERMILLION
+from fedvitals.profiling.traffic import Traffic, traffic_of
+from fedvitals.records import Event, Transfer
+from fedvitals.store import Target, queries
+from fedvitals.views.units import size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@drawn
+def traffic(run: Which, *, store: Target = None) -> Figure:
+    """What clients sent and got in each round, and what went between edges and server."""
+    with opened(run, store) as (reader, chosen):
+        described = queries.get_run(reader, chosen)
+        found = traffic_of(
+            queries.records(reader, chosen, Transfer),
+            queries.records(reader, chosen, Event),
+            queries.attendance(reader, chosen),
+            described.tables,
+            described.topology,
+        )
+    return draw_traffic(found)
+
+
+@drawn
+def draw_traffic(found: Traffic) -> Figure:
+    moved = [one for one in found.rounds if one.bytes]
+    if not moved:
+        return nothing("No transfer was told.", "`monitor.transfer(...)` tells of them; the lab does by itself.")
+    figure, grid = sheet(1, 2.0)
+    axes = grid[0, 0]
+    rounds = np.array([one.round for one in moved])
+    below = np.zeros(len(moved))
+    for name, colour, values in (
+        ("up", VERMILLION, [one.up.bytes for one in moved]),
+        ("down", GREEN, [one.down.bytes for one in moved]),
+        ("between edges and server", PURPLE, [one.between.bytes for one in moved]),
+        ("telemetry", ORANGE, [one.telemetry_bytes for one in moved]),
+    ):
+        if any(values):
+            axes.bar(rounds, values, 0.88, below, color=colour, label=name, linewidth=0)
+            below += np.array(values, float)
+    head(axes, "bytes of a round", f"{size(found.bytes)} in all")
+    value_axis(axes, "bytes")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7, handlelength=1, reverse=True)
+    round_axis(axes, rounds.tolist())
+    return figure

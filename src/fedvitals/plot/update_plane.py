@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who behaves alike in a round: updates as points in a plane, and as a matrix of cosines."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedvitals.plot.canvas import SMALL, drawn, head, nothing, sheet
+from fedvitals.plot.cells import Shades, cell_sheet, colour_scale
+from fedvitals.plot.source import Which, opened, suspects
+from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, words
+from fedvitals.store import Target
+from fedvitals.store.reader import Reader
+from fedvitals.views.troubles import cases_of, culprits
+from fedvitals.views.update_map import Layouts, UpdateMap
+from fedvitals.views.update_map import update_map as map_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAMED = 12  # points with names: those with findings, then those furthest out
+MISSING = ("No update was sketched.", "Sketches come from the server's side of `monitor.round(...)`, at any privacy.")
+
+
+@drawn
+def update_map(run: Which, round: int | None = None, *, store: Target = None) -> Figure:  # noqa: A002 - the domain's word
+    """The directions of a round's updates in the plane that keeps most of their distances; the newest round's."""
+    with opened(run, store) as (reader, chosen):
+        found = _map(reader, chosen, round)
+    return nothing(*MISSING) if found.round is None or not found.points else draw_plane(found)
+
+
+@drawn
+def similarity(run: Which, round: int | None = None, *, store: Target = None) -> Figure:  # noqa: A002
+    """Cosines between the updates of a round's clients, neighbours alike."""
+    with opened(run, store) as (reader, chosen):
+        found = _map(reader, chosen, round)
+        named = suspects(cases_of(reader, chosen), 20)
+    if found.similarity is None or not found.similarity.names:
+        return nothing(*MISSING)
+    return draw_similarity(found, named)
+
+
+def _map(reader: Reader, run: str, round: int | None) -> UpdateMap:  # noqa: A002
+    ill: dict[str, str] = {}
+    for case in cases_of(reader, run):  # worst first
+        if case.still_there:
+            for node in culprits(case):
+                ill.setdefault(node, case.severity)
+    return map_of(reader, run, Layouts(), round=round, severities=ill)
+
+
+@drawn
+def draw_plane(found: UpdateMap) -> Figure:
+    figure, grid = sheet(1, 3.6)
+    axes = grid[0, 0]
+    groups = sorted({point.group for point in found.points if point.group})
+    far = sorted(found.points, key=lambda point: (point.severity is None, -np.hypot(point.x, point.y)))
+    named = {point.name for point in far[:NAMED]}
+    for point in found.points:
+        colour, shape = COLOURS[groups.index(point.group) % len(COLOURS)] if point.group else HAIRLINE, "o"
+        if point.severity:
+            colour, shape = SEVERITY.get(point.severity, SEVERITY["note"])
+        axes.plot([point.x], [point.y], shape, color=colour, markersize=6 if point.severity else 4, alpha=0.85)
+        if point.name in named:
+            axes.annotate(words(point.name, 16), (point.x, point.y), (4, 3), textcoords="offset points", fontsize=7)
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.axhline(0, color=HAIRLINE, linewidth=0.3, zorder=0)
+    axes.axvline(0, color=HAIRLINE, linewidth=0.3, zorder=0)
+    first, second = (100 * share for share in (*found.shares, 0.0, 0.0)[:2])
+    axes.set_xlabel(f"first component, {first:.0f} % of the spread", labelpad=1)
+    axes.set_ylabel(f"second, {second:.0f} %", labelpad=1)
+    left_out = f"; {found.unusable} without a direction left out" if found.unusable else ""
+    head(axes, f"updates of round {found.round}", f"near is alike: squared distance = 2 − 2·cosine{left_out}")
+    return figure
+
+
+@drawn
+def draw_similarity(found: UpdateMap, named: list[str]) -> Figure:
+    told = found.similarity
+    assert told is not None  # noqa: S101 - the caller looked
+    count = len(told.names)
+    values = np.frombuffer(base64.b64decode(told.values), "<f4").reshape(count, count).astype(float)
+    note = "neighbours alike" if count == told.total else f"{count} of {told.total}: {told.chosen}"
+    figure, axes, top = cell_sheet(min(count, 45), f"cosine between updates, round {found.round}", words(note, 60))
+    shades = Shades(-1, 1, signed=True)
+    axes.imshow(
+        (255 * shades.of(values) + 0.5).astype(np.uint8), interpolation="none", extent=(0, count, count, 0),
+        aspect="equal",
+    )  # fmt: skip
+    colour_scale(top, shades, "1")
+    places = range(count) if count <= 45 else [i for i, name in enumerate(told.names) if name in named]
+    axes.set_yticks([i + 0.5 for i in places], [words(told.names[i], 16) for i in places], usetex=False)
+    axes.tick_params(axis="y", length=0, labelsize=SMALL - 2)
+    axes.set_xticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return figure

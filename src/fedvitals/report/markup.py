@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page made of blocks, once as Markdown with pictures beside it, once as one HTML file that needs nothing else.
+
+Text has three marks, as in Markdown: `code`, **strong** and a backslash before what shall only be itself. What comes
+from records goes through `literal`, so that no name is ever markup, in either form.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fedvitals.plot.svg import for_page
+from fedvitals.report.style import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+    kind: str = ""  # a class of the style: «quiet», «lead»
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    points: tuple[str, ...]
+    numbered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    lines: tuple[str, ...]
+    language: str = "sh"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    svg: str
+    file: str  # relative to the page
+    words: str  # for who cannot see it
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    numbers: frozenset[int] = field(default_factory=frozenset)  # columns that are read from the right
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Pairs of a name and what it is."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Blocks that belong together and are not torn apart by a page's end."""
+
+    kind: str  # a class of the style
+    blocks: tuple[Block, ...]
+
+
+Block = Heading | Text | Points | Code | Picture | Table | Facts | Card
+
+_MARKS = re.compile(r"([\\`*_\[\]<>#~$&!])")
+_ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
+_TOKENS = re.compile(r"\\[!-/:-@\[-`{-~]|`[^`]+`|\*\*(?:[^*\\]|\\.)+\*\*|<br>", re.DOTALL)
+
+
+def literal(text: object, longest: int = 0) -> str:
+    """Text from a record: nothing in it is markup, control characters are «?», and it may be cut to a length."""
+    clean = "".join(c if c.isprintable() else "?" for c in str(text))
+    if longest and len(clean) > longest:
+        clean = f"{clean[: longest - 1]}…"
+    # A line of Markdown that begins so would be a list or a quotation.
+    clean = _MARKS.sub(r"\\\1", clean)
+    return re.sub(r"^(\s*(?:[-+]|\d+[.)]))(?=\s)", r"\\\1", clean)
+
+
+# -- as Markdown ------------------------------------------------------------------------------------------------------
+
+
+def markdown(blocks: Sequence[Block]) -> str:
+    """For a reader of the repository; pictures are files beside it."""
+    return "\n\n".join(_markdown(block) for block in blocks) + "\n"
+
+
+def _markdown(block: Block) -> str:
+    match block:
+        case Heading():
+            return f"{'#' * block.level} {block.text}"
+        case Text():
+            return block.text
+        case Points():
+            marks = (f"{place}." if block.numbered else "-" for place in range(1, len(block.points) + 1))
+            return "\n".join(f"{mark} {point}" for mark, point in zip(marks, block.points, strict=True))
+        case Code():
+            longest = max((len(run) for line in block.lines for run in re.findall(r"`+", line)), default=0)
+            fence = "`" * max(3, longest + 1)
+            return "\n".join((f"{fence}{block.language}", *block.lines, fence))
+        case Picture():
+            picture = f"![{block.words}]({block.file})"
+            return f"{picture}\n\n{block.caption}" if block.caption else picture
+        case Facts():
+            return "\n".join(f"- **{name}**: {value}" for name, value in block.pairs)
+        case Card():
+            return "\n\n".join(_markdown(one) for one in block.blocks)
+        case Table():
+            rule = tuple("---:" if place in block.numbers else "---" for place in range(len(block.head)))
+            rows = [block.head, rule, *block.rows]
+            lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+            title = (f"**{block.title}**", "") if block.title else ()
+            return "\n".join((*title, *lines, *(("", block.note) if block.note else ())))
+
+
+# -- as HTML ----------------------------------------------------------------------------------------------------------
+
+
+def page(blocks: Sequence[Block], title: str, *, foot: str = "") -> str:
+    """One file: pictures and style inside it, no script, light or dark as the reader has it, fit for paper."""
+    anchors = _Anchors()
+    named = [(block, anchors.of(block)) for block in blocks]
+    links = "".join(
+        f'<li class="level-{block.level}"><a href="#{anchor}">{_inline(block.text)}</a></li>'
+        for block, anchor in named
+        if isinstance(block, Heading) and block.level in {2, 3}
+    )
+    first = next((place for place, block in enumerate(blocks) if isinstance(block, Heading) and block.level == 2), 0)
+    before = "\n".join(_html(block, anchor) for block, anchor in named[:first])
+    contents = f'<nav aria-label="Contents"><ol>{links}</ol></nav>' if links else ""
+    return PAGE.format(
+        title=html.escape(title),
+        before=before,
+        contents=contents,
+        sections="\n".join(_sections(named[first:])),
+        foot=f"<footer><p>{_inline(foot)}</p></footer>\n" if foot else "",
+    )
+
+
+class _Anchors:
+    """A name for each heading that no other has."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, int] = {}
+
+    def of(self, block: Block) -> str:
+        if not isinstance(block, Heading):
+            return ""
+        name = re.sub(r"[^a-z0-9]+", "-", _ESCAPED.sub(r"\1", block.text).lower()).strip("-")[:60] or "section"
+        self._used[name] = self._used.get(name, 0) + 1
+        return name if self._used[name] == 1 else f"{name}-{self._used[name]}"
+
+
+def _sections(named: Sequence[tuple[Block, str]]) -> Iterable[str]:
+    """Each second heading with what follows it, up to the next."""
+    opened = False
+    for block, anchor in named:
+        if isinstance(block, Heading) and block.level == 2:
+            if opened:
+                yield "</section>"
+            yield f'<section aria-labelledby="{anchor}">'
+            opened = True
+        yield _html(block, anchor)
+    if opened:
+        yield "</section>"
+
+
+def _html(block: Block, anchor: str = "") -> str:
+    match block:
+        case Heading():
+            own = f' id="{anchor}"' if anchor else ""
+            return f"<h{block.level}{own}>{_inline(block.text)}</h{block.level}>"
+        case Text():
+            kind = f' class="{html.escape(block.kind)}"' if block.kind else ""
+            return f"<p{kind}>{_inline(block.text)}</p>"
+        case Points():
+            tag = "ol" if block.numbered else "ul"
+            return f"<{tag}>{''.join(f'<li>{_inline(point)}</li>' for point in block.points)}</{tag}>"
+        case Code():
+            return f"<pre>{html.escape(chr(10).join(block.lines))}</pre>"
+        case Picture():
+            caption = f"<figcaption>{_inline(block.caption)}</figcaption>" if block.caption else ""
+            return f"<figure>{for_page(block.svg)}{caption}</figure>"
+        case Facts():
+            pairs = "".join(f"<div><dt>{_inline(name)}</dt><dd>{_inline(value)}</dd></div>" for name, value in block.pairs)
+            return f"<dl>{pairs}</dl>"
+        case Card():
+            inside = "\n".join(_html(one) for one in block.blocks)
+            return f'<article class="card {html.escape(block.kind)}">{inside}</article>'
+        case Table():
+            return _table(block)
+
+
+def _table(block: Table) -> str:
+    right = [' class="num"' if place in block.numbers else "" for place in range(len(block.head))]
+    head = "".join(f'<th scope="col"{kind}>{_inline(cell)}</th>' for cell, kind in zip(block.head, right, strict=True))
+    rows = "".join(
+        f"<tr>{''.join(f'<td{kind}>{_inline(cell)}</td>' for cell, kind in zip(row, right, strict=False))}</tr>\n"
+        for row in block.rows
+    )
+    caption = f"<caption>{_inline(block.title)}</caption>" if block.title else ""
+    note = f'<p class="quiet">{_inline(block.note)}</p>' if block.note else ""
+    return (
+        f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>{note}'
+    )
+
+
+def _inline(text: str) -> str:
+    found, at = [], 0
+    for token in _TOKENS.finditer(text):
+        found.append(html.escape(text[at : token.start()], quote=False))
+        found.append(_marked(token[0]))
+        at = token.end()
+    return "".join((*found, html.escape(text[at:], quote=False)))
+
+
+def _marked(token: str) -> str:
+    if token.startswith("\\"):
+        return html.escape(token[1:], quote=False)
+    if token.startswith("`"):
+        return f"<code>{html.escape(token[1:-1], quote=False)}</code>"
+    if token.startswith("**"):
+        return f"<strong>{_inline(token[2:-2])}</strong>"
+    return token  # <br>, the one tag that a cell of a table needs, as in Markdown; in a record's text it has a backslash
+
+
+def words_of(text: str) -> str:
+    """The text without its marks, for a title or a terminal."""
+    return _ESCAPED.sub(r"\1", re.sub(r"(?<!\\)[`*]", "", text))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people say of a run: tags, findings acknowledged or muted. Set at any time, also while a training writes.
+
+A mark is one row of a table of its own and adds no names, so nothing that a training knows becomes wrong by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedvitals.errors import ConfigError, StoreError, unknown
+from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.postgres import write_postgres
+from fedvitals.store.reader import Reader
+from fedvitals.store.schema import VERSION
+from fedvitals.store.sqlite import check_file, check_version, maintain_sqlite
+from fedvitals.store.symbols import encodable
+from fedvitals.store.upkeep import transaction
+
+KINDS = ("tag", "acknowledged", "muted")
+LONGEST = 2000  # characters of a target or value
+PATIENCE = 3.0  # seconds that we wait for a batch of a training; it would wait as long for us, which takes milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    run: str
+    kind: str  # one of KINDS
+    target: str  # the tag, or the key of a case
+    value: str = ""  # for example why it was muted
+    at: float = 0.0
+
+
+def marks(reader: Reader, run: str | None = None) -> list[Mark]:
+    """All marks of a run, or of every run, in the order in which they were set."""
+    condition, values = ("", ()) if run is None else (" WHERE run = ?", (run,))
+    found = reader.database.rows(
+        f"SELECT run, kind, target, value, at FROM marks{condition} ORDER BY at, run, kind, target",  # noqa: S608
+        values,
+    )
+    return [Mark(*row) for row in found]
+
+
+def set_mark(where: Path | str, run: str, kind: str, target: str, value: str = "") -> Mark:
+    """Set a mark, or write over it. ConfigError when there is no such run or kind."""
+    target, value = _checked(kind, target, value)
+    mark = Mark(run, kind, target, value, time.time())
+    with _writing(where) as database, transaction(database):
+        database.execute(
+            "INSERT INTO mark (run, kind, target, value, at) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (run, kind, target) DO UPDATE SET value = excluded.value, at = excluded.at",
+            (_number(database, run), kind, target, value, mark.at),
+        )
+    return mark
+
+
+def clear_mark(where: Path | str, run: str, kind: str, target: str) -> bool:
+    """Take a mark away; whether there was one."""
+    target, _ = _checked(kind, target, "")
+    with _writing(where) as database, transaction(database):
+        place = (_number(database, run), kind, target)
+        found = database.rows("SELECT 1 FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
+        database.execute("DELETE FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
+    return bool(found)
+
+
+def _checked(kind: str, target: str, value: str) -> tuple[str, str]:
+    if kind not in KINDS:
+        raise ConfigError(unknown("kind of mark", kind, KINDS))
+    if not target.strip():
+        raise ConfigError(f"A mark of kind '{kind}' needs a text.")
+    if max(len(target), len(value)) > LONGEST:
+        raise ConfigError(f"A mark has at most {LONGEST} characters, got {max(len(target), len(value))}.")
+    return encodable(target), encodable(value)
+
+
+def _number(database: Database, run: str) -> int:
+    found = database.rows(
+        "SELECT r.id FROM run AS r JOIN symbol AS s ON s.id = r.id WHERE s.text = ?", (encodable(run),)
+    )
+    if not found:
+        raise ConfigError(unknown("run", run, [row[0] for row in database.rows("SELECT id FROM runs")]))
+    return int(found[0][0])
+
+
+@contextlib.contextmanager
+def _writing(where: Path | str) -> Iterator[Database]:
+    """A connection that may write a row, beside whoever writes the store."""
+    if isinstance(where, str):
+        with write_postgres(where) as database:
+            yield database
+        return
+    if not where.exists():
+        raise StoreError(f"There is no store '{where}'. Name one with --store or FEDVITALS_STORE.")
+    check_file(where)
+    connection = sqlite3.connect(where.absolute(), timeout=PATIENCE, isolation_level=None)
+    try:
+        database = Database(connection, SQLITE, str(where))
+        if check_version(database) < VERSION:
+            with maintain_sqlite(where):  # brings it up to date, or says which process is writing it
+                pass
+        yield database
+    finally:
+        connection.close()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's vital signs over the rounds, the one in which it deviates most from its peers first.
+
+Its own values and its newest deviation are a few seeks each, also among a thousand clients; the cohort's band beside
+them comes from `views.series`, sign by sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.diagnosis.standout import FEWEST
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+from fedvitals.views.client import cohort_values
+from fedvitals.views.series import Series, series
+
+SIGNS = (
+    "accuracy", "loss", "local.accuracy", "local.loss", "fit.loss_before", "fit.accuracy_after", "gradient.norm",
+    "gradient.norm_max", "scale.gsc", "update.norm", "update.cosine_mean", "update.cosine_previous", "weight.drift",
+    "weight.update_ratio", "time.client_virtual", "time.client", "traffic.sent", "traffic.received", "memory.resident",
+)  # fmt: skip
+OWN = 8  # metrics of the user's own
+FLOOR = 0.05  # of the median: spread that peers always have, so that rounding does not become a deviation
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSign:
+    series: Series
+    value: float | None  # the newest; None: NaN or infinite
+    median: float | None  # of all clients in that round
+    round: int | None
+    z: float | None  # robust deviations from the median; None: too few peers, or not finite
+    odd: bool  # the newest value is NaN or infinite
+
+
+def client_signs(
+    reader: Reader, run: str, node: str, points: int = 500, first: int | None = None, last: int | None = None
+) -> list[ClientSign]:
+    """Every sign that the client told, the most deviating first."""
+    own = [name for name in queries.metric_names(reader, run) if name.startswith("user.")][:OWN]
+    found = [sign for name in (*SIGNS, *own) if (sign := _sign(reader, run, node, name, points, first, last))]
+    return sorted(found, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
+
+
+def _sign(
+    reader: Reader, run: str, node: str, name: str, points: int, first: int | None, last: int | None
+) -> ClientSign | None:
+    if reader.names.number(name) is None:
+        return None
+    told = series(reader, run, name, node, points, first, last)
+    rounds = [number for number, value in zip(told.last, told.values, strict=True) if value is not None]
+    newest = max([*rounds[-1:], *told.odd[-1:]], default=None)
+    if newest is None:
+        return None
+    cohort = cohort_values(reader, run, name, newest)
+    value = cohort.get(reader.names.number(node) or 0, math.nan)
+    middle, z = deviation(value, cohort)
+    odd = newest in told.odd
+    return ClientSign(told, value if math.isfinite(value) else None, middle, newest, z, odd)
+
+
+def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, float | None]:
+    """The cohort's median, and how many robust standard deviations (1.4826 · MAD) the value lies from it."""
+    finite = np.array([v for v in cohort.values() if math.isfinite(v)])
+    if not len(finite):
+        return None, None
+    middle = float(np.median(finite))
+    spread = math.hypot(1.4826 * float(np.median(np.abs(finite - middle))), FLOOR * abs(middle))
+    if len(finite) < FEWEST or not math.isfinite(value):
+        return middle, None
+    if spread == 0:
+        return middle, 0.0 if value == middle else None
+    return middle, (value - middle) / spread

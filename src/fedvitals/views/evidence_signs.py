@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which measured sign stands behind a number of a finding, and which signs tell most of each issue.
+
+A finding's number may be a metric of the catalogue, a sign that clients are compared by (`diagnosis.vitals`), a
+statistic of a layer, or something that was counted on the spot. Where nothing of that was kept, the most telling vital
+sign of the issue is shown instead, and said to be so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedvitals.catalog import CATALOG, PEERS
+from fedvitals.diagnosis.cases import Case
+from fedvitals.stats import FAMILIES, statistics_of
+from fedvitals.views.troubles import numbers_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Where a course comes from: a metric; a statistic of a family in one layer; or events, counted in each round."""
+
+    name: str  # a metric, a family, or the names of events
+    statistic: str = ""
+    layer: str = ""  # a layer's name, or «first», «head», «only», «case»: which one, of those that there are
+    events: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        return "/".join(part for part in (self.name, self.statistic, self.layer) if part)
+
+
+def peers(column: str) -> Sign:
+    return Sign("update.peers", column, "only")
+
+
+def counted(*names: str) -> Sign:
+    return Sign("events", events=names)
+
+
+# The signs that clients are compared by, as they were measured; and on which scale they were compared.
+COMPARED: dict[str, tuple[Sign, str]] = {
+    "norm": (Sign("update.norm"), "log"),
+    "share_first": (Sign("update.alignment", "share", "first"), "log"),
+    "share_head": (Sign("update.alignment", "share", "head"), "log"),
+    "cosine": (peers("cosine"), "artanh"),
+    "cosine_first": (peers("first"), "artanh"),
+    "cosine_head": (peers("head"), "artanh"),
+    "previous": (Sign("update.cosine_previous"), "artanh"),
+    "step": (peers("step"), "artanh"),
+    "back": (peers("back"), "artanh"),
+    "nearest": (peers("nearest"), "−log(1 − x)"),
+    "signs": (peers("signs"), ""),
+    "classes": (peers("classes"), "artanh"),
+    "classes_min": (peers("classes_min"), "artanh"),
+    "class_entropy": (peers("class_entropy"), ""),
+    "bias": (peers("bias"), "artanh"),
+    "spread": (peers("spread"), "log"),
+    "loss_before": (Sign("fit.loss_before"), "log"),
+    "loss_after": (Sign("fit.loss_after"), "log"),
+    "loss_p90": (Sign("fit.loss_p90"), "log"),
+    "accuracy_before": (Sign("fit.accuracy_before"), ""),
+    "accuracy_after": (Sign("fit.accuracy_after"), ""),
+    "confident_wrong": (Sign("fit.confident_wrong"), "√"),
+    "confusion": (Sign("fit.confusion"), "√"),
+    "gain": (Sign("fit.loss_after"), "log of loss before over after"),
+    "gradient": (Sign("gradient.norm"), "log"),
+    "gradient_last": (Sign("gradient.norm_last"), "log"),
+    "gradient_ratio": (Sign("gradient.norm_last"), "log of the last step over the mean"),
+    "gradient_first": (Sign("gradient", "rms", "first"), "log of the first layer over the last"),
+    "rate": (Sign("update.norm"), "log per gradient and step"),
+    "samples_per_step": (Sign("steps"), "log of samples over steps"),
+}
+
+# What a statistic is looked at by where a finding names only its family.
+OF_FAMILY = {"update": "l2", "gradient": "rms", "weight": "absmax", "buffer": "max", "gradient.steps": "norm_max"}
+
+# Numbers that were computed on the spot: the sign that shows the same best.
+NEAREST = {
+    "gradient.norm_last / gradient.norm_max": Sign("gradient.norm_last"),
+    "the server's step against the clients' mean": Sign("weight.update_ratio"),
+    "classes missing": Sign("label.entropy"),
+    "sent against trained": Sign("update.norm"),
+    "share of units without gradient": Sign("update", "sparsity", "case"),
+    "steps per sample": Sign("steps"),
+}
+
+EVENTS = ("client.dropped_out", "update.lost", "update.late")  # of which findings tell how often they happened
+
+TELLING: dict[str, tuple[Sign, ...]] = {
+    "DIVERGENCE": (Sign("loss"), Sign("fit.loss_before")),
+    "OSCILLATION": (Sign("loss"), Sign("update.cosine_previous")),
+    "SLOW_PROGRESS": (Sign("loss"), Sign("weight.update_ratio")),
+    "PLATEAU": (Sign("loss"), Sign("accuracy")),
+    "OVERFITTING": (Sign("fit.loss_before"), Sign("local.loss"), Sign("fit.loss_after")),
+    "CLIENT_DRIFT": (Sign("update.cosine_mean"), Sign("weight.drift")),
+    "LABEL_NOISE": (Sign("fit.loss_before"), peers("head")),
+    "LABEL_FLIP": (Sign("fit.confusion"), Sign("fit.loss_before")),
+    "INPUT_NOISE": (Sign("fit.loss_after"), peers("first")),
+    "INPUT_SCALE": (Sign("gradient.norm"), Sign("update.norm")),
+    "MISSING_CLASSES": (Sign("label.entropy"), Sign("fit.loss_before")),
+    "BYZANTINE": (peers("cosine"), Sign("update.norm")),
+    "STALE_UPDATE": (Sign("update.cosine_previous"), Sign("update.staleness")),
+    "FREE_RIDER": (Sign("update.norm"), peers("step")),
+    "DUPLICATE_UPDATE": (peers("nearest"),),
+    "WRONG_SAMPLE_COUNT": (Sign("update.samples"), Sign("samples"), counted("update.refused")),
+    "WRONG_LEARNING_RATE": (Sign("update.norm"), Sign("weight.update_ratio")),
+    "FROZEN_LAYER": (Sign("update", "l2", "case"), Sign("gradient", "rms", "case")),
+    "UNUSUAL_CLIENT": (peers("cosine"), Sign("fit.loss_before")),
+    "NAN_WEIGHTS": (Sign("weight.nonfinite"), Sign("loss")),
+    "NAN_UPDATE": (Sign("weight.nonfinite"), Sign("update.norm")),
+    "WEIGHT_EXPLOSION": (Sign("weight.norm"), Sign("weight", "absmax", "case")),
+    "GROUP_LEFT_BEHIND": (Sign("fit.loss_before"),),
+    "DOMINANT_CLIENT": (Sign("update.samples"), Sign("samples")),
+    "BATCH_NORM_STATISTICS": (Sign("buffer", "max", "case"),),
+    "ZERO_TOTAL_WEIGHT": (Sign("update.samples"), counted("aggregation.failed")),
+    "SHAPE_OR_DTYPE_MISMATCH": (counted("update.refused"),),
+    "NAN_GRADIENT": (Sign("gradient.nonfinite"), Sign("gradient.norm")),
+    "EXPLODING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm_max")),
+    "VANISHING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm")),
+    "DEAD_UNITS": (Sign("activation.health", "dead_fraction", "case"), Sign("update", "sparsity", "case")),
+    "SATURATED_UNITS": (Sign("activation.health", "saturated_fraction", "case"), Sign("update", "sparsity", "case")),
+    "POOR_INITIALISATION": (Sign("gradient", "rms", "case"), Sign("loss")),
+    "COMMUNICATION_FAILURE": (counted("update.lost"), Sign("traffic.sent")),
+    "TIMEOUT": (counted("update.late"), Sign("time.client_virtual"), Sign("time.client")),
+    "STRAGGLER": (Sign("time.compute_virtual"), Sign("time.client_virtual"), Sign("time.client")),
+    "DROP_OUT": (counted("client.dropped_out"), Sign("steps")),
+    "CRASH": (counted("client.failed", "edge.failed", "round.failed"), Sign("steps")),
+    "OUT_OF_MEMORY": (
+        counted("client.failed", "edge.failed", "round.failed"),
+        Sign("memory.peak"),
+        Sign("memory.resident"),
+    ),
+    "MEMORY_LEAK": (Sign("memory.resident"), Sign("memory.kept")),
+    "DISK_FULL": (counted("client.failed", "monitor.error"), Sign("machine.disk_written")),
+    "CLOCK_SKEW": (Sign("time.clock_error"),),
+    "TELEMETRY_LOST": (Sign("monitor.lost"), counted("worker.lost")),
+    "BOTTLENECK": (Sign("time.round"), Sign("time.client")),
+}
+
+LAST_RESORT: dict[str, tuple[Sign, ...]] = {
+    "convergence": (Sign("loss"), Sign("accuracy"), Sign("fit.loss_before"), Sign("local.loss")),
+    "client": (Sign("fit.loss_before"), Sign("update.norm"), Sign("gradient.norm"), Sign("loss"), Sign("time.client")),
+    "aggregation": (Sign("weight.norm"), Sign("update.norm"), Sign("loss"), Sign("accuracy")),
+    "gradient": (Sign("gradient.norm"), Sign("gradient.norm_max"), Sign("update.norm"), Sign("loss")),
+    "system": (Sign("time.client"), Sign("time.round"), Sign("memory.resident"), Sign("traffic.sent")),
+    "user": (Sign("loss"), Sign("accuracy"), Sign("update.norm"), Sign("time.round")),
+}
+
+
+def sign_of(name: str, case: Case) -> Sign | None:
+    """What was measured behind a number of that name; None where nothing is known to be."""
+    known = COMPARED[name][0] if name in COMPARED else NEAREST.get(name)
+    if known is not None:
+        return known
+    if name.startswith("pressure of "):
+        return Sign("gradient", "rms", name.removeprefix("pressure of "))
+    if name.startswith("update.peers."):
+        return peers(name.removeprefix("update.peers."))
+    if name.partition(" ")[0] in FAMILIES:
+        return _of_family(*name.partition(" ")[::2], case)
+    if name in EVENTS:
+        return counted(name)
+    return Sign(name) if name in CATALOG or name.startswith("user.") else None
+
+
+def _of_family(family: str, statistic: str, case: Case) -> Sign | None:
+    chosen = statistic or OF_FAMILY.get(family, "")
+    return Sign(family, chosen, "case") if chosen in statistics_of(family) and case.layer is not None else None
+
+
+def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
+    """The signs that the finding itself names with the number of each, the furthest from usual first."""
+    rows = [dict(row) for row in numbers_of(case)]
+    rows.sort(key=lambda row: -abs(row["score"]) if isinstance(row.get("score"), int | float) else 0.0)
+    found: dict[str, tuple[Sign, dict[str, object]]] = {}
+    # Of a deep network's pressures, only that of the layer in question.
+    own = [row for row in rows if row.get("name") == f"pressure of {case.layer}"]
+    for row in own or rows:
+        sign = sign_of(str(row.get("name")), case)
+        if sign is not None:
+            found.setdefault(sign.id, (sign, row))
+    return list(found.values())
+
+
+def telling_signs(case: Case) -> list[Sign]:
+    """Those that tell most of such an issue, then those of its family."""
+    bound = case.newest.evidence.get("bound_by")
+    first = [Sign(f"bottleneck.{bound}")] if f"bottleneck.{bound}" in CATALOG else []
+    resort = LAST_RESORT.get(case.known.family, LAST_RESORT["user"])
+    return list(dict.fromkeys([*first, *TELLING.get(case.issue, ()), *resort]))
+
+
+# What a sign is called on a plot, and its unit; others go by the catalogue's name.
+SAID = {
+    "update.peers/cosine": ("direction of the update, against the others'", "cosine"),
+    "update.peers/first": ("direction of the first layer's update, against the others'", "cosine"),
+    "update.peers/head": ("direction of the last layer's update, against the others'", "cosine"),
+    "update.peers/step": ("direction of the update, along the server's last step", "cosine"),
+    "update.peers/back": ("direction of the update, back to an earlier model", "cosine"),
+    "update.peers/nearest": ("likeness to the nearest other update", "cosine"),
+    "update.peers/signs": ("signs that are the others'", "share"),
+    "update.peers/classes": ("direction by class, against the others'", "cosine"),
+    "update.peers/classes_min": ("direction of the worst class, against the others'", "cosine"),
+    "update.peers/class_entropy": ("how evenly the classes move", "share"),
+    "update.peers/bias": ("direction of the last bias, against the others'", "cosine"),
+    "update.peers/spread": ("how evenly the weights move", "share"),
+    "update.alignment/share": ("share of the update in {layer}", "share"),
+    "gradient/rms": ("gradient of {layer}, root mean square", "1"),
+    "update/l2": ("size of the update of {layer}", "1"),
+    "update/sparsity": ("weights of {layer} that stand still", "share"),
+    "weight/absmax": ("largest weight of {layer}", "1"),
+    "buffer/max": ("largest value of {layer}", "1"),
+    "gradient.steps/norm_max": ("largest step of {layer}", "1"),
+    "activation.health/dead_fraction": ("dead outputs of {layer}", "share"),
+    "activation.health/saturated_fraction": ("saturated outputs of {layer}", "share"),
+}
+
+
+def title_of(sign: Sign, layer: str | None) -> str:
+    """What it is, in words."""
+    if sign.events:
+        return "how often: " + " or ".join(sign.events)
+    if not sign.statistic:
+        return sign.name
+    said = SAID.get(f"{sign.name}/{sign.statistic}", (f"{sign.name}: {sign.statistic} of {{layer}}", ""))[0]
+    return said.replace("{layer}", layer or "the model")
+
+
+def meaning_of(sign: Sign) -> str:
+    if sign.name == "update.peers":
+        return next((said for names, said in PEERS.items() if sign.statistic in names.split(", ")), "")
+    return CATALOG[sign.name].meaning if sign.name in CATALOG else ""
+
+
+def unit_of(sign: Sign) -> str:
+    if sign.events:
+        return "events"
+    known = SAID.get(f"{sign.name}/{sign.statistic}")
+    return known[1] if known is not None else CATALOG[sign.name].unit if sign.name in CATALOG else "1"

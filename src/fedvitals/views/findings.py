@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings for people: the list of a run's cases, and one case in full, as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedvitals.diagnosis.cases import Case
+from fedvitals.diagnosis.issues import ISSUES_BY_CODE, RATES, measured_rates
+from fedvitals.records import Action, Event
+from fedvitals.store import queries
+from fedvitals.store.marks import marks
+from fedvitals.store.reader import Reader
+from fedvitals.views.evidence import Evidence, evidence_of
+from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
+from fedvitals.views.troubles import (
+    actions_about,
+    case_key,
+    case_of,
+    cases_of,
+    concerns,
+    failures_of,
+    more_of,
+    number_of,
+    numbers_of,
+    text_of,
+    traceback_of,
+)
+from fedvitals.views.verdict import Verdict, facts_of, judge
+from fedvitals.views.verdict_words import clause
+
+Where = Literal["open", "past", "muted", "acknowledged", "all"]
+LONGEST = 2000  # characters of one piece of evidence
+MOST_ROUNDS = 200  # of a case that a list tells; the page of the case has all
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """A case on a card."""
+
+    key: str
+    issue: str
+    title: str
+    family: str
+    sentence: str  # as one would say it
+    severity: str  # the worst that it had
+    now: str  # that of the newest finding
+    confidence: float
+    node: str | None
+    group: str | None
+    layer: str | None
+    place: str
+    since: int | None
+    first: int | None
+    last: int | None
+    rounds: tuple[int, ...]  # the newest in which it was seen
+    confidences: tuple[float, ...]
+    seen: int  # in how many rounds
+    still_there: bool
+    returned: int
+    course: str
+    message: str
+    acknowledged: bool
+    muted: bool
+    reason: str | None  # why it was muted
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    open: int
+    past: int
+    muted: int
+    acknowledged: int
+    all: int
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """A page of cases, worst first; `total` are those that pass the filter, `counts` those that there are."""
+
+    verdict: Verdict
+    cases: tuple[Brief, ...]
+    total: int
+    offset: int
+    limit: int
+    counts: Counts
+    severities: dict[str, int]  # of the open ones
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRow:
+    """One number of the finding, beside what is usual."""
+
+    name: str
+    title: str
+    meaning: str
+    compared_as: str  # «log», «artanh»: the scale of value and usual; empty: as it was measured
+    value: float | None
+    usual: float | None
+    of: str
+    score: float | None  # robust standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class SuspectRow:
+    node: str
+    score: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRow:
+    kind: str
+    target: str | None
+    status: str
+    round: int | None
+    at: float
+    why: str
+    arguments: str  # the rest, as text
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    event: str
+    round: int | None
+    message: str
+    traceback: tuple[str, ...]  # none where privacy kept it
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How the confidence came about, and what was measured of such findings."""
+
+    words: str
+    false_alarms: float | None  # per 100 healthy rounds of the fault bank
+    healthy_rounds: int | None  # behind that figure
+
+
+@dataclass(frozen=True, slots=True)
+class FullFinding:
+    case: Brief
+    symptom: str
+    causes: tuple[str, ...]
+    remedies: tuple[str, ...]
+    refutation: str
+    reference: str
+    exact: bool
+    numbers: tuple[NumberRow, ...]
+    more: tuple[tuple[str, str], ...]  # evidence of the issue's own: name and text
+    suspects: tuple[SuspectRow, ...]
+    actions: tuple[ActionRow, ...]
+    error: Failed | None
+    trust: Trust
+    evidence: Evidence
+
+
+class Marked:
+    """What people have said of a run's cases."""
+
+    def __init__(self, reader: Reader, run: str) -> None:
+        told = marks(reader, run)
+        self.acknowledged = {mark.target for mark in told if mark.kind == "acknowledged"}
+        self.muted = {mark.target: mark.value for mark in told if mark.kind == "muted"}
+
+
+def brief(case: Case, marked: Marked) -> Brief:
+    key, known = case_key(case), case.known
+    return Brief(
+        key=key,
+        issue=case.issue,
+        title=known.title,
+        family=known.family,
+        sentence=clause([case]),
+        severity=case.severity,
+        now=case.newest.severity,
+        confidence=case.confidence,
+        node=case.node,
+        group=case.newest.where.group,
+        layer=case.layer,
+        place=case.place,
+        since=case.since,
+        first=case.first,
+        last=case.last,
+        rounds=case.rounds[-MOST_ROUNDS:],
+        confidences=case.confidences[-MOST_ROUNDS:],
+        seen=len(case.rounds),
+        still_there=case.still_there,
+        returned=case.returned,
+        course=case.course,
+        message=case.newest.message,
+        acknowledged=key in marked.acknowledged,
+        muted=key in marked.muted,
+        reason=marked.muted.get(key) or None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which cases of a run."""
+
+    where: Where = "all"
+    severity: str | None = None
+    node: str | None = None
+    search: str = ""  # words that all must be in it
+    limit: int = 100
+    offset: int = 0
+
+
+def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
+    found, marked = cases_of(reader, run), Marked(reader, run)
+    briefs = {case_key(case): brief(case, marked) for case in found}
+    chosen = [
+        one
+        for case in found
+        if _is_there(one := briefs[case_key(case)], asked.where)
+        and (asked.severity is None or one.severity == asked.severity)
+        and (asked.node is None or concerns(case, asked.node))
+        and _mentions(one, asked.search)
+    ]
+    counts = {name: sum(_is_there(one, name) for one in briefs.values()) for name in Counts.__dataclass_fields__}
+    still = [one for one in briefs.values() if _is_there(one, "open")]
+    return Findings(
+        verdict=judge(found, facts_of(reader, run)),
+        cases=tuple(chosen[asked.offset : asked.offset + asked.limit]),
+        total=len(chosen),
+        offset=asked.offset,
+        limit=asked.limit,
+        counts=Counts(**counts),
+        severities={name: sum(one.severity == name for one in still) for name in ("critical", "warning", "note")},
+    )
+
+
+def _is_there(one: Brief, where: str) -> bool:
+    """Muted cases are among the muted only, unless all are asked for."""
+    if where == "muted":
+        return one.muted
+    if where == "acknowledged":
+        return one.acknowledged and not one.muted
+    if where in ("open", "past"):
+        return not one.muted and one.still_there == (where == "open")
+    return True
+
+
+def _mentions(one: Brief, search: str) -> bool:
+    text = f"{one.issue} {one.title} {one.place} {one.sentence} {one.message} {one.family}".lower()
+    return all(word in text for word in search.lower().split())
+
+
+def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
+    """Everything about one case; ConfigError where there is none of that key."""
+    case = case_of(reader, run, key)
+    known = case.known
+    return FullFinding(
+        case=brief(case, Marked(reader, run)),
+        symptom=known.symptom,
+        causes=known.causes,
+        remedies=known.remedies,
+        refutation=known.refutation,
+        reference=known.reference,
+        exact=known.exact,
+        numbers=tuple(_number(row, case) for row in numbers_of(case)),
+        more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
+        suspects=tuple(SuspectRow(s.node, number_of(s.score), s.reason) for s in case.newest.suspects),
+        actions=tuple(_action(action) for action in actions_about(case, queries.records(reader, run, Action))),
+        error=_failed(failures_of(reader, run, [case])[0]),
+        trust=trust_of(case),
+        evidence=evidence_of(reader, run, case),
+    )
+
+
+def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
+    name = str(row.get("name"))
+    sign = sign_of(name, case)
+    as_it_is = sign is None or (not sign.statistic and not sign.events and name not in COMPARED)
+    return NumberRow(
+        name=name,
+        title=name if sign is None or as_it_is else title_of(sign, case.layer if sign.layer == "case" else sign.layer),
+        meaning="" if sign is None else meaning_of(sign),
+        compared_as=COMPARED[name][1] if name in COMPARED else "",
+        value=number_of(row.get("value")),
+        usual=number_of(row.get("usual")),
+        of=str(row.get("of") or ""),
+        score=number_of(row.get("score")),
+    )
+
+
+def _action(action: Action) -> ActionRow:
+    rest = {name: value for name, value in action.arguments.items() if name not in ("why", "by", "id")}
+    return ActionRow(
+        kind=action.kind,
+        target=action.target,
+        status=action.status,
+        round=action.where.round,
+        at=action.at,
+        why=str(action.arguments.get("why", ""))[:LONGEST],
+        arguments=text_of(rest)[:LONGEST],
+    )
+
+
+def _failed(failure: Event | None) -> Failed | None:
+    if failure is None:
+        return None
+    return Failed(failure.name, failure.where.round, failure.message, tuple(traceback_of(failure)))
+
+
+def trust_of(case: Case) -> Trust:
+    """How sure it is to be taken: by equality, by calibrated evidence, or by a rule's own word."""
+    known = ISSUES_BY_CODE.get(case.issue)
+    rate = measured_rates().get(case.issue)
+    if known is None:
+        words = "Stated by a detector of your own; nothing was measured of it."
+    elif known.exact or "exact" in _words(case.newest.evidence.get("views")):
+        words = "An equality test: what it says has happened. There is nothing to be unsure of but its cause."
+    elif isinstance(case.newest.evidence.get("evidence"), Mapping):
+        words = (
+            "Calibrated: of the clients in the fault bank's tuning runs against whom there was as much evidence, this "
+            "share was really faulty."
+        )
+    else:
+        words = "Stated by the rule itself, the same for every such finding; it is not fitted to data."
+    return Trust(words, rate, _healthy_rounds() if rate is not None else None)
+
+
+def _words(value: Any) -> Sequence[str]:
+    return [str(item) for item in value] if isinstance(value, list | tuple) else []
+
+
+def _healthy_rounds() -> int | None:
+    told = json.loads(RATES.read_text(encoding="utf-8")) if RATES.exists() else {}
+    rounds = told.get("healthy_rounds")
+    return rounds if isinstance(rounds, int) else None

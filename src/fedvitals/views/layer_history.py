@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One family's layers over the rounds, of the federation or of one node: [rounds × layers × columns].
+
+Blocks hold all clients of some rounds. Of a run whose blocks are too many to read while a person waits, every so many
+are, the first and the last always; whoever asks is told how many rounds there were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+
+from fedvitals.protocols import Node
+from fedvitals.stats import FAMILIES, Array
+from fedvitals.store.packing import NONE, entries_of, matrices, numbers_of
+from fedvitals.store.reader import Reader
+
+BYTES = 120_000_000  # of numbers that are read: about half a second
+AT_ONCE = 100  # blocks in one statement
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerHistory:
+    family: str
+    layers: tuple[str, ...]
+    rounds: tuple[int, ...]  # ascending; those that were read
+    matrix: Array  # [rounds, layers, columns]
+    total: int  # rounds from the first to the last block, read or not: an upper bound where some were left out
+    thinned: bool
+
+
+def layer_history(
+    reader: Reader, run: str, family: str, node: Node | None = None, *, most: int = BYTES
+) -> LayerHistory:
+    """The newest matrix of each round, of single steps none; in the layers of the newest table."""
+    columns = len(FAMILIES[family].columns)
+    number = reader.names.number(run) or 0
+    blocks = reader.database.rows(
+        "SELECT arrival, layer_table, layers * entries, first_round, last_round FROM layer_block WHERE run = ? "
+        "AND family = (SELECT id FROM symbol WHERE text = ?) AND first_round IS NOT NULL "
+        "AND (whole IS NULL OR whole = ?) ORDER BY first_round, arrival",
+        (number, family, int(node is None)),
+    )
+    symbol = 0 if node is None else reader.names.number(node)
+    if not blocks or symbol is None:
+        return LayerHistory(family, (), (), np.empty((0, 0, columns)), 0, False)
+    table = max(blocks)[1]
+    blocks = [block for block in blocks if block[1] == table]
+    kept = _thinned(blocks, most // (4 * columns))
+    layers = tuple(
+        row[0]
+        for row in reader.database.rows(
+            "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? "
+            "ORDER BY l.position",
+            (table,),
+        )
+    )
+    newest: dict[int, tuple[float, Array]] = {}
+    for start in range(0, len(kept), AT_ONCE):
+        _read(reader, family, [block[0] for block in kept[start : start + AT_ONCE]], symbol, newest)
+    rounds = tuple(sorted(newest))
+    matrix = np.stack([newest[n][1] for n in rounds]) if rounds else np.empty((0, len(layers), columns))
+    thinned = len(kept) < len(blocks)
+    total = len({n for block in blocks for n in range(block[3], block[4] + 1)}) if thinned else len(rounds)
+    return LayerHistory(family, layers, rounds, matrix, total, thinned)
+
+
+def _thinned(blocks: list[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
+    """Whole rounds, evenly spread, that together hold no more numbers than that; the first and the last stay."""
+    by_round = [list(same) for _, same in groupby(blocks, key=itemgetter(3))]
+    size = sum(block[2] for block in blocks)
+    step = max(1, math.ceil(size / max(1, most)))
+    chosen = [*by_round[:-1:step], by_round[-1]]
+    return [block for same in chosen for block in same]
+
+
+def _read(
+    reader: Reader, family: str, arrivals: list[int], symbol: int, newest: dict[int, tuple[float, Array]]
+) -> None:
+    marks = ", ".join("?" * len(arrivals))
+    found = reader.database.rows(
+        "SELECT b.arrival, m.layer, b.entries, b.coordinates, b.details, m.numbers FROM layer_block AS b "  # noqa: S608
+        f"JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.arrival IN ({marks})",
+        tuple(arrivals),
+    )
+    found.sort(key=itemgetter(0, 1))
+    for _, same in groupby(found, key=itemgetter(0)):
+        block = list(same)
+        count = block[0][2]
+        entries = entries_of(block[0][3], block[0][4], count)
+        mine = (entries.nodes == symbol) & (entries.steps == NONE) & (entries.rounds != NONE)
+        if symbol == 0:
+            mine &= entries.groups == 0  # not the whole of one edge
+        here = np.flatnonzero(mine)
+        if not len(here):
+            continue
+        numbers = np.concatenate([numbers_of(family, row[5], count)[..., here] for row in block])
+        for place, matrix in zip(here, matrices(family, numbers), strict=True):
+            at, when = int(entries.rounds[place]), float(entries.at[place])
+            if at not in newest or when >= newest[at][0]:
+                newest[at] = (when, matrix)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a gradient dies or explodes: statistics through the depth of the model and over the rounds, for one page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.catalog import CATALOG
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.protocols import Node
+from fedvitals.stats import Array, derive
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+from fedvitals.views.cohort import matrix_of
+from fedvitals.views.grid import Grid, make_grid
+from fedvitals.views.layer_history import LayerHistory, layer_history
+from fedvitals.views.series import Numbers, json_numbers
+from fedvitals.views.units import number as size
+
+FAMILIES = ("gradient", "gradient.full", "update", "weight", "activation")
+WORDS = {  # statistics that the page offers: what each says, and how it is drawn
+    "rms": ("root mean square: size per value, whatever the layer's size", "log"),
+    "l2": ("L2 norm: grows with the layer's size, and with steps and clients that are summed", "log"),
+    "mean_magnitude": ("mean magnitude", "log"),
+    "mean": ("mean, with its sign", "signed"),
+    "std": ("standard deviation", "log"),
+    "absmax": ("largest magnitude", "log"),
+    "sparsity": ("share of exact zeros", "share"),
+    "nans": ("NaN values", "count"),
+    "infs": ("infinite values", "count"),
+}
+NODES = 500  # names that are offered
+LINES = 12  # rounds in the profile over the depth
+AVERAGES = 8  # layers as lines; more are a heat map
+SCALES = ("scale.gsc", "scale.sensitivity", "nonlinearity.nlc")
+HEALTH = {"dead_fraction": "dead units", "saturated_fraction": "saturated units"}
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticKnown:
+    name: str
+    meaning: str
+    scale: str  # «log», «signed», «share», «count»
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKnown:
+    name: str
+    shape: tuple[int, ...]
+    values: int
+    weight: bool  # of two or more dimensions: what the gradient flows through
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileLine:
+    round: int
+    values: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class DepthProfile:
+    """One line a round, a value a layer, the first layer first."""
+
+    layers: tuple[str, ...]
+    lines: tuple[ProfileLine, ...]
+    rounds: int  # of which these are some
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    layer: str
+    mean: Numbers  # signed
+    magnitude: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """The average gradient of each layer over the rounds, as in the paper: it does not say whether signed or not."""
+
+    rounds: tuple[int, ...]
+    layers: tuple[Average, ...]
+    total: int  # layers, of which these are some
+
+
+@dataclass(frozen=True, slots=True)
+class UnitHealth:
+    name: str
+    title: str
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleKnown:
+    name: str
+    meaning: str
+    formula: str
+    measured: bool
+    needs: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayersPage:
+    run: str
+    node: str | None  # None: the federation
+    family: str
+    statistic: str
+    headline: str  # how the gradient flows, in words
+    nodes: tuple[str, ...]  # that can be chosen, the first few
+    families: tuple[str, ...]  # that the run has
+    statistics: tuple[StatisticKnown, ...]
+    layers: tuple[LayerKnown, ...]
+    weights_only: bool  # of the profile: biases and norms are left out
+    profile: DepthProfile
+    grid: Grid
+    averages: Averages | None
+    health: tuple[UnitHealth, ...]
+    scales: tuple[ScaleKnown, ...]
+    total_rounds: int
+    thinned: bool  # not every round was read
+    missing: tuple[str, ...]  # what was not measured, and how to get it
+
+
+def layers_page(
+    reader: Reader,
+    run: str,
+    *,
+    family: str = "gradient",
+    statistic: str = "rms",
+    node: Node | None = None,
+    selected: int | None = None,
+    every_layer: bool = False,
+    first: int | None = None,
+    last: int | None = None,
+    columns: int = 400,
+) -> LayersPage:
+    """The page of a run's layers; `selected`: a round that the profile must show."""
+    known = queries.layer_families(reader, run)
+    offered = tuple(name for name in FAMILIES if name in known)
+    if statistic not in WORDS:
+        raise ConfigError(unknown("statistic", statistic, WORDS))
+    if family not in FAMILIES:
+        raise ConfigError(unknown("family of layer statistics", family, FAMILIES))
+    nodes = reader.history(run).nodes()
+    if node is not None and node not in nodes:
+        raise ConfigError(unknown("node", node, nodes))
+    history = layer_history(reader, run, family, node)
+    described = _described(reader, run, history.layers)
+    values = derive(family, history.matrix, statistic) if len(history.rounds) else np.empty((0, len(history.layers)))
+    gradient = history if family == "gradient" else layer_history(reader, run, "gradient", node)
+    weights = [i for i, one in enumerate(described) if one.weight]
+    profiled = list(range(len(described))) if every_layer or not weights else weights
+    return LayersPage(
+        run=run,
+        node=node,
+        family=family,
+        statistic=statistic,
+        headline=flow_in_words(gradient, _described(reader, run, gradient.layers), selected),
+        nodes=tuple(nodes[:NODES]),
+        families=offered,
+        statistics=tuple(StatisticKnown(name, *words) for name, words in WORDS.items()),
+        layers=described,
+        weights_only=len(profiled) < len(described),
+        profile=_profile(history, values, profiled, selected, first, last),
+        grid=grid_of(history, values, f"{family}, {statistic}", first, last, columns),
+        averages=averages(gradient, _described(reader, run, gradient.layers), first, last),
+        health=_health(reader, run, node, first, last, columns) if "activation.health" in known else (),
+        scales=_scales(set(queries.metric_names(reader, run))),
+        total_rounds=history.total,
+        thinned=history.thinned,
+        missing=tuple(_missing(known, family, history)),
+    )
+
+
+def flow_in_words(history: LayerHistory, layers: Sequence[LayerKnown], selected: int | None = None) -> str:
+    """What a colleague would say of the gradient in the newest round, or in the selected one. It does not judge."""
+    weights = [i for i, one in enumerate(layers) if one.weight]
+    if not history.rounds or not weights:
+        return "No gradient of a layer was stored: there is nothing to say about its flow."
+    number = selected if selected in history.rounds else history.rounds[-1]
+    matrix = history.matrix[history.rounds.index(number), weights]
+    names = [history.layers[i] for i in weights]
+    broken = derive(history.family, matrix, "nans") + derive(history.family, matrix, "infs") > 0
+    if broken.any():
+        return f"In round {number} the gradient is not finite in {_some(names, broken.tolist())}."
+    sizes = derive(history.family, matrix, "rms")
+    if (sizes == 0).any():
+        return f"In round {number} the gradient does not reach {_some(names, (sizes == 0).tolist())}: it is exactly 0 there."
+    low, high = int(np.nanargmin(sizes)), int(np.nanargmax(sizes))
+    told = f"In round {number} the gradient (root mean square) is {size(sizes[0])} in {names[0]}, the first weight"
+    if len(names) > 1:
+        told += f", and {size(sizes[-1])} in {names[-1]}, the last"
+    if len(names) > 2 and sizes[low] > 0:
+        told += f"; largest in {names[high]}, {size(sizes[high] / sizes[low])} times the smallest, in {names[low]}"
+    return f"{told}."
+
+
+def _some(names: Sequence[str], which: Sequence[bool]) -> str:
+    found = [name for name, yes in zip(names, which, strict=True) if yes]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"{len(found)} of {len(names)} weights ({', '.join(found[:3])}{more})"
+
+
+def _described(reader: Reader, run: str, layers: Sequence[str]) -> tuple[LayerKnown, ...]:
+    """The layers with their shapes, in the order of the model."""
+    shapes = {one.name: one.shape for table in queries.get_run(reader, run).tables for one in table.layers}
+    return tuple(
+        LayerKnown(name, shape := shapes.get(name, ()), int(np.prod(shape)), len(shape) >= 2) for name in layers
+    )
+
+
+def chosen_rounds(rounds: Sequence[int], selected: int | None, most: int = LINES) -> list[int]:
+    """At most so many, evenly spread; the first, the last and the selected one always."""
+    if len(rounds) <= most:
+        return list(rounds)
+    places = {round(i * (len(rounds) - 1) / (most - 1)) for i in range(most)}
+    found = {rounds[place] for place in places}
+    if selected is not None and selected in set(rounds) and selected not in found:
+        inner = sorted(found)[1:-1]
+        found.remove(min(inner, key=lambda n: abs(n - selected)))
+        found.add(selected)
+    return sorted(found)
+
+
+def _profile(
+    history: LayerHistory,
+    values: Array,
+    layers: Sequence[int],
+    selected: int | None,
+    first: int | None,
+    last: int | None,
+) -> DepthProfile:
+    inside = [n for n in history.rounds if (first is None or n >= first) and (last is None or n <= last)]
+    place = {n: i for i, n in enumerate(history.rounds)}
+    lines = tuple(ProfileLine(n, json_numbers(values[place[n], list(layers)])) for n in chosen_rounds(inside, selected))
+    return DepthProfile(tuple(history.layers[i] for i in layers), lines, len(inside))
+
+
+def grid_of(
+    history: LayerHistory,
+    values: Array,
+    title: str,
+    first: int | None = None,
+    last: int | None = None,
+    columns: int = 400,
+) -> Grid:
+    """Layers × rounds, in the order of the model."""
+    there = np.ones(values.T.shape, bool) if values.size else None
+    matrix = matrix_of(history.layers, history.rounds, values.T, there)
+    return make_grid(
+        matrix, rows=list(history.layers), sort="given", first=first, last=last, columns=columns, title=title
+    )
+
+
+def averages(
+    history: LayerHistory, layers: Sequence[LayerKnown], first: int | None = None, last: int | None = None
+) -> Averages | None:
+    """Signed mean and mean magnitude of the weights' gradients, of a few layers from the first to the last."""
+    weights = [i for i, one in enumerate(layers) if one.weight]
+    inside = [i for i, n in enumerate(history.rounds) if (first is None or n >= first) and (last is None or n <= last)]
+    if not weights or not inside:
+        return None
+    few = chosen_rounds(weights, None, AVERAGES)
+    part = history.matrix[inside]
+    mean, magnitude = (derive(history.family, part, name) for name in ("mean", "mean_magnitude"))
+    return Averages(
+        tuple(history.rounds[i] for i in inside),
+        tuple(Average(history.layers[i], json_numbers(mean[:, i]), json_numbers(magnitude[:, i])) for i in few),
+        len(weights),
+    )
+
+
+def _health(
+    reader: Reader, run: str, node: Node | None, first: int | None, last: int | None, columns: int
+) -> tuple[UnitHealth, ...]:
+    history = layer_history(reader, run, "activation.health", node)
+    found = []
+    for statistic, title in HEALTH.items() if history.rounds else ():
+        values = derive(history.family, history.matrix, statistic)
+        found.append(UnitHealth(statistic, title, grid_of(history, values, title, first, last, columns)))
+    return tuple(found)
+
+
+def _scales(measured: set[str]) -> tuple[ScaleKnown, ...]:
+    found = []
+    for name in SCALES:
+        one = CATALOG[name]
+        found.append(ScaleKnown(name, one.meaning, one.formula, name in measured, one.needs))
+    return tuple(found)
+
+
+def _missing(known: Sequence[str], family: str, history: LayerHistory) -> list[str]:
+    """Said on the page, so that an empty place is not taken for a healthy one."""
+    found = []
+    if not history.rounds:
+        found.append(
+            f"Nothing of the family '{family}' was stored here. "
+            'Monitor(probes="standard") measures gradients, updates and weights of layers, from privacy level 3 on.'
+        )
+    if "activation.health" not in known:
+        found.append(
+            'Dead and saturated units were not measured: Monitor(probes="deep") does, and activations with them.'
+        )
+    if "gradient.histogram" not in known:
+        found.append('The shape of the gradients\' distribution was not measured: Monitor(probes="deep") does.')
+    return found

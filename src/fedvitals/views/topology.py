@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who talks to whom in a round: nodes with their groups and their health, and the bytes between them.
+
+Of many clients, those that are well stand as one dot for each group, with their number; whoever is ill keeps a dot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedvitals.diagnosis.cases import Case, rank
+from fedvitals.errors import ConfigError
+from fedvitals.parts import SERVER
+from fedvitals.profiling.traffic import TELEMETRY
+from fedvitals.records import is_client, natural
+from fedvitals.store import queries
+from fedvitals.store.marks import marks
+from fedvitals.store.reader import Reader
+from fedvitals.views.grid import FAILURES
+from fedvitals.views.troubles import case_key, cases_of
+
+KINDS = {"hierarchical": "tree", "clustered": "clusters", "rings": "rings"}
+DOTS = 200  # nodes with a dot of their own; of more, those that are well are counted
+ILL = 120  # of these, at most so many that are ill
+HEALTHS = ("critical", "warning", "note", "failed", "ok", "absent")  # the worst first
+SHARED = 20  # changes of the groups that are told
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedNode:
+    name: str
+    role: str  # «server», «group» (an edge, cluster or ring), «client», «clients» (several as one)
+    group: str | None
+    health: str  # see HEALTHS
+    issue: str | None  # what is wrong, in words
+    key: str | None  # of that case
+    sent: float
+    received: float
+    present: bool  # in this round
+    count: int  # clients that it stands for
+    members: tuple[str, ...]  # some of them
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedEdge:
+    sender: str
+    receiver: str
+    bytes: float
+    raw_bytes: float
+    messages: int
+    share: float  # of the round's bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KindBytes:
+    kind: str
+    bytes: float
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyPage:
+    run: str
+    topology: str | None  # as the run says
+    kind: str  # «star», «clusters», «tree», «rings»: how it is drawn
+    round: int
+    first: int
+    last: int
+    nodes: tuple[PlacedNode, ...]
+    edges: tuple[PlacedEdge, ...]
+    clients: int  # in the run
+    took_part: int
+    groups: int
+    joined: bool  # clients that are well stand together
+    bytes: float
+    kinds: tuple[KindBytes, ...]
+    changed: tuple[int, ...]  # rounds in which the groups changed
+    told: bool  # whether any transfer of this round was told
+
+
+def topology_page(reader: Reader, run: str, number: int | None = None, *, most: int = DOTS) -> TopologyPage:
+    """The federation as it was in a round, else in the newest."""
+    rounds = reader.history(run).rounds()
+    if not rounds:
+        raise ConfigError(f"The run {run} has no round yet.")
+    at = rounds[-1] if number is None else number
+    if at not in set(rounds):
+        raise ConfigError(f"The run {run} has no round {at}. It has rounds {rounds[0]} to {rounds[-1]}.")
+    described = queries.get_run(reader, run)
+    messages = _messages(reader, run, at)
+    groups, changed = _groups(reader, run, at)
+    named = {node for node in reader.history(run).nodes() if node != SERVER}
+    nodes = _nodes(reader, run, at, messages, groups, named)
+    edges = _edges(one for one in messages if one[2] != TELEMETRY)  # which goes to the server past every edge
+    joined = len(nodes) > most
+    if joined:
+        nodes, edges = _join(nodes, edges)
+    clients = [node for node in named if is_client(node)]
+    return TopologyPage(
+        run=run,
+        topology=described.topology,
+        kind=_kind(described.topology, messages, groups),
+        round=at,
+        first=rounds[0],
+        last=rounds[-1],
+        nodes=tuple(nodes),
+        edges=tuple(edges),
+        clients=len(clients),
+        took_part=sum(node.count for node in nodes if node.role in ("client", "clients") and node.present),
+        groups=len({node.name for node in nodes if node.role == "group"}),
+        joined=joined,
+        bytes=sum(one[3] for one in messages),
+        kinds=_kinds(messages),
+        changed=tuple(changed[-SHARED:]),
+        told=bool(messages),
+    )
+
+
+Message = tuple[str, str, str, float, float, int]  # sender, receiver, kind, bytes, before compression, how many
+
+
+def _messages(reader: Reader, run: str, number: int) -> list[Message]:
+    return reader.database.rows(
+        "SELECT a.text, b.text, k.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t "
+        "JOIN symbol AS a ON a.id = t.sender JOIN symbol AS b ON b.id = t.receiver JOIN symbol AS k ON k.id = t.kind "
+        "WHERE t.run = ? AND t.round = ? GROUP BY a.text, b.text, k.text",
+        (reader.names.number(run) or 0, number),
+    )
+
+
+def _groups(reader: Reader, run: str, number: int) -> tuple[dict[str, list[str]], list[int]]:
+    """Who belongs together in a round, in the order that was told; and the rounds in which that changed."""
+    told: dict[str, list[str]] = {}
+    changed = []
+    for event in reader.history(run).events("groups"):
+        when = event.where.round
+        if when is not None:
+            changed.append(when)
+            if when <= number:
+                told = {str(group): [str(n) for n in nodes] for group, nodes in event.data.items() if _is_list(nodes)}
+    if not told:  # a host that tells no groups may still name each client's
+        found = reader.database.rows(
+            'SELECT DISTINCT g.text, n.text FROM span AS s JOIN symbol AS g ON g.id = s."group" '
+            "JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ?",
+            (reader.names.number(run) or 0, number),
+        )
+        for group, node in sorted(found, key=lambda row: natural(row[1])):
+            if is_client(node):
+                told.setdefault(group, []).append(node)
+    return dict(sorted(told.items(), key=lambda item: natural(item[0]))), changed
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _kind(topology: str | None, messages: Iterable[Message], groups: Mapping[str, Any]) -> str:
+    if topology in KINDS:
+        return KINDS[topology]
+    if any(is_client(sender) and is_client(receiver) for sender, receiver, *_ in messages) and groups:
+        return "rings"
+    if any(receiver in groups or sender in groups for sender, receiver, *_ in messages):
+        return "tree"
+    return "clusters" if groups else "star"
+
+
+def _nodes(
+    reader: Reader,
+    run: str,
+    number: int,
+    messages: Iterable[Message],
+    groups: Mapping[str, list[str]],
+    named: set[str],
+) -> list[PlacedNode]:
+    sent: dict[str, float] = {}
+    received: dict[str, float] = {}
+    for sender, receiver, _, size, *_ in messages:
+        sent[sender] = sent.get(sender, 0.0) + size
+        received[receiver] = received.get(receiver, 0.0) + size
+    group_of = {node: group for group, members in groups.items() for node in members}
+    there = _present(reader, run, number) | sent.keys() | received.keys()
+    failed = _failed(reader, run, number)
+    worst = _worst(reader, run, number)
+    clients = {node for node in named if is_client(node)} | {node for node in there if is_client(node)} | set(group_of)
+    between = {*groups, *(node for node in there if not is_client(node) and node != SERVER)}
+    order = {node: place for members in groups.values() for place, node in enumerate(members)}
+    found = []
+    for node in [SERVER, *sorted(between, key=natural), *sorted(clients, key=lambda n: (order.get(n, -1), natural(n)))]:
+        role = "server" if node == SERVER else "group" if node in between else "client"
+        case, present = worst.get(node), role != "client" or node in there
+        found.append(
+            PlacedNode(
+                name=node,
+                role=role,
+                group=group_of.get(node),
+                health=_health(case, failed=node in failed, present=present),
+                issue=case.known.title if case else None,
+                key=case_key(case) if case else None,
+                sent=sent.get(node, 0.0),
+                received=received.get(node, 0.0),
+                present=present,
+                count=1,
+                members=(),
+            )
+        )
+    return found
+
+
+def _health(case: Case | None, *, failed: bool, present: bool) -> str:
+    if case is not None:
+        return case.newest.severity
+    return "failed" if failed else "ok" if present else "absent"
+
+
+def _present(reader: Reader, run: str, number: int) -> set[str]:
+    """Who trained or sent an update in a round."""
+    history = reader.history(run)
+    return {*history.latest("steps", number), *history.latest("update.norm", number)}
+
+
+def _failed(reader: Reader, run: str, number: int) -> set[str]:
+    marks_ = ", ".join("?" * len(FAILURES))
+    found = reader.database.rows(
+        "SELECT DISTINCT n.text FROM event AS e JOIN symbol AS n ON n.id = e.node JOIN symbol AS s ON s.id = e.name "  # noqa: S608 - our own words
+        f"WHERE e.run = ? AND e.round = ? AND s.text IN ({marks_})",
+        (reader.names.number(run) or 0, number, *FAILURES),
+    )
+    return {row[0] for row in found}
+
+
+def _worst(reader: Reader, run: str, number: int) -> dict[str, Case]:
+    """Of each node or group the worst case that was open in a round; muted ones are not told."""
+    muted = {mark.target for mark in marks(reader, run) if mark.kind == "muted"}
+    found: dict[str, Case] = {}
+    for case in cases_of(reader, run, number):
+        node = case.node or case.group
+        if node is None or not case.still_there or case_key(case) in muted:
+            continue
+        if node not in found or rank(case.newest.severity) < rank(found[node].newest.severity):
+            found[node] = case
+    return found
+
+
+def _edges(messages: Iterable[Message]) -> list[PlacedEdge]:
+    """One edge a pair and direction, the largest first."""
+    sums: dict[tuple[str, str], tuple[float, float, int]] = {}
+    for sender, receiver, _, size, raw, count in messages:
+        one = sums.get((sender, receiver), (0.0, 0.0, 0))
+        sums[sender, receiver] = one[0] + size, one[1] + raw, one[2] + count
+    whole = sum(size for size, _, _ in sums.values()) or 1.0
+    edges = [PlacedEdge(*pair, size, raw, count, size / whole) for pair, (size, raw, count) in sums.items()]
+    return sorted(edges, key=lambda edge: -edge.bytes)
+
+
+def _kinds(messages: Iterable[Message]) -> tuple[KindBytes, ...]:
+    sums: dict[str, tuple[float, int]] = {}
+    for _, _, kind, size, _, count in messages:
+        one = sums.get(kind, (0.0, 0))
+        sums[kind] = one[0] + size, one[1] + count
+    return tuple(KindBytes(kind, *sums[kind]) for kind in sorted(sums, key=lambda kind: -sums[kind][0]))
+
+
+def _join(nodes: list[PlacedNode], edges: list[PlacedEdge]) -> tuple[list[PlacedNode], list[PlacedEdge]]:
+    """Clients that are well, or not there, as one node for each group; the ill ones as they are."""
+    ill = [node for node in nodes if node.role == "client" and node.health not in ("ok", "absent")]
+    ill.sort(key=lambda node: HEALTHS.index(node.health))
+    alone = {node.name for node in ill[:ILL]}
+    kept = [node for node in nodes if node.role != "client" or node.name in alone]
+    together: dict[tuple[str | None, str, bool], list[PlacedNode]] = {}
+    for node in nodes:
+        if node.role == "client" and node.name not in alone:
+            together.setdefault((node.group, node.health, node.present), []).append(node)
+    stands_for: dict[str, str] = {}
+    for (group, health, _), members in together.items():
+        words = {"ok": "well", "absent": "not in this round"}.get(health, health)
+        name = f"{len(members)} clients {f'of {group} ' if group else ''}{words}"
+        stands_for |= {node.name: name for node in members}
+        kept.append(
+            replace(
+                members[0],
+                name=name,
+                role="clients",
+                issue=None,
+                key=None,
+                sent=sum(node.sent for node in members),
+                received=sum(node.received for node in members),
+                count=len(members),
+                members=tuple(node.name for node in members[:10]),
+            )
+        )
+    sums: dict[tuple[str, str], PlacedEdge] = {}
+    for edge in edges:
+        pair = stands_for.get(edge.sender, edge.sender), stands_for.get(edge.receiver, edge.receiver)
+        one = sums.get(pair)
+        sums[pair] = (
+            replace(edge, sender=pair[0], receiver=pair[1])
+            if one is None
+            else replace(
+                one,
+                bytes=one.bytes + edge.bytes,
+                raw_bytes=one.raw_bytes + edge.raw_bytes,
+                messages=one.messages + edge.messages,
+                share=one.share + edge.share,
+            )
+        )
+    return kept, sorted(sums.values(), key=lambda edge: -edge.bytes)
