@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
 from served import chromium, page  # noqa: F401 - fixtures
 
 # Before torch is loaded, and without loading it: numbers do not depend on the machine's cores, workers do not fight.

@@ -17,8 +17,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)  # fmt: skip
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+MISSING = "no Chromium on this machine (Debian: apt install chromium)"
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 VIEW = {"width": 1440, "height": 1000}
 
 
@@ -56,7 +58,7 @@ def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple
 def chromium() -> Iterator[object]:
     """One browser for a worker's tests."""
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
+        pytest.skip(MISSING)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -76,7 +78,9 @@ def page(chromium: object, request: pytest.FixtureRequest) -> Iterator[object]:
     page = context.new_page()
     page.expected_errors = []
     troubles: list[str] = []
-    page.on("console", lambda said: said.type == "error" and troubles.append(f"{said.text} ({said.location.get('url')})"))
+    page.on(
+        "console", lambda said: said.type == "error" and troubles.append(f"{said.text} ({said.location.get('url')})")
+    )
     page.on("pageerror", lambda error: troubles.append(f"uncaught: {error}"))
     context.on("request", lambda asked: _is_local(asked.url) or troubles.append(f"left this machine: {asked.url}"))
     yield page
@@ -86,7 +90,8 @@ def page(chromium: object, request: pytest.FixtureRequest) -> Iterator[object]:
 
 
 def _is_local(url: str) -> bool:
-    return urlsplit(url).scheme in ("data", "blob", "about") or urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    parts = urlsplit(url)
+    return parts.scheme in ("data", "blob", "about") or parts.hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def ready(page: object, url: str, view: str | None = None) -> None:
@@ -101,4 +106,7 @@ def judge(page: object) -> list[str]:
     from axe_core_python.sync_playwright import Axe
 
     found = Axe().run(page, options={"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]})
-    return [f"{one['id']}: {one['help']}: {json.dumps([node['target'] for node in one['nodes']][:4])}" for one in found["violations"]]  # fmt: skip
+    return [
+        f"{one['id']}: {one['help']}: {json.dumps([node['target'] for node in one['nodes']][:4])}"
+        for one in found["violations"]
+    ]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from timed_run import begin, stored
 
-from fedvitals.dashboard import guard
+from fedvitals.dashboard import guard, tokens
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.server import Address, bind, is_loopback
 from fedvitals.errors import ConfigError
+from timed_run import begin, stored
 
 HOME = "http://127.0.0.1:8321"
 WRITE = {"X-Fedvitals": "1"}
@@ -88,8 +88,15 @@ def test_large_requests_are_refused_whether_or_not_they_say_so(open_: TestClient
 
 @pytest.mark.parametrize(
     "path",
-    ["/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static//etc/passwd", "/static/%00", "/static/views/../../guard.py"],
-)  # fmt: skip
+    [
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2fapp.py",
+        "/static//etc/passwd",
+        "/static/%00",
+        "/static/views/../../guard.py",
+    ],
+)
 def test_no_file_outside_the_static_folder_is_served(open_: TestClient, path: str) -> None:
     answer = open_.get(path)
     assert answer.status_code in (404, 400)
@@ -115,7 +122,7 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_can_use(clo
     assert closed.get("/api/store").json()["runs"] == 1
     closed.cookies.clear()
     assert closed.get("/api/store").status_code == 401
-    assert closed.get("/api/store", headers={"Cookie": f"{guard.COOKIE}=right"}).status_code == 401
+    assert closed.get("/api/store", headers={"Cookie": f"{tokens.COOKIE}=right"}).status_code == 401
 
 
 def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
@@ -130,7 +137,7 @@ def test_guessing_is_slowed_down_and_then_even_the_right_one_waits(closed: TestC
             return closed.get("/api/store", headers={"Authorization": f"Bearer {token}"}).status_code
         return closed.post("/api/login", json={"token": token}, headers=WRITE).status_code
 
-    wrong = [attempt(f"guess {i}") for i in range(guard.TRIES + 1)]
+    wrong = [attempt(f"guess {i}") for i in range(tokens.TRIES + 1)]
     assert wrong[0] == 401
     assert attempt("right") in (401, 429)
     if not bearer:

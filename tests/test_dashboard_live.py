@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from served import ready, serve, serving
-from timed_run import begin, stored
 
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_store
+from served import ready, serve, serving
+from timed_run import begin, stored
 
 pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 RUN = "20260101-000000-live"
@@ -74,7 +74,12 @@ def test_a_change_keeps_zoom_scroll_and_focus(page, store: Path) -> None:
 
 
 def test_a_lost_server_is_told_and_its_return_heals_the_page(page, store: Path) -> None:
-    page.expected_errors += ["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE"]
+    page.expected_errors += [
+        "ERR_CONNECTION_REFUSED",
+        "ERR_INCOMPLETE_CHUNKED",
+        "ERR_CONNECTION_RESET",
+        "ERR_EMPTY_RESPONSE",
+    ]
     with serving(store) as (url, process):
         port = int(url.rsplit(":", 1)[1])
         ready(page, f"{url}/runs/{RUN}", "overview")

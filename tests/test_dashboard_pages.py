@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every page with a small and a large run, in a real browser: drawn, quiet, accessible, light and dark, wide and narrow."""
+"""Every page with a small and a large run, in a real browser: drawn, accessible, light and dark, wide and narrow."""
 
 import io
 from pathlib import Path
@@ -8,11 +8,11 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 from PIL import Image
-from served import judge, ready, serve
 
 from fedvitals.dashboard.example import unpack
 from fedvitals.store import open_reader
 from fedvitals.store.queries import find_run
+from served import judge, ready, serve
 
 pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 GOLDEN = Path(__file__).with_name("golden") / "pages"

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from shown_runs import small
-from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
+from shown_runs import small
 
 pytestmark = pytest.mark.thorough
 

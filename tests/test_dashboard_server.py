@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the dashboard's server promises: fresh answers, cheap when nothing changed, one shape for errors, any store."""
 
+import contextlib
 import json
 import threading
 import time
@@ -9,15 +10,15 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from served import serve, serving
 from starlette.testclient import TestClient
-from timed_run import begin, stored
 
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.pulse import Pulse
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.retention import delete
+from served import serve, serving
+from timed_run import begin, stored
 
 HOME = "http://127.0.0.1:8321"
 WRITE = {"X-Fedvitals": "1"}
@@ -52,7 +53,9 @@ def test_a_run_is_found_by_id_name_or_beginning(asking: TestClient) -> None:
     assert {asking.get(f"/api/runs/{text}").json()["id"] for text in (ONE, "one", "20260101")} == {ONE}
 
 
-def test_what_has_not_changed_is_not_sent_again_and_only_the_run_that_changed_is(asking: TestClient, store: Path) -> None:
+def test_what_has_not_changed_is_not_sent_again_and_only_the_run_that_changed_is(
+    asking: TestClient, store: Path
+) -> None:
     tags = {run: asking.get(f"/api/runs/{run}").headers["ETag"] for run in (ONE, TWO)}
     for run, tag in tags.items():
         same = asking.get(f"/api/runs/{run}", headers={"If-None-Match": tag})
@@ -129,7 +132,9 @@ def test_raw_records_come_a_page_at_a_time_and_all_of_them(asking: TestClient, s
         seen += [row[place] for row in page["rows"]]
         after = page["next"]
     with open_reader(store) as reader:
-        wanted = [row[0] for row in reader.database.rows("SELECT arrival FROM metrics WHERE run = ? ORDER BY arrival", (ONE,))]
+        wanted = [
+            row[0] for row in reader.database.rows("SELECT arrival FROM metrics WHERE run = ? ORDER BY arrival", (ONE,))
+        ]
     assert seen == wanted
     one = asking.get(f"/api/runs/{ONE}/records", params={"kind": "span", "node": "c1", "round": 2}).json()
     assert len(one["rows"]) == 1
@@ -190,7 +195,5 @@ def test_ctrl_c_ends_it_even_while_a_page_listens(store: Path) -> None:
 
 
 def _quietly(url: str, found: list, ready: threading.Event) -> None:
-    try:
+    with contextlib.suppress(httpx2.HTTPError):
         _events(url, 1000, found, ready)
-    except httpx2.HTTPError:
-        pass

@@ -2,8 +2,8 @@
 // Every chart with small, large, empty and hostile data. `?only=name` draws one section.
 
 import { h } from "/static/dom.js";
-import { Axis, heatMap, lineChart, sparkline, stackChart } from "/static/charts/index.js";
-import { band, dice, flags, grid, HOSTILE, ill, losses, phases, upTo } from "/invented.js";
+import { Axis, bars, heatMap, lineChart, matrix, ridgelines, scatter, sparkline, stackChart, topologyPicture, waterfall } from "/static/charts/index.js";
+import { band, cloud, dice, federation, flags, grid, HOSTILE, ill, lanes, likeness, losses, phases, shapes, upTo } from "/invented.js";
 
 const only = new URLSearchParams(location.search).get("only");
 const main = document.getElementById("main");
@@ -75,6 +75,43 @@ section("heat", (host) => {
   charts.logged.update({ grid: grid(upTo(8, 0).map((at) => `features.${at}.conv.weight`), 60, (row, column) => (column === 30 && row === 2 ? 0 : 10 ** (-row - Math.sin(column / 9)))) });
   charts.blank = heatMap(host, { title: "Empty", axis: new Axis() });
   charts.blank.update({ grid: grid([], 0, () => 0) });
+});
+
+section("round", (host) => {
+  charts.waterfall = waterfall(host, { title: "Round 12", maxHeight: 260, onPart: (lane, part) => clicked("part", lane.name, part.name) });
+  charts.waterfall.update({ seconds: 4.2, lanes: lanes(24), note: "critical path outlined" });
+  charts.crowd = waterfall(host, { title: "2 000 clients of 50 parts", maxHeight: 200 });
+  charts.crowd.update({ seconds: 60, lanes: upTo(2000, 0).map((at) => ({ name: `client-${at}`, href: `/c/${at}`, parts: upTo(50, 0).map((part) => ({ name: ["download", "forward", "backward", "wait"][part % 4], start: part * 1.2 + (at % 7) / 10, seconds: 1, critical: false, detail: "" })) })) });
+  charts.nothing = waterfall(host, { title: "Empty" });
+  charts.nothing.update({ seconds: 0, lanes: [] });
+  charts.bars = bars(host, { title: "Suspects", unit: "share", onBar: (bar) => clicked("bar", bar.name) });
+  charts.bars.update({ bars: [{ name: "c7", value: 0.96, of: 1, severity: "critical", text: "96 % label noise", href: "/c/c7" }, { name: HOSTILE, value: 0.41, of: 1, severity: "warning", text: "41 %" }, { name: "c12", value: 0.04, of: 1, severity: "note" }, { name: "c3", value: null, of: 1 }, { name: "c4", value: NaN, of: 1 }] });
+});
+
+section("map", (host) => {
+  charts.scatter = scatter(host, { title: "Updates of round 12", xLabel: "first direction", onPoint: (point) => clicked("point", point.name) });
+  charts.scatter.update({ points: cloud(60), trail: upTo(9).map((at) => ({ x: -3 + at / 3, y: Math.sin(at) })) });
+  charts.thousand = scatter(host, { title: "2 000 clients", height: 300 });
+  charts.thousand.update({ points: cloud(2000) });
+  charts.matrix = matrix(host, { title: "Likeness of updates", unit: "cosine", colours: "signed", onCell: (row, column) => clicked("pair", row, column) });
+  charts.matrix.update(likeness(24));
+  charts.bigMatrix = matrix(host, { title: "Likeness of 1 000 clients", colours: "signed" });
+  charts.bigMatrix.update(likeness(1000));
+});
+
+section("layers", (host) => {
+  charts.ridges = ridgelines(host, { title: "Gradients of layer 3" });
+  charts.ridges.update({ ridges: shapes(12), xLabel: "log₁₀ |g|" });
+  charts.flat = ridgelines(host, { title: "Empty" });
+  charts.flat.update({ ridges: [] });
+});
+
+section("topology", (host) => {
+  for (const [kind, count] of [["star", 20], ["clusters", 30], ["tree", 24], ["rings", 24], ["star", 1000]]) {
+    const name = `${kind}${count}`;
+    charts[name] = topologyPicture(host, { title: `${kind} of ${count}`, height: 340, onNode: (node) => clicked("node", node.name) });
+    charts[name].update(federation(kind, count));
+  }
 });
 
 window.gallery.ready = true;

@@ -78,3 +78,70 @@ export function phases(count) {
   const part = (name, base, spread) => ({ name, values: rounds.map(() => base + spread * roll()) });
   return { rounds, parts: [part("download", 0.2, 0.1), part("compute", 0.9, 0.5), part("upload", 0.3, 0.2), part("wait", 0.1, 0.9), part("aggregate", 0.08, 0.02)], flags };
 }
+
+export function lanes(count) {
+  const roll = dice(13);
+  const server = { name: "server", parts: [{ name: "wait", start: 0, seconds: 3.4, critical: false, detail: "" }, { name: "aggregate", start: 3.4, seconds: 0.6, critical: true, detail: "20 updates" }, { name: "evaluate", start: 4, seconds: 0.2, critical: true, detail: "" }] };
+  const clients = upTo(count, 0).map((at) => {
+    const parts = [];
+    let start = 0;
+    for (const [name, length] of [["queue", 0.1 * roll()], ["download", 0.2 + 0.1 * roll()], ["compute", at === 3 ? 2.5 : 0.6 + roll()], ["upload", 0.2 + 0.2 * roll()]]) {
+      parts.push({ name, start, seconds: length, critical: at === 3, detail: name === "upload" ? "1.2 MB" : "" });
+      start += length;
+    }
+    return { name: at === 5 ? HOSTILE : `c${at}`, href: `/runs/x/clients/c${at}`, parts: [...parts, { name: "wait", start, seconds: Math.max(0, 3.4 - start), critical: false, detail: "" }] };
+  });
+  return [server, ...clients];
+}
+
+export function cloud(count) {
+  const roll = dice(17);
+  const near = () => roll() + roll() + roll() - 1.5;
+  return upTo(count, 0).map((at) => {
+    const group = at % 3;
+    const severity = at === 7 ? "critical" : at === 12 ? "warning" : null;
+    return { name: at === 12 ? HOSTILE : `c${at}`, x: [0, 3, -3][group] + near() + (at === 7 ? 6 : 0), y: [2, -1, -1][group] + near(), group: `group ${group}`, severity };
+  });
+}
+
+export function likeness(count) {
+  const rows = upTo(count, 0).map((at) => `c${at}`);
+  const groups = rows.map((_, at) => Math.floor((at * 3) / count));
+  const roll = dice(19);
+  const values = new Float32Array(count * count);
+  for (let row = 0; row < count; row += 1) {
+    for (let column = 0; column < count; column += 1) {
+      values[row * count + column] = row === column ? 1 : (groups[row] === groups[column] ? 0.6 : -0.2) + 0.3 * (roll() - 0.5);
+    }
+  }
+  return { rows, columns: rows, values, groups, low: -1, high: 1 };
+}
+
+export function shapes(count) {
+  return upTo(count).map((at) => {
+    const xs = upTo(60, 0).map((x) => -6 + x / 10);
+    return { name: `round ${at * 5}`, xs, heights: xs.map((x) => Math.exp(-((x + 1 + at / 5) ** 2)) + 0.3 * Math.exp(-((x + 4) ** 2) * 3)) };
+  });
+}
+
+export function federation(kind, count) {
+  const roll = dice(23);
+  const nodes = [{ name: "server", role: "server", health: "ok", bytes: 4e7 }];
+  const edges = [];
+  const groups = Math.min(4, Math.ceil(count / 6));
+  const hub = (group) => (kind === "tree" || kind === "clusters" ? `edge ${group}` : "server");
+  if (hub(0) !== "server") {
+    for (let group = 0; group < groups; group += 1) {
+      nodes.push({ name: hub(group), role: "edge", group: `g${group}`, health: group === 1 ? "warning" : "ok", bytes: 1e7 });
+      edges.push({ from: "server", to: hub(group), bytes: 8e6, share: 0.2 });
+    }
+  }
+  for (let at = 0; at < count; at += 1) {
+    const group = at % groups;
+    nodes.push({ name: at === 9 ? HOSTILE : `c${at}`, role: "client", group: `g${group}`, health: at === 7 ? "critical" : at === 9 ? "warning" : at % 11 === 0 ? null : "ok", bytes: 2e6 });
+    const named = (index) => (index === 9 ? HOSTILE : `c${index}`);
+    if (kind === "rings") edges.push({ from: named(at), to: named(at + groups < count ? at + groups : group), bytes: 1e6 + 1e6 * roll(), share: 0.05 });
+    else edges.push({ from: hub(group), to: nodes.at(-1).name, bytes: 1e6 + 3e6 * roll(), share: 0.05 });
+  }
+  return { kind, nodes, edges };
+}

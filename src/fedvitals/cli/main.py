@@ -21,6 +21,7 @@ VERBS = {
     "findings": "fedvitals.cli.findings",
     "profile": "fedvitals.cli.profile",
     "compare": "fedvitals.cli.compare",
+    "report": "fedvitals.cli.report",
     "check": "fedvitals.cli.check",
     "query": "fedvitals.cli.query",
     "export": "fedvitals.cli.export",

@@ -17,7 +17,12 @@ from fedvitals.errors import MissingExtraError
 @click.command()
 @click.argument("run", required=False)
 @click.option("--port", type=click.IntRange(0, 65535), help="Port.  [default: 8321, or the next that is free]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; another than this machine's own needs a token, which is printed.")  # fmt: skip
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; another than this machine's own needs a token, which is printed.",
+)
 @click.option("--demo", is_flag=True, help="Show a stored example; nothing is trained.")
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 @store_option
@@ -56,7 +61,7 @@ def show(store: str | None, *, run: str | None = None, host: str, port: int | No
     def ready(address: Any) -> None:
         click.echo(f"fedvitals dashboard: {address.url}{path if address.token is None else ''}")
         if address.token is not None:
-            click.echo("The address holds the token, which is not shown again. Whoever has it may read, tag and delete.")
+            click.echo("The address holds the token, shown only now. Whoever has it may read, tag and delete.")
             click.echo("It travels unencrypted: across networks that you do not trust, use a tunnel (ssh -L).")
         click.echo("Ctrl-C ends it.")
 

@@ -52,7 +52,10 @@ class Pulse:
         ask = reader.database.rows
         newest = {table: int(ask(f"SELECT COALESCE(MAX(arrival), 0) FROM {table}")[0][0]) for table in _NUMBERED}  # noqa: S608 - our own words
         runs = {row[0]: row[1:] for row in ask("SELECT id, source, sequence, finished FROM runs")}
-        marks = {row[0]: row[1:] for row in ask("SELECT run, COUNT(*), MAX(at), MIN(target), MAX(target) FROM mark GROUP BY run")}  # fmt: skip
+        marks = {
+            row[0]: row[1:]
+            for row in ask("SELECT run, COUNT(*), MAX(at), MIN(target), MAX(target) FROM mark GROUP BY run")
+        }
         if any(newest[table] < known for table, known in self._last.items()):
             self._epoch += 1  # rows were removed, so numbers are used again: nothing that is remembered can be trusted
             self._last = {}
@@ -60,7 +63,8 @@ class Pulse:
         if self._last:
             for table, last in self._last.items():
                 if newest[table] > last:
-                    found = ask(f"SELECT DISTINCT run FROM {table} WHERE arrival > ? AND arrival <= ?", (last, newest[table]))  # noqa: S608  # fmt: skip
+                    new = f"SELECT DISTINCT run FROM {table} WHERE arrival > ? AND arrival <= ?"  # noqa: S608
+                    found = ask(new, (last, newest[table]))
                     numbers |= {row[0] for row in found}
         names = dict(zip(numbers, reader.names.texts(numbers), strict=True))
         changed = {run for run in {**runs, **self._runs} if runs.get(run) != self._runs.get(run)}

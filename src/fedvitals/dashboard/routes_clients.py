@@ -19,7 +19,7 @@ from fedvitals.views.client import ClientPage, client_page
 from fedvitals.views.client_layers import ClientLayers, client_layers
 from fedvitals.views.client_signs import ClientSign, client_signs
 from fedvitals.views.client_times import ClientTimes, client_times
-from fedvitals.views.clients import ClientsPage, clients_page, severities
+from fedvitals.views.clients import ClientsPage, Rosters, clients_page, severities
 from fedvitals.views.update_map import Layouts, UpdateMap, update_map
 
 router = APIRouter(tags=["clients"])
@@ -49,13 +49,19 @@ def clients(
         "sort": sort, "descending": descending, "search": search, "group": group, "health": health,
         "limit": limit, "offset": offset,
     }  # fmt: skip
-    return answer(request, run, lambda reader, found: clients_page(reader, found, **wanted))
+    rosters: Rosters = request.app.state.shelf.rosters
+    return answer(request, run, lambda reader, found: clients_page(rosters.roster(reader, found), **wanted))
 
 
 @router.get("/api/runs/{run}/client", response_model=ClientPage)
 def client(request: Request, run: RunPath, node: Node) -> Response:
     """One client: verdict, findings, facts, failures, events, and its neighbours in the order of trouble."""
-    return answer(request, run, lambda reader, found: client_page(reader, _known(reader, found, node), node))
+    rosters: Rosters = request.app.state.shelf.rosters
+
+    def work(reader: Reader, found: str) -> ClientPage:
+        return client_page(reader, _known(reader, found, node), node, rosters.roster(reader, found).rows)
+
+    return answer(request, run, work)
 
 
 @router.get("/api/runs/{run}/client/signs", response_model=list[ClientSign])

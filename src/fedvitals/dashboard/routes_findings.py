@@ -12,10 +12,11 @@ from fastapi.responses import Response
 from fedvitals.dashboard.answers import answer, encode
 from fedvitals.dashboard.routes_status import RunPath
 from fedvitals.errors import ConfigError
+from fedvitals.store import queries
 from fedvitals.store.marks import clear_mark, set_mark
 from fedvitals.store.reader import Reader
 from fedvitals.views.findings import Asked, Findings, FullFinding, Marked, Where, findings_page, full_finding
-from fedvitals.views.troubles import case_of
+from fedvitals.views.troubles import case_key, case_of
 
 router = APIRouter(tags=["findings"])
 KeyPath = Annotated[str, Path(max_length=2000, description="Key of a case, as the list of findings gives it.")]
@@ -56,7 +57,7 @@ def findings(
     return answer(request, run, lambda reader, found: findings_page(reader, found, asked))
 
 
-@router.get("/api/runs/{run}/findings/{key}", response_model=FullFinding)
+@router.get("/api/runs/{run}/findings/{key:path}", response_model=FullFinding)
 def finding(request: Request, run: RunPath, key: KeyPath) -> Response:
     """One trouble with its evidence, causes, remedies, and what was done about it."""
 
@@ -69,18 +70,18 @@ def finding(request: Request, run: RunPath, key: KeyPath) -> Response:
     return answer(request, run, work)
 
 
-@router.put("/api/runs/{run}/findings/{key}/acknowledged", response_model=Said)
+@router.put("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)
 def acknowledge(request: Request, run: RunPath, key: KeyPath) -> Response:
     """Somebody knows of it. It stays in the verdict, which says so."""
     return _mark(request, run, key, "acknowledged", "")
 
 
-@router.delete("/api/runs/{run}/findings/{key}/acknowledged", response_model=Said)
+@router.delete("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)
 def forget(request: Request, run: RunPath, key: KeyPath) -> Response:
     return _unmark(request, run, key, "acknowledged")
 
 
-@router.put("/api/runs/{run}/findings/{key}/muted", response_model=Said)
+@router.put("/api/runs/{run}/findings/{key:path}/muted", response_model=Said)
 def mute(request: Request, run: RunPath, key: KeyPath, why: Annotated[Why | None, Body()] = None) -> Response:
     """It does not count in the verdict from now on. The reason is kept."""
     reason = " ".join((why or Why()).reason.split())
@@ -89,37 +90,33 @@ def mute(request: Request, run: RunPath, key: KeyPath, why: Annotated[Why | None
     return _mark(request, run, key, "muted", reason)
 
 
-@router.delete("/api/runs/{run}/findings/{key}/muted", response_model=Said)
+@router.delete("/api/runs/{run}/findings/{key:path}/muted", response_model=Said)
 def unmute(request: Request, run: RunPath, key: KeyPath) -> Response:
     return _unmark(request, run, key, "muted")
 
 
 def _mark(request: Request, run: str, key: str, kind: str, value: str) -> Response:
-    found = _exact(request, run, key)
-    set_mark(request.app.state.shelf.target, found, kind, key, value)
-    return _said(request, found, key)
+    known = _known(request, run, key)
+    set_mark(request.app.state.shelf.target, run, kind, known, value)
+    return _said(request, run, known)
 
 
 def _unmark(request: Request, run: str, key: str, kind: str) -> Response:
     """What was not said is no error to take back."""
-    found = _exact(request, run, key)
-    clear_mark(request.app.state.shelf.target, found, kind, key)
-    return _said(request, found, key)
+    known = _known(request, run, key)
+    clear_mark(request.app.state.shelf.target, run, kind, known)
+    return _said(request, run, known)
 
 
-def _exact(request: Request, run: str, key: str) -> str:
-    """The run of this very id, if it has such a case: a name or a beginning may mean another run tomorrow."""
+def _known(request: Request, run: str, key: str) -> str:
+    """The case's own key. Only of a run named by its whole id: a name or a beginning may mean another run tomorrow."""
     with request.app.state.shelf.reader() as reader:
-        known = bool(reader.database.rows("SELECT 1 FROM runs WHERE id = ?", (run,)))
-        missing = None if known else f"There is no run with the id '{run[:100]}'."
-        if known:
-            try:
-                case_of(reader, run, key)
-            except ConfigError as error:
-                missing = str(error)
-    if missing is not None:
-        raise HTTPException(404, missing)
-    return run
+        try:
+            queries.get_run(reader, run)
+            found = case_key(case_of(reader, run, key))
+        except ConfigError as error:
+            raise HTTPException(404, str(error)) from error
+    return found
 
 
 def _said(request: Request, run: str, key: str) -> Response:

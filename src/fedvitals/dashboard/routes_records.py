@@ -48,7 +48,7 @@ def records(
 
 
 def _page(reader: Reader, table: Table, wanted: dict[str, Any], after: int, limit: int) -> Records:
-    columns = [column.name for column in table.columns if column.name not in ("run",)]
+    columns = [column.name for column in table.columns if column.name != "run"]
     conditions = " AND ".join(f"{name} = ?" for name in wanted)
     found = reader.database.rows(
         f"SELECT {', '.join(map(quoted, columns))} FROM {table.view} WHERE {conditions} AND arrival > ? "  # noqa: S608 - our own words

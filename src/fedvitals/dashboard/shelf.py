@@ -13,7 +13,8 @@ from fedvitals.dashboard.pulse import Pulse
 from fedvitals.store import open_reader, store_target
 from fedvitals.store.postgres import address_of
 from fedvitals.store.reader import Reader
-from fedvitals.views.matrix import Matrices
+from fedvitals.views.clients import Rosters
+from fedvitals.views.matrix import Matrices, share
 from fedvitals.views.update_map import Layouts
 
 READERS = 8  # that wait for the next request
@@ -23,7 +24,7 @@ REMEMBERED = 64_000_000  # bytes of answers
 class Shelf:
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
-        self.matrices, self.layouts = Matrices(), Layouts()
+        self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
         self._pulse = Pulse()
         self._lock = threading.Lock()
         self._readers: list[tuple[object, Reader]] = []
@@ -48,6 +49,7 @@ class Shelf:
         for _, old in gone:
             old.close()
         reader = reader or open_reader(self.target)
+        share(reader, self.matrices)
         try:
             yield reader
         except BaseException:
@@ -78,7 +80,7 @@ class Shelf:
                 self._watcher[1].close()
                 self._watcher = None
                 self._pulse = Pulse()
-                self.matrices, self.layouts = Matrices(), Layouts()
+                self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
             if self._watcher is None:
                 self._watcher = identity, open_reader(self.target)
             try:

@@ -17,6 +17,7 @@ from fedvitals.plot.layer_map import layers
 from fedvitals.plot.learning_curves import learning
 from fedvitals.plot.phase_stack import phases
 from fedvitals.plot.round_waterfall import waterfall
+from fedvitals.plot.topology_picture import topology
 from fedvitals.plot.traffic_bars import traffic
 from fedvitals.plot.update_plane import similarity, update_map
 
@@ -32,6 +33,7 @@ __all__ = [
     "learning",
     "phases",
     "similarity",
+    "topology",
     "traffic",
     "update_map",
     "waterfall",

@@ -29,7 +29,8 @@ NAMED_FLAGS = 4  # of the findings on an axis; the others have their shape only
 
 STYLE: dict[str, Any] = {
     "font.size": SMALL, "text.color": INK, "text.usetex": False, "axes.edgecolor": HAIRLINE, "axes.labelcolor": INK,
-    "xtick.color": INK, "ytick.color": INK, "axes.linewidth": 0.5, "axes.titlesize": SMALL, "axes.titlelocation": "left",
+    "xtick.color": INK, "ytick.color": INK, "axes.linewidth": 0.5, "axes.titlesize": SMALL,
+    "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "xtick.major.width": 0.5, "ytick.major.width": 0.5,
     "axes.unicode_minus": True, "axes.facecolor": "none", "figure.facecolor": "white", "hatch.linewidth": 0.4,
     "path.simplify": False, "svg.fonttype": "none",

@@ -101,7 +101,7 @@ def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
     step = -(-rows // NAMED)
     places = range(0, rows, step)
     axes.set_yticks([place + 0.5 for place in places], [words(of.rows[place], 22) for place in places], usetex=False)
-    axes.tick_params(axis="y", length=0, labelsize=min(SMALL, max(4.5, 500 / max(rows / step, 1) / 10)))
+    axes.tick_params(axis="y", length=0, labelsize=SMALL - 1 if rows <= NAMED else SMALL - 2)
     for side in axes.spines.values():
         side.set_visible(False)
 

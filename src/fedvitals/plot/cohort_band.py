@@ -13,8 +13,8 @@ from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, check_sign, opened, suspects
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
 from fedvitals.store import Target
-from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.cohort import Matrix
+from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, band
 from fedvitals.views.troubles import cases_of
 

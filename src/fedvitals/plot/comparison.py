@@ -3,118 +3,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import drawn, empty, head, line, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, words
-from fedvitals.store import Target, queries
-from fedvitals.store.reader import Reader
-from fedvitals.views.compare import LETTERS, grouped
+from fedvitals.store import Target
+from fedvitals.views.compare import grouped
+from fedvitals.views.compare_page import ComparePage, Picture, compare_page
 from fedvitals.views.figures import Figures, figures_of
-from fedvitals.views.parting import parting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Side = Sequence[Figures]
-MOST = 6  # runs beside each other; more would be spaghetti
-PANELS = (  # title, what of a run's figures, unit, scale
-    ("accuracy", "accuracy", "share", "linear"),
-    ("loss", "loss", "nats", "linear"),
-    ("scale.gsc, median client", "gsc", "1", "log"),
-    ("time of a round", "seconds", "seconds", "linear"),
-)
+MOST = 6  # runs on one axis; more would be spaghetti
+ROOM = 40  # characters over a panel of half the width
 
 
 @drawn
 def compare(runs: Sequence[Which], *, store: Target = None) -> Figure:
-    """Two to six runs overlaid. Runs that differ by their seed only are one line, their mean, with a band from the
-    lowest to the highest."""
-    if isinstance(runs, str) or not 2 <= len(runs) <= 26:
+    """Two to six runs overlaid; those that differ by their seed only are one line, with a band over the repeats."""
+    if isinstance(runs, str) or len(runs) < 2:
         raise ConfigError("compare() needs a list of at least two runs: fv.plot.compare(['before', 'after']).")
     found: dict[str, Figures] = {}
     for run in runs:
         with opened(run, store) as (reader, chosen):
             if chosen not in found:
                 found[chosen] = figures_of(reader, chosen)
-    return draw_comparison(sides_of(found))
-
-
-def sides_of(found: Mapping[str, Figures]) -> list[Side]:
-    """Repeats of one run together."""
-    return [[found[run.id] for run in group] for group in grouped([one.run for one in found.values()])]
-
-
-def figures_by_run(reader: Reader, runs: Sequence[str]) -> dict[str, Figures]:
-    return {run: figures_of(reader, run) for run in (queries.find_run(reader, text) for text in runs)}
+    groups = grouped([one.run for one in found.values()])
+    if len(groups) < 2:
+        raise ConfigError(f"A comparison needs two runs, got {len(groups)}. Name others: `fedvitals runs`.")
+    return draw_comparison(compare_page([[found[run.id] for run in group] for group in groups]))
 
 
 @drawn
-def draw_comparison(sides: Sequence[Side]) -> Figure:
-    if len(sides) < 2:
-        raise ConfigError(f"A comparison needs two runs, got {len(sides)}.")
-    if len(sides) > MOST:
-        raise ConfigError(f"At most {MOST} runs can be told apart on one axis, got {len(sides)}.")
-    virtual = all(one.virtual_seconds for side in sides for one in side)
-    apart = parting(sides[0], sides[1]) if len(sides) == 2 else None
-    rounds = [number for side in sides for one in side for number in (*one.accuracy, *one.loss, *one.seconds)]
-    figure, grid = sheet(2, 2.1, 2)
-    for place, (axes, (title, field, unit, scale)) in enumerate(zip(grid.flat, PANELS, strict=True)):
-        name = "virtual_seconds" if field == "seconds" and virtual else field
-        _draw(axes, sides, name, unit, scale)
-        head(axes, title)
-        if apart is not None and apart.beyond_noise is not None:
-            axes.axvline(apart.beyond_noise.round, color=HAIRLINE, linewidth=0.8, linestyle=(0, (1, 2)))
+def draw_comparison(page: ComparePage) -> Figure:
+    if len(page.sides) > MOST:
+        raise ConfigError(f"At most {MOST} runs can be told apart on one axis, got {len(page.sides)}.")
+    if not page.pictures:
+        return nothing("Nothing that could be compared was measured in these runs.")
+    figure, grid = sheet(-(-len(page.pictures) // 2), 2.1, 2)
+    rounds = [number for picture in page.pictures for one in picture.lines for number in one.rounds]
+    part = page.partings[0].noise if len(page.partings) == 1 else None
+    names = {side.letter: f"{side.letter} {words(side.name, 12)}" for side in page.sides}
+    for place, (axes, picture) in enumerate(zip(grid.flat, page.pictures, strict=False)):
+        _draw(axes, picture, names)
+        head(axes, picture.title, picture.note if len(picture.title) + len(picture.note) < ROOM else "")
+        if part is not None:
+            axes.axvline(part, color=HAIRLINE, linewidth=0.8, linestyle=(0, (1, 2)))
             if place == 0:
                 axes.annotate(
-                    "part here", (apart.beyond_noise.round, 0.02), (2, 0), ("data", "axes fraction"), "offset points",
-                    fontsize=7, color=HAIRLINE,
+                    "they part", (part, 0.02), (2, 0), ("data", "axes fraction"), "offset points", fontsize=7,
+                    color=HAIRLINE,
                 )  # fmt: skip
-        round_axis(axes, rounds, label=place > 1)
+        round_axis(axes, rounds)
+    for axes in grid.flat[len(page.pictures) :]:
+        axes.set_axis_off()
     return figure
 
 
-def _draw(axes: Any, sides: Sequence[Side], field: str, unit: str, scale: str) -> None:
-    courses = [_together([getattr(one, field) for one in side]) for side in sides]
-    seen = [values for _, low, _, high in courses for values in (low, high)]
-    height = Height(scale, np.concatenate([*seen, np.zeros(0)]))
+def _draw(axes: Any, picture: Picture, names: dict[str, str]) -> None:
+    seen = [numbers(values) for one in picture.lines for values in (one.low, one.high)]
+    height = Height("linear" if picture.scale == "linear" else "log", np.concatenate([*seen, np.zeros(0)]))
     ends = []
-    for place, (side, (rounds, low, mean, high)) in enumerate(zip(sides, courses, strict=True)):
-        if not len(rounds):
-            continue
+    for one in picture.lines:
+        place = list(names).index(one.letter)
         colour = COLOURS[place % len(COLOURS)]
-        if len(side) > 1:
-            axes.fill_between(rounds, height.of(low), height.of(high), color=colour, alpha=0.18, linewidth=0)
-        heights = height.of(mean)
-        line(axes, rounds.tolist(), heights.tolist(), colour)
+        heights = height.of(numbers(one.values))
+        if one.low != one.values or one.high != one.values:
+            low, high = height.of(numbers(one.low)), height.of(numbers(one.high))
+            axes.fill_between(one.rounds, low, high, color=colour, alpha=0.18, linewidth=0)
+        line(axes, one.rounds, heights.tolist(), colour)
         finite = np.flatnonzero(np.isfinite(heights))
         if finite.size:
-            name = f"{LETTERS[place]} {words(side[0].run.name, 12)}"
-            ends.append((name, colour, float(rounds[finite[-1]]), float(heights[finite[-1]])))
-    if not ends:
-        empty(axes, "not measured")
-        return
+            ends.append((names[one.letter], colour, float(one.rounds[finite[-1]]), float(heights[finite[-1]])))
     height.dress(axes)
-    if scale != "log":
-        value_axis(axes, unit)
+    if height.scale == "linear":
+        value_axis(axes, "share" if picture.name == "accuracy" else picture.unit)
     label_ends(axes, ends)
-
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def _together(courses: Sequence[Mapping[int, float]]) -> tuple[np.ndarray[Any, Any], Floats, Floats, Floats]:
-    """Rounds, lowest, mean and highest over the repeats that have each round."""
-    rounds = sorted({number for course in courses for number in course})
-    values = np.array([[course.get(number, np.nan) for number in rounds] for course in courses], float)
-    values = np.where(np.isfinite(values), values, np.nan)
-    gone = np.isnan(values).all(axis=0) if values.size else np.zeros(0, bool)
-    filled = np.where(gone, 0.0, values)
-    low, mean, high = (np.where(gone, np.nan, f(filled, axis=0)) for f in (np.nanmin, np.nanmean, np.nanmax))
-    return np.array(rounds), low, mean, high

@@ -72,8 +72,11 @@ def _merge(figure: Figure, grid: Any) -> None:
 
 def _depth(axes: Any, profile: DepthProfile) -> None:
     from matplotlib import colormaps  # noqa: PLC0415 - an extra
+    from matplotlib.colors import to_hex  # noqa: PLC0415
 
-    shades = colormaps["cividis_r"]
+    def shades(share: float) -> str:
+        return str(to_hex(colormaps["cividis_r"](share)))
+
     height = Height("log", np.concatenate([numbers(one.values) for one in profile.lines]))
     across = range(len(profile.layers))
     last = max(1, len(profile.lines) - 1)

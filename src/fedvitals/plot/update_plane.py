@@ -14,7 +14,8 @@ from fedvitals.plot.source import Which, opened, suspects
 from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, words
 from fedvitals.store import Target
 from fedvitals.store.reader import Reader
-from fedvitals.views.troubles import cases_of, culprits
+from fedvitals.views.clients import severities
+from fedvitals.views.troubles import cases_of
 from fedvitals.views.update_map import Layouts, UpdateMap
 from fedvitals.views.update_map import update_map as map_of
 
@@ -45,12 +46,7 @@ def similarity(run: Which, round: int | None = None, *, store: Target = None) ->
 
 
 def _map(reader: Reader, run: str, round: int | None) -> UpdateMap:  # noqa: A002
-    ill: dict[str, str] = {}
-    for case in cases_of(reader, run):  # worst first
-        if case.still_there:
-            for node in culprits(case):
-                ill.setdefault(node, case.severity)
-    return map_of(reader, run, Layouts(), round=round, severities=ill)
+    return map_of(reader, run, Layouts(), round=round, severities=severities(reader, run))
 
 
 @drawn

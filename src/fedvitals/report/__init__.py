@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's whole story in one file that needs nothing else: HTML, Markdown or PDF, out of the same views as the pages."""
+"""A run's whole story in one file that needs nothing else: HTML, Markdown or PDF, out of the pages' own views."""

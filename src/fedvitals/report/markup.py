@@ -38,8 +38,15 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Code:
+    """Lines as they are, but for characters that no page can show."""
+
     lines: tuple[str, ...]
     language: str = "sh"
+
+    @property
+    def clean(self) -> list[str]:
+        shown = (part for line in self.lines for part in line.expandtabs(4).split("\n"))
+        return ["".join(c if c.isprintable() else "?" for c in line) for line in shown]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ def markdown(blocks: Sequence[Block]) -> str:
     return "\n\n".join(_markdown(block) for block in blocks) + "\n"
 
 
-def _markdown(block: Block) -> str:
+def _markdown(block: Block) -> str:  # noqa: PLR0911 - one for each kind
     match block:
         case Heading():
             return f"{'#' * block.level} {block.text}"
@@ -109,9 +116,9 @@ def _markdown(block: Block) -> str:
             marks = (f"{place}." if block.numbered else "-" for place in range(1, len(block.points) + 1))
             return "\n".join(f"{mark} {point}" for mark, point in zip(marks, block.points, strict=True))
         case Code():
-            longest = max((len(run) for line in block.lines for run in re.findall(r"`+", line)), default=0)
+            longest = max((len(run) for line in block.clean for run in re.findall(r"`+", line)), default=0)
             fence = "`" * max(3, longest + 1)
-            return "\n".join((f"{fence}{block.language}", *block.lines, fence))
+            return "\n".join((f"{fence}{block.language}", *block.clean, fence))
         case Picture():
             picture = f"![{block.words}]({block.file})"
             return f"{picture}\n\n{block.caption}" if block.caption else picture
@@ -179,7 +186,7 @@ def _sections(named: Sequence[tuple[Block, str]]) -> Iterable[str]:
         yield "</section>"
 
 
-def _html(block: Block, anchor: str = "") -> str:
+def _html(block: Block, anchor: str = "") -> str:  # noqa: PLR0911 - one for each kind
     match block:
         case Heading():
             own = f' id="{anchor}"' if anchor else ""
@@ -191,12 +198,14 @@ def _html(block: Block, anchor: str = "") -> str:
             tag = "ol" if block.numbered else "ul"
             return f"<{tag}>{''.join(f'<li>{_inline(point)}</li>' for point in block.points)}</{tag}>"
         case Code():
-            return f"<pre>{html.escape(chr(10).join(block.lines))}</pre>"
+            return f"<pre>{html.escape(chr(10).join(block.clean))}</pre>"
         case Picture():
             caption = f"<figcaption>{_inline(block.caption)}</figcaption>" if block.caption else ""
             return f"<figure>{for_page(block.svg)}{caption}</figure>"
         case Facts():
-            pairs = "".join(f"<div><dt>{_inline(name)}</dt><dd>{_inline(value)}</dd></div>" for name, value in block.pairs)
+            pairs = "".join(
+                f"<div><dt>{_inline(name)}</dt><dd>{_inline(value)}</dd></div>" for name, value in block.pairs
+            )
             return f"<dl>{pairs}</dl>"
         case Card():
             inside = "\n".join(_html(one) for one in block.blocks)
@@ -235,7 +244,9 @@ def _marked(token: str) -> str:
         return f"<code>{html.escape(token[1:-1], quote=False)}</code>"
     if token.startswith("**"):
         return f"<strong>{_inline(token[2:-2])}</strong>"
-    return token  # <br>, the one tag that a cell of a table needs, as in Markdown; in a record's text it has a backslash
+    return (
+        token  # <br>, the one tag that a cell of a table needs, as in Markdown; in a record's text it has a backslash
+    )
 
 
 def words_of(text: str) -> str:

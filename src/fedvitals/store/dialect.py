@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import sqlite3
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from fedvitals.errors import StoreError
+
+_LARGEST = repr(sys.float_info.max)
+_NUMBERS = msgspec.json.Decoder(list[float | None])
+
+
+def _infinite(number: float | None) -> float | None:
+    if number is None or abs(number) < sys.float_info.max:
+        return number
+    return math.copysign(math.inf, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +43,22 @@ class Dialect:
     # name), and how the next block of layer statistics is numbered. Empty where the database has one writer.
     lock: str = ""
     next_block: str = ""
+    gather: str = "json_group_array({})"  # how the values of a group become one; see `gathered`
     hide: Callable[[str], str] = str  # takes out of an error's words what nobody may read
 
     @property
     def shared(self) -> bool:
         """Whether several processes may write at once."""
         return bool(self.lock)
+
+    def gathered(self, value: Any) -> list[float | None]:
+        """The numbers that `gather` has put together: of many rows a hundred times fewer objects to make."""
+        if not isinstance(value, str):
+            return list(value)
+        if "Inf" in value or "9e999" in value:  # JSON has no infinity; which of the two it is depends on the version
+            value = value.replace("9e999", _LARGEST).replace("Inf", _LARGEST)
+            return [_infinite(number) for number in _NUMBERS.decode(value)]
+        return _NUMBERS.decode(value)
 
     def sql(self, text: str) -> str:
         """The statement as this database wants it; no SQL of ours has a question mark inside quotes."""

@@ -107,6 +107,7 @@ def _dialect(psycopg: Any, address: Address) -> Dialect:
         options={"binary": True},
         lock="SELECT pg_advisory_xact_lock(?)",
         next_block="SELECT nextval(pg_get_serial_sequence('layer_block', 'arrival'))",
+        gather="array_agg({})",
         hide=address.hide,
     )
 

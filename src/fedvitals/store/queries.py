@@ -135,15 +135,21 @@ def _last(reader: Reader, run: int, metric: str) -> float | None:
     ((last,),) = reader.database.rows("SELECT MAX(round) FROM metric WHERE run = ? AND name = ?", (run, name))
     if last is None:
         return None
-    found = reader.database.rows(
-        # A global model is often evaluated every few rounds only; no further back than fifty, to stay quick.
-        "SELECT m.round, m.node IS NULL OR s.text = 'server', m.value FROM metric AS m "
-        "LEFT JOIN symbol AS s ON s.id = m.node WHERE m.run = ? AND m.name = ? AND m.round > ? AND m.layer IS NULL "
-        "ORDER BY m.round, m.at, m.arrival",
-        (run, name, last - 50),
+    # A global model is often evaluated every few rounds only; no further back than fifty, to stay quick: by a seek for
+    # each round, since the clients' own values would be thousands.
+    by_seek = (
+        "SELECT m.round, m.at, m.arrival, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? "
+        "AND r.round > ? AND m.run = r.run AND m.name = ? AND m.round = r.round AND m.layer IS NULL AND m.node "
     )
-    whole = [value for _, is_whole, value in found if is_whole]
-    values = whole[-1:] or [value for round_, _, value in found if round_ == last]
+    found = reader.database.rows(by_seek + "IS NULL", (run, last - 50, name))
+    found += reader.database.rows(by_seek + "= ?", (run, last - 50, name, reader.names.number("server") or 0))
+    if found:
+        values = [max(found, key=lambda row: row[:3])[3]]
+    else:
+        found = reader.database.rows(
+            "SELECT value FROM metric WHERE run = ? AND name = ? AND round = ? AND layer IS NULL", (run, name, last)
+        )
+        values = [row[0] for row in found]
     return math.fsum(math.nan if value is None else value for value in values) / len(values) if values else None
 
 
@@ -307,16 +313,19 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
 
 def attendance(reader: Reader, run: str) -> dict[Node | None, list[int]]:
     """The rounds in which each node trained or sent an update, ascending; None: all rounds of the run."""
+    gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
     found = reader.database.rows(
-        "SELECT DISTINCT s.text, m.round FROM metric AS m JOIN symbol AS s ON s.id = m.node WHERE m.run = ? "
-        "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round IS NOT NULL "
-        "AND m.layer IS NULL ORDER BY m.round",
+        f"SELECT m.round, {gather('m.node')} FROM metric AS m WHERE m.run = ? AND m.name IN "  # noqa: S608
+        "(SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round IS NOT NULL AND m.node IS NOT NULL "
+        "AND m.layer IS NULL GROUP BY m.round, m.name ORDER BY m.round",
         (_number(reader, run),),
     )
-    rounds: dict[Node | None, list[int]] = {None: reader.history(run).rounds()}
-    for node, number in found:
-        rounds.setdefault(node, []).append(number)
-    return rounds
+    took_part: dict[int, list[int]] = {}
+    for number, same in groupby(found, key=itemgetter(0)):
+        for node in sorted({int(node or 0) for _, nodes in same for node in gathered(nodes)}):
+            took_part.setdefault(node, []).append(number)
+    names = reader.names.texts(took_part)
+    return {None: reader.history(run).rounds(), **dict(zip(names, took_part.values(), strict=True))}
 
 
 def actions_of(reader: Reader, run: str) -> list[Action]:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
 from fedvitals.trials import faultbank_plot as plot
 from fedvitals.trials.faultbank_bars import Bar
 from fedvitals.trials.faultbank_figures import Row
 from fedvitals.trials.faultbank_intervals import DRAWS, Estimate
 from fedvitals.trials.faultbank_report import GROUP_FIGURES, KIND_FIGURES, METHOD_FIGURES, TARGET_FIGURES, Summary
 from fedvitals.trials.faultbank_score import WITHIN, Outcome
-from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
 from fedvitals.trials.reproduce_results import as_json
 
 MARKS = {"met": "●", "missed": "○", "not measured": "–"}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
 from fedvitals.trials import reproduce_beyond as beyond
-from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Text, markdown, page
 from fedvitals.trials.reproduce_claims import FILE, REHEARSED, WORDS, Choice, Measured, Verdict, read, verdicts
 from fedvitals.trials.reproduce_conditions import CONDITIONS
 from fedvitals.trials.reproduce_figures import FIGURES, Drawn, Figure, coverage, draw, write
@@ -172,7 +172,7 @@ def _opening(results: Results, outcome: Outcome) -> list[Block]:
     return blocks
 
 
-def _summary(outcome: Outcome) -> beyond.Table:
+def _summary(outcome: Outcome) -> Table:
     rows = tuple(
         (
             verdict.claim.id,
@@ -184,7 +184,7 @@ def _summary(outcome: Outcome) -> beyond.Table:
         )
         for verdict in outcome.verdicts
     )
-    return beyond.Table(
+    return Table(
         "What the paper says, and what we see",
         ("claim", "in words [reading]", "figure", "verdict", "numbers (range of the repeats), threshold", "repeats"),
         rows,

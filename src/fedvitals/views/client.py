@@ -18,7 +18,7 @@ from fedvitals.records import Event, natural
 from fedvitals.store import rows
 from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
-from fedvitals.views.clients import FAR, ClientRow, roster
+from fedvitals.views.clients import FAR, ClientRow
 from fedvitals.views.series import meaning_of, unit_of
 from fedvitals.views.troubles import case_key, cases_of, concerns, traceback_of
 from fedvitals.views.units import number
@@ -112,9 +112,8 @@ class ClientPage:
     tracebacks: bool  # whether any is kept
 
 
-def client_page(reader: Reader, run: str, node: str) -> ClientPage:
-    """ConfigError where the run has no such client."""
-    everyone = roster(reader, run)
+def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRow]) -> ClientPage:
+    """ConfigError where the run has no such client. `everyone`: all clients, worst first."""
     place = next((i for i, row in enumerate(everyone) if row.name == node), None)
     if place is None:
         raise ConfigError(f"The run {run} has no client '{node}'. The page of clients lists those that it has.")

@@ -16,11 +16,10 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, STATISTICS, STEP_COLUMNS, Array, derive, statistics_of
 from fedvitals.store.packing import NONE, Part, entries_of, matrices, newest, numbers_of
 from fedvitals.store.reader import Reader
-from fedvitals.views.clients import medians
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
 
-BUDGET = 16_000_000  # bytes of statistics that are read
+BUDGET = 24_000_000  # bytes of statistics that are read
 MOST_ROUNDS = 400
 # Positive sizes are compared by their ratio, on a scale where twice and half are equally far from nothing.
 RATIOS = {"sum_squares", "sum_magnitudes", "std", "l2", "rms", "absmax", "mean_magnitude", "norm_sum", "norm_max",
@@ -35,8 +34,8 @@ class ClientLayers:
     statistics: list[str]
     how: str  # «log2 ratio» or «difference»
     grid: Grid | None  # None: nothing of this client
-    rounds: int  # that were read
-    of: int  # that the run has layer statistics of
+    rounds: int  # that are shown
+    older: bool  # whether there are older ones, too much to read
     clients: int  # the most that one round's median is of
 
 
@@ -74,14 +73,14 @@ def client_layers(
     if family is not None and family not in families:
         raise ConfigError(unknown("family of layer statistics", family, families))
     if not families:
-        return ClientLayers("", "", [], [], "", None, 0, 0, 0)
+        return ClientLayers("", "", [], [], "", None, 0, False, 0)
     chosen = family or families[0]
     known = comparable(chosen)
     if statistic is not None and statistic not in known:
         raise ConfigError(unknown(f"statistic of family '{chosen}'", statistic, known))
     measure = statistic or known[0]
     how = "log2 ratio" if measure in RATIOS else "difference"
-    layers, by_round, total = _read(reader, run, chosen, measure, (first, last), budget)
+    layers, by_round, older = _read(reader, run, chosen, measure, (first, last), budget)
     mine = reader.names.number(node) or 0
     rounds = [number for number in sorted(by_round) if mine in by_round[number][0]][-MOST_ROUNDS:]
     most = max((len(by_round[number][0]) for number in rounds), default=0)
@@ -92,7 +91,7 @@ def client_layers(
         compared = matrix_of(layers, rounds, values, np.ones(values.shape, bool))
         unit = "log₂" if how == "log2 ratio" else ""
         grid = make_grid(compared, sort="given", columns=MOST_ROUNDS, unit=unit, title=title)
-    return ClientLayers(chosen, measure, families, known, how, grid, len(rounds), total, most)
+    return ClientLayers(chosen, measure, families, known, how, grid, len(rounds), older, most)
 
 
 Read = dict[int, tuple[list[int], Array]]
@@ -101,16 +100,16 @@ Read = dict[int, tuple[list[int], Array]]
 
 def _read(
     reader: Reader, run: str, family: str, statistic: str, span: tuple[int | None, int | None], budget: int
-) -> tuple[Sequence[str], Read, int]:
-    """Layer names, what was read, and how many rounds there are."""
+) -> tuple[Sequence[str], Read, bool]:
+    """Layer names, what was read, and whether more was left."""
     blocks = reader.database.rows(
         "SELECT arrival, layer_table, layers * entries, first_round, last_round FROM layer_block WHERE run = ? "
         "AND family = ? AND first_round IS NOT NULL ORDER BY last_round DESC, arrival DESC",
         (reader.names.number(run) or 0, reader.names.number(family) or 0),
     )
     if not blocks:
-        return (), {}, 0
-    table, total = blocks[0][1], max(block[4] for block in blocks) - min(block[3] for block in blocks) + 1
+        return (), {}, False
+    table = blocks[0][1]
     low, high = -np.inf if span[0] is None else span[0], np.inf if span[1] is None else span[1]
     wanted: list[int] = []
     left = budget
@@ -134,7 +133,7 @@ def _read(
                 here = np.flatnonzero(rounds == number)
                 place = {int(nodes[i]): i for i in here}  # of a node that told twice, the newer
                 found[number] = [*place], values[[*place.values()]]
-    return [row[0] for row in names], found, total
+    return [row[0] for row in names], found, left < 0
 
 
 def _parts(reader: Reader, family: str, statistic: str, arrivals: Sequence[int]) -> Iterator[Part]:
@@ -165,3 +164,13 @@ def _against(cohort: tuple[list[int], Array], mine: int, how: str) -> Array:
     with np.errstate(all="ignore"):
         # Where all are zero, nobody differs.
         return np.where(own == middle, 0.0, np.log2(own / middle))
+
+
+def medians(values: Array) -> Array:
+    """The median of the finite values in each column; NaN where there is none."""
+    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
+    counts = np.sum(~np.isnan(ordered), axis=0)
+    found = np.full(values.shape[1], np.nan)
+    some = np.flatnonzero(counts)
+    found[some] = (ordered[(counts[some] - 1) // 2, some] + ordered[counts[some] // 2, some]) / 2
+    return found

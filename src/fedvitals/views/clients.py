@@ -4,29 +4,30 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from fedvitals.diagnosis.attendance import ASKED, groups_of
 from fedvitals.diagnosis.cases import Case, rank
-from fedvitals.diagnosis.standout import NEWEST, StandOut, clients_that_stand_out
+from fedvitals.diagnosis.standout import NEWEST, clients_that_stand_out
 from fedvitals.protocols import History
 from fedvitals.records import is_client, natural
-from fedvitals.stats import Array
 from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
-from fedvitals.views.cohort import EMPTY, Matrix
+from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.troubles import case_key, cases_of, culprits
 
 SHOWN_CASES = 3  # of one client in its row
 MOST_GROUPS = 500
-LOOK_BACK = 50  # newest rounds in which a client's usual time is looked for
+LOOK_BACK = 60  # newest rounds in which a client's values are looked for
+REMEMBERED = 8  # runs
 LOSSES = ("loss", "local.loss", "fit.loss_after", "fit.loss_before")
 TIMES = ("time.client_virtual", "time.client")
 TROUBLES = (*ASKED, "worker.lost")
@@ -99,28 +100,52 @@ def severities(reader: Reader, run: str) -> dict[str, str]:
 
 
 class _Newest:
-    """The part of a History that the ranking asks for, out of matrices: a thousand clients in milliseconds."""
+    """The newest rounds, read one by one and only as far back as is needed: a thousand clients in milliseconds.
+
+    It has the part of a `History` that the ranking asks for.
+    """
 
     def __init__(self, reader: Reader, run: str, rounds: list[int]) -> None:
-        self._matrix: Callable[[str], Matrix] = lambda name: metric_matrix(reader, run, name)
-        self._rounds = rounds
+        self._reader, self._run, self._rounds = reader, reader.names.number(run) or 0, rounds
+        found = reader.database.rows(
+            "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (self._run,)
+        )
+        self.clients: dict[int, str] = {number: text for number, text in found if is_client(text)}
+        self._read: dict[tuple[str, int], dict[str, float]] = {}
 
     def rounds(self) -> list[int]:
-        return self._rounds
+        return self._rounds[-NEWEST:]
 
     def latest(self, name: str, number: int) -> dict[str, float]:
-        matrix = self._matrix(name)
-        low, high = matrix.span(number, number)
-        if low == high:
-            return {}
-        here = np.flatnonzero(matrix.there[:, low])
-        return dict(zip((matrix.nodes[i] for i in here), matrix.values[here, low].tolist(), strict=True))
+        if (name, number) not in self._read:
+            found = self._reader.database.rows(
+                "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
+                "AND layer IS NULL ORDER BY at, arrival",
+                (self._run, self._reader.names.number(name) or 0, number),
+            )
+            known = self.clients
+            self._read[name, number] = {
+                known[node]: math.nan if value is None else value for node, value in found if node in known
+            }
+        return self._read[name, number]
 
+    def column(self, names: Sequence[str], usual: bool = False) -> _Column:
+        """Each client's newest value of the first of these metrics that has any; `usual`: the median of its newest."""
+        chosen = next((name for name in names if self._has(name)), names[0])
+        values: dict[str, list[float]] = {}
+        for looked, number in enumerate(reversed(self._rounds[-LOOK_BACK:])):
+            if looked >= (NEWEST if usual else 1) and len(values) >= len(self.clients):
+                break
+            for node, value in self.latest(chosen, number).items():
+                values.setdefault(node, []).append(value)
+        if not usual:
+            return _Column(chosen, {node: told[0] for node, told in values.items()})
+        return _Column(chosen, {node: median(told[:NEWEST]) for node, told in values.items()})
 
-def stand_outs(reader: Reader, run: str) -> dict[str, StandOut]:
-    """Every client of the newest rounds by how far it lies from its peers, the furthest first."""
-    history = cast("History", _Newest(reader, run, reader.history(run).rounds()[-NEWEST:]))
-    return {one.name: one for one in clients_that_stand_out(history)}
+    def _has(self, name: str) -> bool:
+        """Whether any client told it in the newest rounds."""
+        known = self._reader.names.number(name)
+        return known is not None and any(self.latest(name, r) for r in reversed(self._rounds[-LOOK_BACK:]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,38 +163,6 @@ class _Column:
         return node in self.values and not math.isfinite(self.values[node])
 
 
-def _first_known(reader: Reader, run: str, names: Sequence[str]) -> tuple[str, Matrix]:
-    found = ((name, metric_matrix(reader, run, name)) for name in names)
-    return next(((name, matrix) for name, matrix in found if len(matrix.rounds)), (names[0], EMPTY))
-
-
-def _newest_values(name: str, matrix: Matrix) -> _Column:
-    if not matrix.there.size:
-        return _Column(name, {})
-    last = matrix.there.shape[1] - 1 - np.argmax(matrix.there[:, ::-1], axis=1)
-    values = matrix.values[np.arange(len(matrix.nodes)), last].astype(float).tolist()
-    return _Column(name, dict(zip(matrix.nodes, values, strict=True)))
-
-
-def _usual_values(name: str, matrix: Matrix) -> _Column:
-    """The median over the newest rounds."""
-    newest = matrix.values[:, -LOOK_BACK:]
-    middle = medians(newest.T)
-    known = {node: value for node, value in zip(matrix.nodes, middle.tolist(), strict=False) if math.isfinite(value)}
-    return _Column(name, known)
-
-
-def medians(values: npt.NDArray[np.floating]) -> Array:
-    """The median of the finite values in each column; NaN where there is none."""
-    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
-    counts = np.sum(~np.isnan(ordered), axis=0)
-    found = np.full(values.shape[1], np.nan)
-    some = np.flatnonzero(counts)
-    low, high = ordered[(counts[some] - 1) // 2, some], ordered[counts[some] // 2, some]
-    found[some] = (low.astype(float) + high) / 2
-    return found
-
-
 def _sums(*matrices: Matrix) -> dict[str, float]:
     """Of each client all values of all these, added up."""
     found: dict[str, float] = {}
@@ -180,18 +173,25 @@ def _sums(*matrices: Matrix) -> dict[str, float]:
     return found
 
 
-def _attendance(reader: Reader, run: str) -> dict[str, np.ndarray[Any, np.dtype[np.int64]]]:
-    """The rounds in which each client trained or sent an update."""
-    found: dict[str, np.ndarray[Any, np.dtype[np.int64]]] = {}
-    for name in ("steps", "update.norm"):
-        matrix = metric_matrix(reader, run, name)
-        numbers = np.asarray(matrix.rounds, dtype=np.int64)
-        for node, row in zip(matrix.nodes, matrix.there, strict=True):
-            own = numbers[row]
-            before = found.get(node)
-            same = before is None or (len(before) == len(own) and bool((before == own).all()))
-            found[node] = own if same else np.union1d(cast("Any", before), own)
-    return found
+@dataclass(frozen=True, slots=True, eq=False)
+class _Attendance:
+    """The rounds in which each client told that it trained; where nobody tells, those in which an update came."""
+
+    matrix: Matrix
+
+    def of(self, node: str) -> tuple[int, int | None, Callable[[int], bool]]:
+        """How many, the last one, and whether a round is among them."""
+        row = self.matrix.row(node)
+        if row is None:
+            return 0, None, lambda _: False
+        there, rounds = self.matrix.there[row], self.matrix.rounds
+        here = np.flatnonzero(there)
+        return len(here), rounds[here[-1]] if len(here) else None, {rounds[i] for i in here}.__contains__
+
+
+def _attendance(reader: Reader, run: str) -> _Attendance:
+    steps = metric_matrix(reader, run, "steps")
+    return _Attendance(steps if len(steps.rounds) else metric_matrix(reader, run, "update.norm"))
 
 
 def troubles_by_client(reader: Reader, run: str) -> dict[str, list[tuple[str, int]]]:
@@ -209,27 +209,61 @@ def troubles_by_client(reader: Reader, run: str) -> dict[str, list[tuple[str, in
     return events
 
 
-def roster(reader: Reader, run: str) -> list[ClientRow]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Roster:
     """Every client, worst first."""
+
+    rows: list[ClientRow]
+    signs: Mapping[str, str]  # column → the metric that it shows
+    rounds: int
+
+
+class Rosters:
+    """Rosters of runs, remembered until a record or a mark comes: sorting and paging look at the same one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[object, Roster]] = OrderedDict()
+
+    def roster(self, reader: Reader, run: str) -> Roster:
+        sign = tuple(
+            reader.database.rows(sql)[0]
+            for sql in (
+                *(f"SELECT MAX(arrival) FROM {table}" for table in ("metric", "event", "finding")),  # noqa: S608 - our own words
+                "SELECT COUNT(*), MAX(at) FROM mark",
+            )
+        )
+        with self._lock:
+            known = self._known.get(run)
+        if known is None or known[0] != sign:
+            known = sign, roster(reader, run)
+            with self._lock:
+                self._known[run] = known
+                self._known.move_to_end(run)
+                while len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        return known[1]
+
+
+def roster(reader: Reader, run: str) -> Roster:
     history = reader.history(run)
     rounds, ill = history.rounds(), worst_cases(reader, run)
+    newest = _Newest(reader, run, rounds)
     groups = groups_of(history, rounds[-1]) if rounds else {}
-    standing, present, events = stand_outs(reader, run), _attendance(reader, run), troubles_by_client(reader, run)
+    standing = {one.name: one for one in clients_that_stand_out(cast("History", newest))}
     columns = {
-        "loss": _newest_values(*_first_known(reader, run, LOSSES)),
-        "norm": _newest_values("update.norm", metric_matrix(reader, run, "update.norm")),
-        "cosine": _newest_values("update.cosine_mean", metric_matrix(reader, run, "update.cosine_mean")),
-        "seconds": _usual_values(*_first_known(reader, run, TIMES)),
+        "loss": newest.column(LOSSES),
+        "norm": newest.column(("update.norm",)),
+        "cosine": newest.column(("update.cosine_mean",)),
+        "seconds": newest.column(TIMES, usual=True),
     }
     traffic = _sums(*(metric_matrix(reader, run, f"traffic.{way}") for way in ("sent", "received")))
-    nothing = np.empty(0, np.int64)
+    present, events = _attendance(reader, run), troubles_by_client(reader, run)
     rows = []
-    for node in history.nodes():
-        if not is_client(node):
-            continue
-        own, odd, came = ill.get(node, []), standing.get(node), present.get(node, nothing)
-        vain = {number for _, number in events.get(node, [])}
-        kinds = Counter(name for name, _ in events.get(node, []))
+    for node in newest.clients.values():
+        own, odd, told = ill.get(node, []), standing.get(node), events.get(node, [])
+        attended, last, there = present.of(node)
+        kinds = Counter(name for name, _ in told)
         rows.append(
             ClientRow(
                 name=node,
@@ -238,9 +272,9 @@ def roster(reader: Reader, run: str) -> list[ClientRow]:
                 confidence=own[0].confidence if own else None,
                 cases=tuple(_row_case(case) for case in own[:SHOWN_CASES]),
                 open_cases=len(own),
-                attended=len(came),
-                sampled=len(vain.union(came.tolist())) if vain else len(came),
-                last_seen=int(came[-1]) if len(came) else None,
+                attended=attended,
+                sampled=attended + sum(not there(number) for number in {number for _, number in told}),
+                last_seen=last,
                 loss=columns["loss"].get(node),
                 norm=columns["norm"].get(node),
                 cosine=columns["cosine"].get(node),
@@ -254,7 +288,8 @@ def roster(reader: Reader, run: str) -> list[ClientRow]:
                 odd=tuple(name for name, column in columns.items() if column.odd(node)),
             )
         )
-    return sorted(rows, key=_worst_first)
+    shown = {name: column.name for name, column in columns.items()}
+    return Roster(sorted(rows, key=_worst_first), shown, len(rounds))
 
 
 def _row_case(case: Case) -> RowCase:
@@ -285,8 +320,7 @@ SORTS: Mapping[str, Callable[[ClientRow], Any]] = {
 
 
 def clients_page(
-    reader: Reader,
-    run: str,
+    found: Roster,
     *,
     sort: str = "worst",
     descending: bool = False,
@@ -297,7 +331,7 @@ def clients_page(
     offset: int = 0,
 ) -> ClientsPage:
     """A page of the table. `health`: «ill» (any open case), a severity, «well», or «failed»."""
-    every = roster(reader, run)
+    every = found.rows
     chosen = [row for row in every if _matches(row, search, group, health)]
     order = WORST
     if sort in SORTS:
@@ -311,7 +345,6 @@ def clients_page(
     elif descending:
         chosen.reverse()
         order = "healthiest first"
-    loss, seconds = (_first_known(reader, run, names)[0] for names in (LOSSES, TIMES))
     counted = Counter(row.severity or "well" for row in every)
     return ClientsPage(
         rows=tuple(chosen[offset : offset + limit]),
@@ -319,10 +352,10 @@ def clients_page(
         matching=len(chosen),
         offset=offset,
         order=order,
-        rounds=len(reader.history(run).rounds()),
+        rounds=found.rounds,
         health={name: counted[name] for name in ("critical", "warning", "note", "well")},
         groups=tuple(sorted({row.group for row in every if row.group is not None}, key=natural))[:MOST_GROUPS],
-        signs={"loss": loss, "norm": "update.norm", "cosine": "update.cosine_mean", "seconds": seconds},
+        signs=found.signs,
         newest=NEWEST,
     )
 

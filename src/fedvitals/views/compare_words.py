@@ -85,9 +85,16 @@ def _cause(found: Comparison) -> str:
         if differs:
             return f"No setting differs, but versions do: {', '.join(differs[:NAMED])}."
         return "No setting, seed or version differs: what differs lies outside of them."
-    named = [f"{one.name} {' → '.join(_short(value) for value in one.values)}" for one in settings[:NAMED]]
+    named = [f"{one.name} {_values(found.sides, one.values)}" for one in settings[:NAMED]]
     more = f" and {len(settings) - NAMED} more" if len(settings) > NAMED else ""
     return f"Settings that differ: {'; '.join(named)}{more}."
+
+
+def _values(sides: Sequence[Side], values: Sequence[object]) -> str:
+    """«0.1 → 0.2» of two; of more, whose is which."""
+    if len(values) == 2:
+        return " → ".join(map(_short, values))
+    return ", ".join(f"{_short(value)} ({side.letter})" for side, value in zip(sides, values, strict=True))
 
 
 def _short(value: object) -> str:

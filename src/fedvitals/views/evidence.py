@@ -23,6 +23,7 @@ from fedvitals.views.troubles import culprits, number_of
 MOST_PLOTS = 3
 MOST_LINES = 4  # suspects; more is no picture
 POINTS = 600
+FEWEST_PEERS = 3
 LOG_FROM = 50.0  # times the smallest value, from which a linear axis hides the small ones
 OWN, USUAL = "what the finding rests on", "what such an issue shows in"
 
@@ -83,7 +84,7 @@ def _plot(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> Plot
     else:
         matrix, own = _measured(reader, run, sign, layer)
         lines = _lines(case, sign, layer, matrix, own, points)
-    cohort = band(sign.name, matrix, points) if len(matrix.nodes) > 1 and matrix.rounds else None
+    cohort = _peers(sign, case, matrix, points)
     if not lines and cohort is None:
         return None
     return Plot(
@@ -99,6 +100,14 @@ def _plot(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> Plot
         band=cohort,
         threshold=None,
     )
+
+
+def _peers(sign: Sign, case: Case, matrix: Matrix, points: int) -> Band | None:
+    """The cohort without the suspects: in a small one, a suspect would widen the band that it is compared with."""
+    suspects = {*culprits(case), *(suspect.node for suspect in case.newest.suspects)}
+    others = [i for i, node in enumerate(matrix.nodes) if node not in suspects]
+    seen = matrix.take(others) if FEWEST_PEERS <= len(others) < len(matrix.nodes) else matrix
+    return band(sign.name, seen, points) if len(seen.nodes) > 1 and seen.rounds else None
 
 
 def _layer(reader: Reader, run: str, case: Case, sign: Sign) -> str | None:

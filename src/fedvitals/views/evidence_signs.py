@@ -228,9 +228,11 @@ def title_of(sign: Sign, layer: str | None) -> str:
 
 
 def meaning_of(sign: Sign) -> str:
-    if sign.name == "update.peers":
-        return next((said for names, said in PEERS.items() if sign.statistic in names.split(", ")), "")
-    return CATALOG[sign.name].meaning if sign.name in CATALOG else ""
+    if sign.name != "update.peers":
+        return CATALOG[sign.name].meaning if sign.name in CATALOG else ""
+    if sign.statistic in ("first", "head"):
+        return f"{PEERS['cosine']}; on the {'first' if sign.statistic == 'first' else 'last'} weight".replace("`", "")
+    return PEERS.get(sign.statistic, "").replace("`", "")
 
 
 def unit_of(sign: Sign) -> str:

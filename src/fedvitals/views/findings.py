@@ -34,6 +34,7 @@ from fedvitals.views.verdict_words import clause
 
 Where = Literal["open", "past", "muted", "acknowledged", "all"]
 LONGEST = 2000  # characters of one piece of evidence
+PLACES = {"first": "the first layer", "head": "the last layer"}
 MOST_ROUNDS = 200  # of a case that a list tells; the page of the case has all
 
 
@@ -79,7 +80,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """A page of cases, worst first; `total` are those that pass the filter, `counts` those that there are."""
+    """A page of cases, those still there first, of these the worst.
+
+    `total` are those that pass the filter, `counts` those that there are.
+    """
 
     verdict: Verdict
     cases: tuple[Brief, ...]
@@ -220,6 +224,7 @@ def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
         and (asked.node is None or concerns(case, asked.node))
         and _mentions(one, asked.search)
     ]
+    chosen.sort(key=lambda one: (one.muted, not one.still_there))  # what is there now before what is over
     counts = {name: sum(_is_there(one, name) for one in briefs.values()) for name in Counts.__dataclass_fields__}
     still = [one for one in briefs.values() if _is_there(one, "open")]
     return Findings(
@@ -277,7 +282,7 @@ def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
     as_it_is = sign is None or (not sign.statistic and not sign.events and name not in COMPARED)
     return NumberRow(
         name=name,
-        title=name if sign is None or as_it_is else title_of(sign, case.layer if sign.layer == "case" else sign.layer),
+        title=name if sign is None or as_it_is else title_of(sign, PLACES.get(sign.layer, case.layer)),
         meaning="" if sign is None else meaning_of(sign),
         compared_as=COMPARED[name][1] if name in COMPARED else "",
         value=number_of(row.get("value")),

@@ -37,29 +37,57 @@ class _Held:
 
 def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
     """All of one metric."""
-    found = reader.database.rows(f"SELECT m.round, m.node, m.value {_WALK}", (run, name, until))
+    gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
+    found = reader.database.rows(
+        # A row for each round: put together inside the database, half a million values cost half the time, and most of
+        # it without Python's lock, so that other requests are answered meanwhile.
+        f"SELECT m.round, {gather('m.node')}, {gather('m.value')} {_WALK} GROUP BY m.round",
+        (run, name, until),
+    )
     if not found:
         return _Held(np.empty(0, np.int64), EMPTY)
+    rounds = np.array([row[0] for row in found], np.int64)
+    order = np.argsort(rounds)
+    who = [np.empty(0, np.int64)] * len(found)
+    before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
+    for i, (_, nodes, _) in enumerate(found):
+        if nodes != before[0]:  # as a rule the same as in the round before
+            before = nodes, np.array(gathered(nodes), np.int64)
+        who[i] = before[1]
+    known, place = _places(who)
+    values = np.full((len(found), len(known)), np.nan, np.float32)
+    there = np.zeros(values.shape, bool)
+    for i, row in enumerate(order.tolist()):
+        columns = place[who[row]]
+        values[i, columns], there[i, columns] = single(np.array(gathered(found[row][2]), float)), True
+    if int(there.sum()) < sum(map(len, who)):  # a node told something twice in one round
+        return _read_in_order(reader, run, name, until)
+    return _arranged(reader, known, rounds[order], np.ascontiguousarray(values.T), np.ascontiguousarray(there.T))
+
+
+def _places(who: Sequence[Whole]) -> tuple[Whole, Whole]:
+    """All numbers that occur, ascending, and for each number its place among them."""
+    present = np.zeros(max(int(numbers.max()) for numbers in who) + 1, bool)
+    for numbers in who:
+        present[numbers] = True
+    return np.flatnonzero(present), np.cumsum(present) - 1
+
+
+def _read_in_order(reader: Reader, run: int, name: int, until: int) -> _Held:
+    """The same, row by row, where it matters which came later."""
+    found = reader.database.rows(
+        f"SELECT m.round, m.node, m.value, m.at, m.arrival {_WALK}",
+        (run, name, until),
+    )
     table = np.array(found, float)
-    if _twice(table[:, 0], table[:, 1]):
-        found = reader.database.rows(f"SELECT m.round, m.node, m.value, m.at, m.arrival {_WALK}", (run, name, until))
-        table = np.array(found, float)
-        # The newest last, so that it is the one that stays.
-        table = table[np.lexsort((table[:, 4], table[:, 3]))]
+    # The newest last, so that it is the one that stays.
+    table = table[np.lexsort((table[:, 4], table[:, 3]))]
     rounds, columns = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
     nodes, rows = np.unique(table[:, 1].astype(np.int64), return_inverse=True)
     values = np.full((len(nodes), len(rounds)), np.nan, np.float32)
     there = np.zeros(values.shape, bool)
     values[rows, columns], there[rows, columns] = single(table[:, 2]), True
     return _arranged(reader, nodes, rounds, values, there)
-
-
-def _twice(rounds: Reals, nodes: Reals) -> bool:
-    """Whether a node told something twice in one round."""
-    # Both fit into float64 as whole numbers, which sorts faster than pairs.
-    keys = rounds.astype(np.int64) * (int(nodes.max()) + 1) + nodes.astype(np.int64)
-    ordered = np.sort(keys)
-    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there: Any) -> _Held:
@@ -135,20 +163,52 @@ class _Run:
         self.lock = threading.Lock()
         self.until = -1
         self.metrics: dict[int, _Held] = {}
+        self.readings: dict[int, threading.Lock] = {}  # a metric is read once, also when many ask for it
 
-    def refresh(self, reader: Reader, run: int) -> None:
-        """Read what has come since the last time, of all metrics that are held."""
-        newest = _newest(reader, run, self.until)
-        if newest < self.until:
-            self.metrics.clear()
-        elif newest > self.until and self.metrics:
-            found = reader.database.rows(f"SELECT m.name, m.round, m.node, m.value {_NEWS}", (self.until, newest, run))
-            news = np.array(found, float).reshape(-1, 4)
-            for name, held in list(self.metrics.items()):
-                mine = news[news[:, 0] == name][:, 1:]
-                if len(mine):
-                    self.metrics[name] = _added(reader, (run, name), held, mine, newest)
-        self.until = newest
+    def matrix(self, reader: Reader, run: int, name: int) -> Matrix:
+        held, _ = self._known(reader, run, name)
+        if held is not None:
+            return held.matrix
+        with self.readings.setdefault(name, threading.Lock()):
+            held, until = self._known(reader, run, name)
+            while held is None:
+                # Long, hence without the lock of the run: several metrics are read at once.
+                read = _read(reader, run, name, until)
+                with self.lock:
+                    if until == self.until:
+                        held = self.metrics[name] = read
+                    elif until < self.until:
+                        held = self.metrics[name] = _updated(reader, (run, name), read, until, self.until)
+                if held is None:  # rows were removed meanwhile
+                    held, until = self._known(reader, run, name)
+        return held.matrix
+
+    def _known(self, reader: Reader, run: int, name: int) -> tuple[_Held | None, int]:
+        """A metric as it is now, if it is remembered; and up to which arrival all are that are."""
+        with self.lock:
+            newest = _newest(reader, run, self.until)
+            if newest < self.until:
+                self.metrics.clear()
+            elif newest > self.until and self.metrics:
+                news = _news(reader, run, self.until, newest)
+                for one, held in list(self.metrics.items()):
+                    mine = news[news[:, 0] == one][:, 1:]
+                    if len(mine):
+                        self.metrics[one] = _added(reader, (run, one), held, mine, newest)
+            self.until = newest
+            return self.metrics.get(name), newest
+
+
+def _news(reader: Reader, run: int, since: int, until: int) -> Reals:
+    """Name, round, node and value of what has come."""
+    found = reader.database.rows(f"SELECT m.name, m.round, m.node, m.value {_NEWS}", (since, until, run))
+    return np.array(found, float).reshape(-1, 4)
+
+
+def _updated(reader: Reader, key: tuple[int, int], held: _Held, since: int, until: int) -> _Held:
+    news = _news(reader, key[0], since, until)
+    mine = news[news[:, 0] == key[1]][:, 1:]
+    return _added(reader, key, held, mine, until) if len(mine) else held
 
 
 def _newest(reader: Reader, run: int, known: int) -> int:
@@ -178,6 +238,7 @@ class Matrices:
         self._lock = threading.Lock()
         self._epoch = -1
         self._runs: dict[str, _Run] = {}
+        self._memory: dict[Any, Any] = {}
         self._used: OrderedDict[tuple[str, int], int] = OrderedDict()  # bytes, the longest unused first
 
     def matrix(self, reader: Reader, run: str, name: str) -> Matrix:
@@ -185,20 +246,27 @@ class Matrices:
         number, metric = reader.names.number(run), reader.names.number(name)
         if number is None or metric is None:
             return EMPTY
+        self._look(reader)
+        with self._lock:
+            remembered = self._runs.setdefault(run, _Run())
+        found = remembered.matrix(reader, number, metric)
+        self._note(run, metric, found.nbytes)
+        return found
+
+    def _look(self, reader: Reader) -> None:
+        """Forget everything if rows were removed."""
         epoch = _epoch(reader)
         with self._lock:
             if epoch != self._epoch:
                 self._epoch = epoch
                 self._runs.clear()
                 self._used.clear()
-            remembered = self._runs.setdefault(run, _Run())
-        with remembered.lock:
-            remembered.refresh(reader, number)
-            held = remembered.metrics.get(metric)
-            if held is None:
-                held = remembered.metrics[metric] = _read(reader, number, metric, remembered.until)
-        self._note(run, metric, held.matrix.nbytes)
-        return held.matrix
+                self._memory = {}
+
+    def memory(self, reader: Reader) -> dict[Any, Any]:
+        """For others who add up what has come; emptied when rows are removed."""
+        self._look(reader)
+        return self._memory
 
     def _note(self, run: str, metric: int, size: int) -> None:
         """Forget what was not used for longest, if it is too much."""
@@ -230,6 +298,12 @@ def share(reader: Reader, matrices: Matrices) -> None:
 def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
     """Every client's newest value of a metric in each round: remembered where the reader shares `Matrices`."""
     return (_SHARED.get(reader) or Matrices()).matrix(reader, run, name)
+
+
+def memory_of(reader: Reader) -> dict[Any, Any]:
+    """What is remembered between the requests that share a reader's `Matrices`; else an empty one."""
+    shared = _SHARED.get(reader)
+    return {} if shared is None else shared.memory(reader)
 
 
 def metric_matrices(reader: Reader, run: str, names: Sequence[str]) -> dict[str, Matrix]:

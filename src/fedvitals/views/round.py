@@ -15,7 +15,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.profiling.critical import Link, Path, critical_path
 from fedvitals.profiling.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
 from fedvitals.profiling.verdict import judge_round
-from fedvitals.records import Span, natural
+from fedvitals.records import Span, is_client, natural
 from fedvitals.store import queries
 from fedvitals.store.paging import records_of_kind
 from fedvitals.store.reader import Reader
@@ -101,6 +101,7 @@ class RoundPage:
 @dataclass(frozen=True, slots=True)
 class RoundRow:
     node: str
+    client: bool
     values: tuple[float | None, ...]
 
 
@@ -283,7 +284,7 @@ def round_table(
         tuple(_column(name) for name in wanted),
         tuple(_whole(reader, run, number, name) for name in wanted),
         tuple(
-            RoundRow(node, tuple(found[name].get(node) for name in wanted)) for node in nodes[offset : offset + limit]
+            RoundRow(node, is_client(node), tuple(found[name].get(node) for name in wanted)) for node in nodes[offset : offset + limit]
         ),
         len(nodes),
         sort,

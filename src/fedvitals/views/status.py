@@ -17,6 +17,7 @@ from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import cost_percent
+from fedvitals.views.tally import bytes_sent
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
 SILENT = 600.0  # seconds without a record after which nobody should wait for the next one
@@ -149,14 +150,6 @@ def privacy_level(run: Run) -> int:
     ours = run.config.get("fedvitals", {})
     level = ours.get("privacy", 3) if isinstance(ours, Mapping) else 3
     return level if isinstance(level, int) and 0 <= level < len(LEVELS) else 3
-
-
-def bytes_sent(reader: Reader, run: str) -> float | None:
-    """Bytes on the wire, all messages together."""
-    ((total,),) = reader.database.rows(
-        "SELECT SUM(bytes) FROM transfer WHERE run = (SELECT id FROM symbol WHERE text = ?)", (run,)
-    )
-    return None if total is None else float(total)
 
 
 def _last_record(reader: Reader, run: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from fedvitals.diagnosis.cases import Case, cases
 from fedvitals.diagnosis.correct import told
@@ -53,11 +53,13 @@ def _attendance(reader: Reader, run: str, nodes: Iterable[Node | None]) -> dict[
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:
-    """The case of that key; ConfigError where there is none."""
-    for case in cases_of(reader, run):
-        if case_key(case) == key:
-            return case
-    raise ConfigError(f"The run {run} has no finding '{key}'. `fedvitals findings {run}` lists those that it has.")
+    """The case of that key, also where somebody on the way has undone its quoting; ConfigError where there is none."""
+    found = {case_key(case): case for case in cases_of(reader, run)}
+    plain = {unquote(known): case for known, case in found.items()}
+    case = found.get(key) or plain.get(key)
+    if case is None:
+        raise ConfigError(f"The run {run} has no finding '{key}'. `fedvitals findings {run}` lists those that it has.")
+    return case
 
 
 def concerns(case: Case, node: str) -> bool:
@@ -119,5 +121,6 @@ def text_of(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {text_of(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
-        return "; ".join(text_of(item) for item in value)
+        pairs = (" ".join(map(text_of, item)) if isinstance(item, list | tuple) else text_of(item) for item in value)
+        return "; ".join(pairs)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

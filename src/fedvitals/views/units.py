@@ -64,3 +64,8 @@ def with_unit(value: float | None, unit: str) -> str:
             return f"{100 * value:.3g} %"
         case _:
             return number(value)
+
+
+def percent(share: float | None) -> str:
+    """A share or a probability, in whole percent."""
+    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"

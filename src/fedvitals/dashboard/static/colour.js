@@ -8,6 +8,12 @@ const SERIES = {
   dark: ["#4aa3df", "#f0813a", "#2fc79a", "#e09cc4", "#e69f00", "#86cdf5", "#f0e442", "#c9c9c9"],
 };
 
+// Areas may keep the hues as Okabe and Ito gave them: neighbours must differ, and their names are read beside them.
+const AREAS = {
+  light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#6b7178"],
+  dark: ["#3a8fcb", "#d9692a", "#1fa983", "#cc79a7", "#d99a1c", "#86cdf5", "#e3d94f", "#8b929a"],
+};
+
 const CIVIDIS = (
   "00224e 002e6a 1a386f 32436d 434e6c 535a6d 61656f 6f7073 7d7c78 8c8878 9b9476 aba072 bcae6c cdbb63 dec958 f0d846 fee838"
 ).split(" ");
@@ -39,10 +45,12 @@ const WAITING = ["wait", "queue", "idle", "away", "unaccounted", "other", "rest"
 const FALLBACK = {
   light: {
     ink: "#1b1d20", "ink-2": "#5a6068", paper: "#ffffff", "paper-2": "#f5f6f7", line: "#dfe2e6",
-    note: "#2a6fbb", warning: "#a35c00", critical: "#c0231c", ok: "#1f7a4d", accent: "#0b5cad",
+    "note-fill": "#2f7fc0", "warning-fill": "#e69f00", "critical-fill": "#c8322a", "ok-fill": "#009e73",
+    note: "#2a6fbb", warning: "#8a5300", critical: "#c0231c", ok: "#1f7a4d", accent: "#0b5cad",
   },
   dark: {
     ink: "#e8eaed", "ink-2": "#a3a9b1", paper: "#15171a", "paper-2": "#1d2024", line: "#32363c",
+    "note-fill": "#56a5e0", "warning-fill": "#e69f00", "critical-fill": "#e5584e", "ok-fill": "#1fb283",
     note: "#6aaef2", warning: "#f0a93b", critical: "#ff7a6e", ok: "#57c08a", accent: "#7ab8ff",
   },
 };
@@ -103,7 +111,7 @@ export function theme() {
   const found = { dark, readable: new Map() };
   for (const [name, other] of Object.entries(given)) {
     const value = style.getPropertyValue(`--${name}`).trim();
-    found[name === "ink-2" ? "ink2" : name === "paper-2" ? "paper2" : name] = value ? resolved(value) : other;
+    found[name.replace("-2", "2")] = value ? resolved(value) : other;
   }
   known = found;
   return known;
@@ -156,8 +164,13 @@ export function seriesColour(index, colours = theme()) {
   return eight[((index % 8) + 8) % 8];
 }
 
+/** Of text and lines; `severityFill` of areas, which must be outlined in this one to be seen by all. */
 export function severityColour(severity, colours = theme()) {
-  return colours[severity] ?? colours.ink2;
+  return Object.hasOwn(SHAPES, severity) || severity === "ok" ? colours[severity] : colours.ink2;
+}
+
+export function severityFill(severity, colours = theme()) {
+  return Object.hasOwn(SHAPES, severity) || severity === "ok" ? colours[`${severity}-fill`] : colours.ink2;
 }
 
 export function severityRank(severity) {
@@ -166,10 +179,11 @@ export function severityRank(severity) {
 
 export function partColour(name, colours = theme()) {
   if (WAITING.includes(name)) return colours.dark ? "#4a4f57" : "#c9cdd2";
-  if (name in PARTS) return seriesColour(PARTS[name], colours);
+  const eight = AREAS[colours.dark ? "dark" : "light"];
+  if (Object.hasOwn(PARTS, name)) return eight[PARTS[name]];
   let code = 0;
   for (const letter of String(name)) code = (code * 31 + letter.codePointAt(0)) >>> 0;
-  return seriesColour(code, colours);
+  return eight[code % 8];
 }
 
 const tables = new Map();

@@ -123,6 +123,11 @@ export function withUnit(value, unit) {
   }
 }
 
+/** Short, for a column or an axis under a title that says the unit: only prefixed units are repeated. */
+export function brief(value, unit) {
+  return ["bytes", "B", "bytes/s", "seconds", "s"].includes(unit) ? withUnit(value, unit) : number(value);
+}
+
 const two = (count) => String(count).padStart(2, "0");
 
 /** A moment (seconds since 1970) in the reader's own time zone: «2026-08-01 14:03». */

@@ -9,6 +9,7 @@ export class Axis {
     this.hover = null;
     this.left = left; // gutters in pixels, if a page wants its own: names to the left, values to the right
     this.right = right;
+    this.names = 0; // pixels that the longest name at the left wants
     this.continuous = continuous;
     this.label = label;
     this.listeners = new Set();
@@ -72,6 +73,13 @@ export class Axis {
   want(low, high) {
     this.wanted = this.empty ? [low, high] : null;
     if (!this.empty) this.setView(low, high);
+  }
+
+  /** A chart has names this wide at its left: the gutter of all charts grows with them. */
+  roomForNames(pixels) {
+    if (pixels <= this.names) return;
+    this.names = pixels;
+    this.tell("domain");
   }
 
   /** Closer (factor < 1) or wider, around the round under the pointer or the middle. */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A matrix as a picture with one pixel for each cell, to be stretched. What is no value is told by a state.
 
-import { colourTable, rgb, theme } from "../colour.js";
+import { colourTable, mix, rgb, theme } from "../colour.js";
 
 export const VALUE = 0;
 export const ABSENT = 1; // not sampled: nothing is drawn, the hatching behind it is seen
@@ -57,7 +57,7 @@ function picture(width, height) {
 
 /**
  * The cells [row0, row1) × [column0, column1) as a canvas, one pixel each. With more columns than `most` pixels,
- * several share one: the value furthest from the middle of the scale is kept, and trouble goes before any value.
+ * several share one: the value furthest from the grid's median is kept, and trouble goes before any value.
  */
 export function paintCells(grid, scale, [row0, row1], [column0, column1], { order = null, most = Infinity } = {}) {
   const count = column1 - column0;
@@ -68,13 +68,14 @@ export function paintCells(grid, scale, [row0, row1], [column0, column1], { orde
   const paints = palette(scale);
   const share = shareOf(scale);
   const columns = grid.columns.length;
+  const middle = width < count ? share(medianOf(grid)) : 0;
   for (let row = row0; row < row1; row += 1) {
     const start = (order ? order[row] : row) * columns;
     const line = (row - row0) * width;
     for (let x = 0; x < width; x += 1) {
       const from = width === count ? column0 + x : column0 + Math.floor((x * count) / width);
       const to = width === count ? from + 1 : Math.max(from + 1, column0 + Math.floor(((x + 1) * count) / width));
-      const at = to - from === 1 ? start + from : worst(grid, start + from, start + to, share);
+      const at = to - from === 1 ? start + from : worst(grid, start + from, start + to, share, middle);
       const state = grid.state[at];
       pixels[line + x] = state === VALUE ? paints.map[Math.max(0, Math.min(255, Math.round(share(grid.values[at]) * 255)))] : paints.states[state];
     }
@@ -83,11 +84,26 @@ export function paintCells(grid, scale, [row0, row1], [column0, column1], { orde
   return canvas;
 }
 
-function worst(grid, from, to, share) {
+const medians = new WeakMap();
+const ENOUGH = 4096; // values that a median is taken of
+
+function medianOf(grid) {
+  let middle = medians.get(grid);
+  if (middle === undefined) {
+    const every = Math.max(1, Math.floor(grid.values.length / ENOUGH));
+    const some = [];
+    for (let at = 0; at < grid.values.length; at += every) if (grid.state[at] === VALUE) some.push(grid.values[at]);
+    middle = some.length ? some.sort((a, b) => a - b)[some.length >> 1] : 0;
+    medians.set(grid, middle);
+  }
+  return middle;
+}
+
+function worst(grid, from, to, share, middle) {
   let [best, distance] = [from, -1];
   for (let at = from; at < to; at += 1) {
     const state = grid.state[at];
-    const far = state === VALUE ? Math.abs(share(grid.values[at]) - 0.5) : state === ABSENT ? -0.5 : 1000;
+    const far = state === VALUE ? Math.abs(share(grid.values[at]) - middle) : state === ABSENT ? -0.5 : 1000;
     if (far > distance) [best, distance] = [at, far];
   }
   return best;
@@ -99,7 +115,7 @@ let lately = { key: null, table: null };
 
 function palette(scale) {
   const colours = theme();
-  const key = `${scale.kind} ${colours.dark} ${colours.paper3}`;
+  const key = `${scale.kind} ${colours.dark} ${colours.paper2}`;
   if (lately.key !== key) {
     const table = colourTable(scale.kind, colours);
     const map = new Uint32Array(256);
@@ -114,13 +130,13 @@ let hatch = { key: null, pattern: null };
 
 /** Grey hatching, as a canvas tile. */
 export function hatching(colours = theme()) {
-  const key = `${colours.paper2} ${colours.line}`;
+  const key = `${colours.paper2} ${colours.line} ${colours.dark}`;
   if (hatch.key !== key) {
     const tile = Object.assign(document.createElement("canvas"), { width: 6, height: 6 });
     const context = tile.getContext("2d");
     context.fillStyle = colours.paper2;
     context.fillRect(0, 0, 6, 6);
-    context.strokeStyle = colours.line;
+    context.strokeStyle = mix(colours.line, colours.ink2, colours.dark ? 0.35 : 0.2);
     context.lineWidth = 1;
     context.beginPath();
     for (const shift of [-6, 0, 6]) {

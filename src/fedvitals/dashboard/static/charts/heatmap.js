@@ -2,11 +2,12 @@
 // Rows × rounds on canvas: clients or layers against time. Only the rows in sight are drawn; names are links.
 
 import { severityColour, SHAPES, theme } from "../colour.js";
-import { exact, number, withUnit } from "../format.js";
+import { brief, exact, number, withUnit } from "../format.js";
 import { ABSENT, hatching, paintCells, SAID, scaleFor, VALUE } from "./cells.js";
 import { shortest32 } from "./download.js";
 import { createFrame } from "./frame.js";
 import { paintMarks, paintOddities } from "./heatmap_marks.js";
+import { textWidth } from "./pen.js";
 import { rowNames } from "./rownames.js";
 import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, paintRounds, roundBox } from "./rounds.js";
 import { colourStrip } from "./strip.js";
@@ -23,7 +24,10 @@ export function heatMap(host, options = {}) {
   const { axis } = joined;
   const state = { grid: null, flags: [], marks: [], row: -1, scale: null, rowHeight: options.rowHeight ?? 14, names: new Map() };
   const hooks = onAxis(axis, () => frame, {
-    pick: (round) => pick(state, round, options),
+    pick(round, x, y) {
+      if (y !== null) state.row = rowAt(state, frame.box, y); // a tap comes without a move before it
+      pick(state, round, options);
+    },
     reach: (x, y) => (state.row = y === null ? -1 : rowAt(state, frame.box, y)),
     up: (step) => walk(state, frame, step),
     told: () => spoken(state, axis, options),
@@ -59,6 +63,7 @@ export function heatMap(host, options = {}) {
       if (grid?.columns.length) {
         state.scale = scaleFor(grid, options);
         state.names = new Map(grid.rows.map((name, at) => [name, at]));
+        axis.roomForNames(grid.rows.slice(0, 400).reduce((most, name) => Math.max(most, textWidth(name)), 0));
         axis.extend(grid.columns[0], grid.last.at(-1) ?? grid.columns.at(-1));
       }
       frame.redraw();
@@ -169,7 +174,7 @@ function paintLast(pen, box, state, rows, options) {
     while (column >= 0 && grid.state[row * grid.columns.length + column] === ABSENT) column -= 1;
     if (column < 0) continue;
     const at = row * grid.columns.length + column;
-    const said = grid.state[at] === VALUE ? withUnit(shortest32(grid.values[at]), options.unit === "nats" ? "" : options.unit) : SAID[grid.state[at]];
+    const said = grid.state[at] === VALUE ? brief(shortest32(grid.values[at]), options.unit) : SAID[grid.state[at]];
     pen.text(box.x1 + 8, row * rowHeight - box.scroll + rowHeight / 2 + 4, said, { fill: colours.ink2, size: 10, room: box.width - box.x1 - 20 });
   }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What lies on the cells of a heat map: ✕ for failed, a ring for NaN, triangles for infinities, findings as underlines.
 
-import { severityColour, theme } from "../colour.js";
+import { severityColour, severityFill, theme } from "../colour.js";
 import { DOWN, FAILED, NAN, UP, VALUE } from "./cells.js";
 import { cross, shape } from "./pen.js";
 
@@ -50,6 +50,9 @@ export function paintMarks(pen, box, state, [row0, row1], rowHeight) {
     const [x0, x1] = [box.x(mark.from) - half, Math.max(box.x(to) + half, box.x(mark.from) - half + 3)];
     pen.line(x0, y, x1, y, { stroke: colours.paper, width: 4 });
     pen.line(x0, y, x1, y, { stroke: colour, width: 2 });
-    if (rowHeight >= 10) shape(pen, mark.severity, x0 + 5, y - rowHeight / 2 + 2, 8, { fill: colour, stroke: colours.paper, width: 1.5 });
+    if (rowHeight >= 10) {
+      shape(pen, mark.severity, x0 + 6, y - rowHeight / 2 + 2, 12, { fill: colours.paper });
+      shape(pen, mark.severity, x0 + 6, y - rowHeight / 2 + 2, 8, { fill: severityFill(mark.severity), stroke: colour });
+    }
   }
 }

@@ -34,7 +34,7 @@ export function paintEndLabels(pen, box, labels) {
   for (const label of spread(labels, box.y0 + 4, box.y1)) {
     const x = box.x1 + 8;
     if (Math.abs(label.at - label.y) > 3) {
-      pen.path([[box.x1 + 1, label.y, x - 2, label.at]], { stroke: label.colour, width: 0.75, opacity: 0.7 });
+      pen.path([[(label.x ?? box.x1) + 2, label.y, x - 2, label.at]], { stroke: label.colour, width: 0.75, opacity: 0.7 });
     }
     pen.link(label.href, (inner) => {
       inner.text(x, label.at + 4, label.name, {

@@ -5,7 +5,6 @@ import { readable, seriesColour, theme } from "../colour.js";
 import { exact, number, withUnit } from "../format.js";
 import { createFrame } from "./frame.js";
 import { legend, paintEndLabels, roomFor } from "./labels.js";
-import { shape } from "./pen.js";
 import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, paintRounds, roundBox } from "./rounds.js";
 import { extent, linear, log } from "./scales.js";
 import { between, firstAt, indexAt, stride, track } from "./tracks.js";
@@ -200,7 +199,7 @@ function paintOdd(pen, box, x, kind, colour, colours) {
 
 /** The last value that is there, within the view. */
 function lastOf(rounds, values, high) {
-  for (let at = firstAt(rounds, high + 1e-9) - (rounds[firstAt(rounds, high)] === high ? 0 : 0); at >= 0; at -= 1) {
+  for (let at = Math.min(rounds.length - 1, firstAt(rounds, high)); at >= 0; at -= 1) {
     if (rounds[at] <= high && typeof values[at] === "number" && Number.isFinite(values[at])) return { round: rounds[at], value: values[at] };
   }
   return null;
@@ -212,7 +211,7 @@ function endLabels(state, box, scale, colours) {
     const last = lastOf(one.rounds, values, box.high);
     const y = last ? scale.of(last.value) : NaN;
     if (last && last.round >= box.low && Number.isFinite(y)) {
-      found.push({ name: one.name, y: Math.max(box.y0, Math.min(box.y1, y)), colour, href: one.href, faint });
+      found.push({ name: one.name, x: box.x(last.round), y: Math.max(box.y0, Math.min(box.y1, y)), colour, href: one.href, faint });
     }
   };
   for (const one of state.series) if (!one.faint || state.series.length <= 8) put(one, one.values, colourOf(one, colours), one.faint);
@@ -331,4 +330,3 @@ function csv(state) {
   }
   return rows;
 }
-void shape;

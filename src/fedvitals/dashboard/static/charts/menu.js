@@ -9,7 +9,7 @@ function entries(frame) {
   const found = [];
   if (frame.box) found.push(["Save as SVG", () => saveSvg(frame)], ["Save as PNG", () => savePng(frame)]);
   if (frame.chart.csv) found.push(["Save values as CSV", () => saveCsv(frame)]);
-  if (axis && !axis.whole) found.push(["Show all rounds", () => axis.reset()]);
+  if (axis && !axis.whole) found.push([axis.continuous ? "Show everything" : "Show all rounds", () => axis.reset()]);
   return found;
 }
 

@@ -87,11 +87,12 @@ export function svgPen(root) {
       const d = pieces.map((points) => pathOf(points, closed)).join("");
       if (d) put(s("path", { d, ...painted(style) }));
     },
-    text(x, y, text, { fill, size = SIZE, anchor = "start", weight, turn, room } = {}) {
+    text(x, y, text, { fill, size = SIZE, anchor = "start", weight, turn, room, halo } = {}) {
       const said = room === undefined ? String(text) : fitted(text, room, size, weight);
       const node = s("text", {
         x: round(x), y: round(y), fill, "font-size": size, "font-weight": weight,
         "text-anchor": anchor === "start" ? null : anchor, "font-family": FONT,
+        stroke: halo, "stroke-width": halo ? 3 : null, "stroke-linejoin": halo ? "round" : null, "paint-order": halo ? "stroke" : null,
         transform: turn ? `rotate(${turn} ${round(x)} ${round(y)})` : null,
       });
       node.textContent = said.replace(UNWRITABLE, "\ufffd");
@@ -159,7 +160,7 @@ export function canvasPen(context) {
           if (closed) context.closePath();
         }
       }),
-    text(x, y, text, { fill, size = SIZE, anchor = "start", weight = 400, turn, room } = {}) {
+    text(x, y, text, { fill, size = SIZE, anchor = "start", weight = 400, turn, room, halo } = {}) {
       const said = room === undefined ? String(text) : fitted(text, room, size, weight);
       context.save();
       context.font = `${weight} ${size}px ${FONT}`;
@@ -167,6 +168,10 @@ export function canvasPen(context) {
       context.textAlign = anchor === "middle" ? "center" : anchor;
       context.translate(x, y);
       if (turn) context.rotate((turn * Math.PI) / 180);
+      if (halo) {
+        Object.assign(context, { strokeStyle: halo, lineWidth: 3, lineJoin: "round" });
+        context.strokeText(said, 0, 0);
+      }
       context.fillText(said, 0, 0);
       context.restore();
     },

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What charts on the shared axis have in common: where a round stands, its ticks, flags, crosshair, brush and keys.
 
-import { severityColour, severityRank, SHAPES, theme } from "../colour.js";
+import { severityColour, severityFill, severityRank, SHAPES, theme } from "../colour.js";
 import { exact, number, seconds } from "../format.js";
 import { Axis } from "./axis.js";
-import { shape } from "./pen.js";
+import { fitted, shape, textWidth } from "./pen.js";
 import { niceTicks, roundTicks } from "./scales.js";
 
 const FOOT = 24; // pixels for the numbers of the axis
@@ -13,7 +13,9 @@ const NARROW = 560;
 /** Gutters are the same in all charts of a page, or the rounds would not stand under each other. */
 export function gutters(width, axis) {
   const narrow = width < NARROW;
-  return { left: narrow ? 52 : (axis.left ?? 84), right: narrow ? 12 : (axis.right ?? 92), narrow };
+  const names = Math.ceil(axis.names) + 14;
+  const left = narrow ? Math.max(52, Math.min(88, names)) : (axis.left ?? Math.max(84, Math.min(176, width * 0.2, names)));
+  return { left, right: narrow ? 12 : (axis.right ?? 92), narrow };
 }
 
 /** Where things stand: x(round) is the middle of its column, at(x) the round under a pixel. */
@@ -33,12 +35,21 @@ export function roundBox(width, height, axis, { top = 10, bottom = FOOT } = {}) 
 
 function tickText(axis, value, labels) {
   if (labels) return labels[value] ?? "";
-  return axis.continuous ? seconds(value) : number(value);
+  return axis.continuous ? inOneUnit(value, axis.view[1]) : number(value);
+}
+
+/** Seconds in the unit of the longest, so that the numbers of an axis can be compared. */
+function inOneUnit(value, most) {
+  if (!value) return "0";
+  if (most >= 120) return seconds(value);
+  const [factor, unit] = most >= 1 ? [1, "s"] : most >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  return `${number(value * factor)}\u202f${unit}`;
 }
 
 /** The line of rounds with its numbers, at the height y. */
-export function paintRounds(pen, box, axis, y, labels) {
+export function paintRounds(pen, box, axis, y, whole) {
   const colours = theme();
+  const labels = whole ? distinct(whole) : null;
   pen.line(box.x0, y, box.x1, y, { stroke: colours.line });
   const room = labels ? 64 : 56;
   const ticks = axis.continuous ? niceTicks(box.low, box.high, (box.x1 - box.x0) / 90) : roundTicks([box.low, box.high], box.step, room);
@@ -48,6 +59,18 @@ export function paintRounds(pen, box, axis, y, labels) {
     pen.text(x, y + 15, tickText(axis, tick, labels), { fill: colours.ink2, anchor: "middle", room: labels ? Math.max(room, box.step) - 6 : undefined });
   }
   if (!labels && !box.narrow && !axis.continuous) pen.text(box.x0 - 8, y + 15, axis.label, { fill: colours.ink2, anchor: "end" });
+}
+
+/** Names without the beginning and the end that all of them share: of «features.3.conv.weight» the 3. */
+export function distinct(names) {
+  if (names.length < 2) return names;
+  const parts = names.map((name) => String(name).split(/(?<=[./_])|(?=[./_])/));
+  const least = Math.min(...parts.map((one) => one.length)) - 1;
+  const same = (at) => parts.every((one) => one.at(at) === parts[0].at(at));
+  let [head, tail] = [0, 0];
+  while (head < least && same(head)) head += 1;
+  while (tail < least - head && same(-1 - tail)) tail += 1;
+  return parts.map((one) => one.slice(head, one.length - tail).join("").replace(/^[./_]|[./_]$/g, ""));
 }
 
 /** Findings on the axis: a shape where each began, a bar as long as it lasted. */
@@ -62,7 +85,8 @@ export function paintFlags(pen, box, flags, y, rise) {
     if (flag.round < box.low) continue;
     if (rise !== undefined) pen.line(from, rise, from, y, { stroke: colour, dash: [1, 3], opacity: 0.8 });
     pen.link(flag.href, (inner) => {
-      shape(inner, flag.severity, from, y, 9, { fill: colour, stroke: theme().paper, width: 1.5 });
+      shape(inner, flag.severity, from, y, 13, { fill: theme().paper });
+      shape(inner, flag.severity, from, y, 9, { fill: severityFill(flag.severity), stroke: colour });
     });
   }
 }
@@ -75,8 +99,8 @@ export function paintCrosshair(pen, box, axis, { top = box.y0, bottom = box.y1, 
   const x = box.x(round);
   pen.line(x, top, x, bottom, { stroke: colours.ink2, opacity: 0.7 });
   if (!withNumber) return;
-  const text = tickText(axis, axis.continuous ? Number(round.toPrecision(4)) : round, labels);
-  const wide = Math.max(24, text.length * 6.6 + 10);
+  const text = fitted(tickText(axis, axis.continuous ? Number(round.toPrecision(4)) : round, labels), 220);
+  const wide = Math.max(24, textWidth(text) + 10);
   const centre = Math.max(wide / 2, Math.min(box.width - wide / 2, x));
   pen.rect(centre - wide / 2, bottom + 3, wide, 17, { fill: colours.ink });
   pen.text(centre, bottom + 15, text, { fill: colours.paper, anchor: "middle" });

@@ -3,17 +3,17 @@
 
 const ZERO_ROOM = 18; // pixels below a log axis where zero has its own level
 
-/** Round steps (1, 2, 5 × 10ⁿ) of which about `count` fit. */
-export function niceStep(span, count) {
-  const rough = span / Math.max(1, count);
-  const power = 10 ** Math.floor(Math.log10(rough));
+/** The round number (1, 2, 5 × 10ⁿ) nearest to a step; `atLeast` never gives a smaller one. */
+export function niceStep(rough, atLeast = false) {
+  const power = 10 ** Math.floor(Math.log10(rough) + 1e-9);
   const share = rough / power;
-  return (share <= 1 ? 1 : share <= 2 ? 2 : share <= 5 ? 5 : 10) * power;
+  const [one, two, five] = atLeast ? [1.0001, 2.0001, 5.0001] : [1.5, 3.2, 7];
+  return (share < one ? 1 : share < two ? 2 : share < five ? 5 : 10) * power;
 }
 
 export function niceTicks(low, high, count) {
   if (!(high > low)) return [low];
-  const step = niceStep(high - low, count);
+  const step = niceStep((high - low) / Math.max(1, count));
   const found = [];
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) {
     found.push(Number((at * step).toPrecision(12)));
@@ -49,12 +49,14 @@ export function log(low, high, bottom, top, { zero = false, count = 4 } = {}) {
 }
 
 function logTicks(low, high, count) {
-  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
-  const every = Math.max(1, Math.ceil((last - first) / Math.max(2, count)));
+  const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+  const decades = last - first + 1;
+  // With under three decades in sight, 2 and 5 are wanted as well, or the axis would bear one number.
+  const between = decades < 3 ? (count > 3 || decades < 2 ? [1, 2, 5] : [1, 3]) : [1];
+  const every = Math.max(1, Math.ceil(decades / Math.max(2, count)));
   const found = [];
-  // Within one or two decades 2 and 5 are wanted as well, or the axis would bear one number.
-  const between = last - first <= 2 ? [1, 2, 5] : [1];
-  for (let power = first; power <= last; power += every) {
+  for (let power = first - 1; power <= last; power += 1) {
+    if (between.length === 1 && (power - first) % every) continue;
     for (const factor of between) {
       const tick = Number((factor * 10 ** power).toPrecision(3));
       if (tick >= low * 0.999 && tick <= high * 1.001) found.push(tick);
@@ -65,7 +67,7 @@ function logTicks(low, high, count) {
 
 /** Rounds at which an axis is labelled: whole numbers, at least `room` pixels apart. */
 export function roundTicks([low, high], step, room = 56) {
-  const every = Math.max(1, Math.round(niceStep(Math.max(1, room / step), 1)));
+  const every = Math.max(1, Math.round(niceStep(Math.max(1, room / step), true)));
   const found = [];
   for (let at = Math.ceil(low / every) * every; at <= high; at += every) found.push(at);
   return found;

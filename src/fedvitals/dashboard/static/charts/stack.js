@@ -2,7 +2,7 @@
 // Where a quantity goes, round by round: one bar a round, stacked by part in the order given.
 
 import { partColour, theme } from "../colour.js";
-import { number, withUnit } from "../format.js";
+import { brief, number, withUnit } from "../format.js";
 import { createFrame } from "./frame.js";
 import { legend, paintEndLabels, roomFor } from "./labels.js";
 import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, paintRounds, roundBox } from "./rounds.js";
@@ -74,7 +74,7 @@ function paint(pen, box, state, options, axis, frame) {
   for (const tick of scale.ticks) {
     const y = scale.of(tick);
     if (tick) pen.line(box.x0, y, box.x1, y, { stroke: colours.line, opacity: 0.7 });
-    pen.text(box.x0 - 8, y + 4, withUnit(tick, options.unit), { fill: colours.ink2, anchor: "end", room: box.x0 - 10 });
+    pen.text(box.x0 - 8, y + 4, tick ? brief(tick, options.unit) : "0", { fill: colours.ink2, anchor: "end", room: box.x0 - 10 });
   }
   const gap = box.step >= 4 ? 1 : 0;
   const width = Math.max(1, box.step - gap);

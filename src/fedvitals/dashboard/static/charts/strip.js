@@ -13,9 +13,8 @@ export function colourStrip(node, scale, { unit, smallest, largest } = {}) {
   const key = [scale.kind, low, high, under, over, unit, theme().dark].join(" ");
   if (node.stripKey === key) return;
   node.stripKey = key;
-  const middle = scale.signed ? h("span", { text: "0" }) : null;
   fill(node, h("span", { class: "chart-strip" },
-    h("span", { text: under + number(low) }), strip(scale.kind), middle, h("span", { text: over + withUnit(high, unit) }),
+    h("span", { text: under + number(low) }), strip(scale.kind), h("span", { text: over + withUnit(high, unit) }),
     scale.log ? h("span", { text: "log" }) : null));
 }
 

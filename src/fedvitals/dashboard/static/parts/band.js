@@ -2,7 +2,9 @@
 // A band of the overview: its name at the left, its pictures on the page's axis, and what they share.
 
 import { of } from "../api.js";
+import { seriesColour } from "../colour.js";
 import { fill, h } from "../dom.js";
+import { runLink } from "../params.js";
 import { empty } from "./states.js";
 
 export const POINTS = 1000; // of a line; rounds beyond that share buckets
@@ -67,6 +69,11 @@ export function lineOf(one, more) {
     ...(joined ? { low: one.low, high: one.high } : {}),
     ...more,
   };
+}
+
+/** The lines of single clients, in colours that no other line of the page has. */
+export function clientLines(run, found, lines) {
+  return found.map((one) => lineOf(one, { href: runLink(run, "clients", one.node), colour: seriesColour(1 + lines.indexOf(one.node)) }));
 }
 
 /** A select that keeps a choice in the address. */

@@ -33,8 +33,7 @@ export function clientBand(ctx, axis) {
   }));
 
   function draw(grid, now, wanted, order) {
-    const known = now.signs.find((one) => one.name === wanted);
-    chart.with({ title: sentence(known, wanted), unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
+    chart.with({ title: wanted, unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
       grid: decodeGrid(grid),
       flags: now.flags,
       marks: now.cases.filter((one) => one.node && !one.muted && one.since !== null)
@@ -82,7 +81,7 @@ export function clientBand(ctx, axis) {
 /** A sign in the catalogue's words; where those lean on the line above in the catalogue, its name. */
 function sentence(known, name) {
   if (!known?.meaning || known.meaning.startsWith("The same")) return name;
-  return known.meaning.split(/[;:.]/)[0];
+  return known.meaning.split(/[;:.]/)[0].replace(/[*`]/g, ""); // the catalogue is written in Markdown
 }
 
 function option(one) {

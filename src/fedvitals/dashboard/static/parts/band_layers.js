@@ -6,7 +6,7 @@ import { heatMap } from "../charts/heatmap.js";
 import { lineChart } from "../charts/lines.js";
 import { h } from "../dom.js";
 import { go, link, runLink } from "../params.js";
-import { ask, bandFrame, chooser, closer, COLUMNS, lineOf, POINTS, remade, shownOf } from "./band.js";
+import { ask, bandFrame, chooser, clientLines, closer, COLUMNS, POINTS, remade, shownOf } from "./band.js";
 import { empty } from "./states.js";
 
 const FIRST = ["gradient", "update", "weight", "activation"]; // families, in the order in which one would look
@@ -32,7 +32,7 @@ export function layerBand(ctx, axis) {
     rowHref: (row) => link(runLink(ctx.run, "layers"), { layer: row, family: ctx.params.get("family") }),
   }));
   const gsc = lineChart(scale, {
-    title: "gradient scale coefficient", unit: "1", axis, height: 140, scale: "log0",
+    title: "gradient scale coefficient", unit: "1", axis, height: 132, scale: "log0",
     onRound: (round) => go(runLink(ctx.run, "rounds", round)),
   });
 
@@ -83,7 +83,7 @@ export function layerBand(ctx, axis) {
         if (cohort) {
           gsc.update({
             bands: cohort.rounds.length ? [{ ...cohort, name: "clients" }] : [],
-            series: own.map((one) => lineOf(one, { href: runLink(ctx.run, "clients", one.node) })),
+            series: clientLines(ctx.run, own, now.lines),
             flags: now.flags,
             note: ["GSC, log axis, zero below it", shownOf(cohort.rounds.length, cohort.total)].filter(Boolean).join("; "),
           });

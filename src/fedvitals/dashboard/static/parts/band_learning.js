@@ -5,14 +5,14 @@ import { lineChart } from "../charts/lines.js";
 import { h } from "../dom.js";
 import { number } from "../format.js";
 import { go, runLink } from "../params.js";
-import { ask, bandFrame, closer, lineOf, POINTS, remade, shownOf } from "./band.js";
+import { ask, bandFrame, clientLines, closer, lineOf, POINTS, remade, shownOf } from "./band.js";
 
 export function learningBand(ctx, axis) {
   const [above, below] = [h("div", {}), h("div", {})];
   const frame = bandFrame("learning", "how well, and how alike", null, above, below);
   const onRound = (round) => go(runLink(ctx.run, "rounds", round));
-  const accuracy = lineChart(above, { title: "accuracy", unit: "share", axis, height: 132, onRound });
-  const loss = remade(below, (host, how) => lineChart(host, { ...how, axis, height: 172, onRound }));
+  const accuracy = lineChart(above, { title: "accuracy", unit: "share", axis, height: 128, onRound });
+  const loss = remade(below, (host, how) => lineChart(host, { ...how, axis, height: 152, onRound }));
   let outcome = { accuracy: null, loss: null };
   let shared = null;
   let cohort = null;
@@ -27,7 +27,7 @@ export function learningBand(ctx, axis) {
     const global = outcome.loss.total && outcome.loss.of !== "median client" ? [lineOf(outcome.loss, { name: "global model" })] : [];
     const name = shared.learning ?? "loss";
     const unit = shared.signs.find((sign) => sign.name === name)?.unit ?? outcome.loss.unit;
-    const rest = own.map((line) => lineOf(line, { href: runLink(ctx.run, "clients", line.node) }));
+    const rest = clientLines(ctx.run, own, shared.lines);
     below.hidden = !global.length && !shared.learning;
     loss.with({ title: name, unit }).update({
       series: [...(unit === outcome.loss.unit ? global : []), ...rest],

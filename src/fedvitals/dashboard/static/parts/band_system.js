@@ -11,8 +11,8 @@ export function systemBand(ctx, axis) {
   const [above, below] = [h("div", {}), h("div", {})];
   const frame = bandFrame("system", "time and bytes", null, above, below);
   const onRound = (round) => go(runLink(ctx.run, "rounds", round));
-  const time = stackChart(above, { title: "round time by phase", unit: "seconds", axis, height: 150, onRound });
-  const bytes = lineChart(below, { title: "bytes of all clients", unit: "bytes", axis, height: 110, onRound });
+  const time = stackChart(above, { title: "round time by phase", unit: "seconds", axis, height: 128, onRound });
+  const bytes = lineChart(below, { title: "bytes of all clients", unit: "bytes", axis, height: 92, onRound });
 
   return {
     node: frame.node,

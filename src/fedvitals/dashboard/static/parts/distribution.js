@@ -2,8 +2,7 @@
 // How the values of one layer's gradient were spread, round by round: ridges where the shape is known.
 
 import { of } from "../api.js";
-import { lineChart } from "../charts/lines.js";
-import { ridgelines } from "../charts/ridges.js";
+import { lineChart, ridgelines } from "../charts/index.js";
 import { fill, h } from "../dom.js";
 import { percent } from "../format.js";
 import { chooser } from "./band.js";
@@ -38,12 +37,10 @@ export function distributionPanel(ctx) {
       if (found.layers) layer.show([["", found.layers.map((name) => [name, name])]], found.layer);
       if (found.measured) {
         shapes.update({
-          ridges: found.ridges.map((one) => ({
-            name: `round ${one.round}${one.zeros ? `, ${percent(one.zeros)} zeros` : ""}`, xs: found.bins, heights: one.heights,
-          })),
-          xLabel: "value, by powers of two",
-          labels: found.labels,
-          note: [`${found.layer}. ${found.note}`, found.ridges.length < found.rounds ? `${found.ridges.length} of ${found.rounds} rounds` : ""].filter(Boolean).join(" "),
+          ridges: found.ridges.map((one) => ({ name: `round ${one.round}`, xs: found.bins, heights: one.heights })),
+          ticks: found.bins.map((x, i) => ({ x, text: found.labels[i] })),
+          xLabel: "value",
+          note: [`${found.layer}. ${found.note}`, zeros(found.ridges), found.ridges.length < found.rounds ? `${found.ridges.length} of ${found.rounds} rounds.` : ""].filter(Boolean).join(" "),
         });
       }
       if (found.spread) {
@@ -64,4 +61,9 @@ export function distributionPanel(ctx) {
       lines.destroy();
     },
   };
+}
+
+function zeros(ridges) {
+  const last = ridges.at(-1);
+  return last?.zeros > 0.001 ? `${percent(last.zeros)} are exactly 0 in round ${last.round}.` : "";
 }

@@ -36,7 +36,7 @@ export function rowTable(columns, { key = (row) => row.node ?? row.name, label, 
       none.hidden = Boolean(rows.length);
       fill(none, !rows.length && nothing && empty(nothing));
       keyed(body, rows, key, () => h("tr", {}), (tr, row) => {
-        fill(tr, now.map((one, i) => h(i ? "td" : "th", { class: one.num ? "num" : "name", scope: i ? null : "row" }, one.cell(row))));
+        fill(tr, now.map((one) => h("td", { class: one.num ? "num" : one.class ?? "name" }, one.cell(row))));
       });
     },
   };

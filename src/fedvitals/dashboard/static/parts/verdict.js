@@ -10,6 +10,7 @@ const STATES = {
   watch: ["WATCH", "▲", "warning"],
   healthy: ["HEALTHY", "✓", "ok"],
   warming: ["WARMING UP", "…", "muted"],
+  different: ["DIFFERENT", "◇", "note"],
   unjudged: ["NOT JUDGED", "?", "muted"],
 };
 

@@ -2,8 +2,7 @@
 // Clients: one vital sign of all of them over the rounds, and a row for each. The worst come first.
 
 import { decodeGrid, of } from "../api.js";
-import { Axis, bindAxis } from "../charts/axis.js";
-import { heatMap } from "../charts/heat.js";
+import { Axis, bindAxis, heatMap } from "../charts/index.js";
 import { fill, h } from "../dom.js";
 import { number } from "../format.js";
 import { go, link, runLink } from "../params.js";
@@ -13,7 +12,6 @@ import { empty } from "../parts/states.js";
 
 export const title = "Clients";
 const ROWS = 2000; // clients in the picture: the most that one answer holds
-const PREFERRED = ["loss", "fit.loss_before", "update.cosine_mean", "gradient.norm", "update.norm", "time.client"];
 const HEALTH = [["", "all"], ["ill", "with findings"], ["critical", "critical"], ["warning", "warning"], ["note", "note"], ["well", "well"], ["failed", "that failed"]];
 const SORTS = [["worst", "worst first"], ["value", "largest first"], ["name", "by name"]];
 
@@ -56,11 +54,6 @@ export function view(root, ctx) {
     timer = setTimeout(act, 150);
   }
 
-  const chosenSign = () => {
-    const told = ctx.status.metrics.map((one) => one.name);
-    const asked = params.get("sign");
-    return told.includes(asked) ? asked : PREFERRED.find((name) => told.includes(name)) ?? null;
-  };
   const chosenOrder = () => ({ sort: params.get("sort", "worst"), descending: params.get("descending") === "1" });
 
   async function load(signal) {
@@ -74,22 +67,24 @@ export function view(root, ctx) {
   let turn = 0;
   async function picture() {
     const mine = ++turn;
-    const wanted = chosenSign();
-    map.hidden = wanted === null;
-    if (wanted === null) return fill(trouble, empty("No client told a sign of its own.", "From privacy level 2 on they do."));
     const rows = params.get("rows", "worst");
     try {
-      const [grid, overview] = await Promise.all([
-        ask(ctx, "grid", { sign: wanted, sort: rows, rows: ROWS, columns: COLUMNS, ...closer(axis, COLUMNS) }, ctx.signal),
-        ctx.api.get(of(run, "overview"), {}, ctx.signal),
-      ]);
+      const overview = await ctx.api.get(of(run, "overview"), {}, ctx.signal);
+      const wanted = overview.signs.some((one) => one.name === params.get("sign")) ? params.get("sign") : overview.sign;
+      if (mine !== turn) return;
+      map.hidden = sign.node.hidden = order.node.hidden = wanted === null;
+      if (wanted === null) {
+        fill(trouble, empty("No client told a sign of its own.", "From privacy level 2 on they do."));
+        return;
+      }
+      const grid = await ask(ctx, "grid", { sign: wanted, sort: rows, rows: ROWS, columns: COLUMNS, ...closer(axis, COLUMNS) }, ctx.signal);
       if (mine !== turn) return;
       fill(trouble, !grid.rows.length && empty("No client has a value of this sign.", "Choose another one."));
       map.hidden = !grid.rows.length;
       sign.show(groupsOf(overview.signs), wanted);
       if (!grid.rows.length) return;
       const known = overview.signs.find((one) => one.name === wanted);
-      chart.with({ title: known?.meaning.split(/[;:.]/)[0] || wanted, unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
+      chart.with({ title: known?.meaning.replaceAll("*", "").split(/[;:.]/)[0] || wanted, unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
         grid: decodeGrid(grid),
         flags: [],
         marks: overview.cases.filter((one) => one.node && !one.muted && one.since !== null)

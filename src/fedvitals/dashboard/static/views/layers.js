@@ -2,9 +2,7 @@
 // Layers: where does the gradient die or explode? Through the depth, over the rounds, and as the paper draws it.
 
 import { decodeGrid, of } from "../api.js";
-import { Axis, bindAxis } from "../charts/axis.js";
-import { heatMap } from "../charts/heat.js";
-import { lineChart } from "../charts/lines.js";
+import { Axis, bindAxis, heatMap, lineChart } from "../charts/index.js";
 import { mapColour, onTheme, theme } from "../colour.js";
 import { fill, h } from "../dom.js";
 import { ask, chooser, closer, COLUMNS, lineOf, POINTS, remade, shownOf } from "../parts/band.js";
@@ -12,7 +10,6 @@ import { distributionPanel } from "../parts/distribution.js";
 import { empty } from "../parts/states.js";
 
 export const title = "Layers";
-const SCALES = { log: "log0", signed: "linear", share: "linear", count: "linear" };
 const NAMES = { "scale.gsc": "gradient scale coefficient", "scale.sensitivity": "sensitivity (Philipp’s numbering)", "nonlinearity.nlc": "nonlinearity coefficient" };
 
 export function view(root, ctx) {
@@ -27,7 +24,7 @@ export function view(root, ctx) {
   const [signed, size, deadUnits, scales] = [h("div", {}), h("div", {}), h("div", { class: "split" }), h("div", { class: "split" })];
   const shape = distributionPanel(ctx);
   root.append(
-    h("div", { class: "head" }, h("h1", { text: "Layers" }), h("span", { class: "muted", text: "where does the gradient die or explode?" })),
+    h("div", { class: "head asking" }, h("h1", { text: "Layers" }), h("span", { class: "muted", text: "where does the gradient die or explode?" })),
     headline,
     h("div", { class: "row controls" }, statistic.node, family.node, node.node, h("label", { class: "field-label" }, every, "biases and norms too")),
     h("div", { class: "split wide-split" }, depth, shape.node),
@@ -53,7 +50,9 @@ export function view(root, ctx) {
     const known = found.statistics.find((one) => one.name === found.statistic);
     const { layers, lines, rounds } = found.profile;
     const chosen = params.number("round");
-    profile.with({ title: `${found.family}: ${known.meaning.split(":")[0]} through the depth`, unit: "1", scale: SCALES[known.scale] }).update({
+    const zero = lines.some((one) => one.values.includes(0));
+    const scale = known.scale === "log" ? (zero ? "log0" : "log") : "linear";
+    profile.with({ title: `${found.family}: ${known.meaning.split(":")[0]} through the depth`, unit: "1", scale }).update({
       xs: { labels: layers },
       series: lines.map((one, i) => ({
         name: `round ${one.round}`, rounds: layers.map((_, at) => at), values: one.values,

@@ -4,6 +4,7 @@
 
 import { of } from "../api.js";
 import { Axis, bindAxis } from "../charts/axis.js";
+import { onTheme } from "../colour.js";
 import { fill, h } from "../dom.js";
 import { runLink } from "../params.js";
 import { clientBand } from "../parts/band_clients.js";
@@ -30,8 +31,9 @@ export function view(root, ctx) {
   const follow = h("button", { class: "button follow", hidden: true, on: { click: () => axis.reset() } });
   const none = h("div", {});
   root.append(h("div", { class: "page overview" },
-    h("div", { class: "overview-main" }, verdict.node, none, h("div", { class: "bands" }, bands.map((one) => one.node)), follow),
-    h("aside", { "aria-label": "Findings and suspects" }, findings.node, suspects.node)));
+    verdict.node,
+    h("aside", { "aria-label": "Findings and suspects" }, findings.node, suspects.node),
+    h("div", { class: "bands" }, none, bands.map((one) => one.node), follow)));
 
   function offerFollow() {
     const live = ctx.status.state === "running";
@@ -40,6 +42,7 @@ export function view(root, ctx) {
     follow.title = live ? "Show all rounds, and new ones as they come" : "Show all rounds";
   }
   const unlisten = axis.on((what) => what !== "hover" && offerFollow());
+  const untheme = onTheme(() => ctx.refresh?.()); // the colours of clients are given with the data
 
   return {
     load(signal) {
@@ -63,6 +66,7 @@ export function view(root, ctx) {
     destroy() {
       unbind();
       unlisten();
+      untheme();
       for (const one of bands) one.destroy();
     },
   };
@@ -82,8 +86,9 @@ function flagsOf(run, overview) {
     }));
 }
 
-/** Whose own lines are drawn: whom the person chose, then the suspects, the most suspected first. */
+/** Whose own lines are drawn: the most suspected, and whom the person chose. Each keeps its colour in all charts. */
 function linesOf(overview, chosen) {
   const suspected = overview.suspects.filter((one) => one.severity !== "note").map((one) => one.node);
-  return [...new Set([...(chosen ? [chosen] : []), ...suspected])].slice(0, LINES);
+  const first = suspected.slice(0, chosen && !suspected.slice(0, LINES).includes(chosen) ? LINES - 1 : LINES);
+  return [...new Set([...first, ...(chosen ? [chosen] : [])])];
 }

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals report RUN`: the whole story of a run in one file; of several runs, their comparison."""
+
+from __future__ import annotations
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
+@click.option("-o", "--output", metavar="FILE", help="FILE.html (default: RUN-report.html here), FILE.pdf or FILE.md.")
+@click.option("--force", is_flag=True, help="Write over a file that is no report of ours.")
+@store_option
+@json_option
+def command(runs: tuple[str, ...], output: str | None, force: bool, store: str | None, as_json: bool) -> None:
+    """Write a run's report: verdict, findings with evidence, what to do next, learning, clients, layers, profile,
+    configuration, and what was not measured. Of several runs: the comparison.
+
+    RUN is a run's id, the beginning of one, or a name (its newest run). HTML is one file that needs nothing else; PDF
+    is printed by Chromium; Markdown has its pictures beside it, in FILE_files.
+    """
+    from pathlib import Path
+
+    from fedvitals.report.write import report
+    from fedvitals.store import open_reader
+    from fedvitals.views.units import size
+
+    with open_reader(store) as reader:
+        written = report(reader, runs, None if output is None else Path(output), force=force)
+    if as_json:
+        print_json("report", written)
+        return
+    beside = f" and {len(written.pictures)} pictures beside it" if written.pictures else ""
+    click.echo(f"{written.file}  {size(written.bytes)}{beside}")
+    for verdict in written.verdicts:
+        click.echo("".join(c if c.isprintable() else "?" for c in f"{verdict.state}: {verdict.headline}"))

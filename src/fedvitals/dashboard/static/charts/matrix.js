@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everyone against everyone: a square of cells, with lines between the groups that a clustering has put together.
+
+import { theme } from "../colour.js";
+import { exact, number } from "../format.js";
+import { NAN, paintCells, scaleFor } from "./cells.js";
+import { shortest32 } from "./download.js";
+import { createFrame } from "./frame.js";
+import { textWidth } from "./pen.js";
+import { extent } from "./scales.js";
+import { colourStrip } from "./strip.js";
+
+const LABEL = 10; // pixels of a cell from which every name fits
+
+/** Options: {title, colours, unit, onCell(row, column)}; data: {rows, columns, values, groups, low, high, note}. */
+export function matrix(host, options = {}) {
+  const state = { rows: [], columns: [], grid: null, groups: null, scale: null, row: -1, column: -1 };
+  const there = () => state.row >= 0 && state.column >= 0;
+  const value = () => shortest32(state.grid.values[state.row * state.columns.length + state.column]);
+  const pick = () => there() && options.onCell?.(state.rows[state.row], state.columns[state.column], { row: state.row, column: state.column });
+  const chart = {
+    height: (width) => side(state, width) * (state.rows.length / Math.max(1, state.columns.length)) + 8 + names(state.columns, width),
+    layout: (width) => {
+      const [left, across] = [names(state.rows, width), side(state, width)];
+      return { x0: left, x1: left + across, y0: 4, y1: 4 + across * (state.rows.length / state.columns.length), cell: across / state.columns.length, below: names(state.columns, width) };
+    },
+    heavy: () => true,
+    blank: () => (state.rows.length && state.columns.length ? null : "There is nothing to compare yet."),
+    paint: (pen, box) => paint(pen, box, state, frame, options),
+    paintHover: (pen, box) => paintHover(pen, box, state),
+    move(x, y) {
+      const { x0, y0, cell } = frame.box;
+      state.column = inside(Math.floor((x - x0) / cell), state.columns.length);
+      state.row = inside(Math.floor((y - y0) / cell), state.rows.length);
+    },
+    leave: () => Object.assign(state, { row: -1, column: -1 }),
+    click: pick,
+    key: (event) => walk(event, state, pick, () => frame.say(`${state.rows[state.row]}, ${state.columns[state.column]}, ${number(value())}`)),
+    readout: () => (there() ? `${state.rows[state.row]} · ${state.columns[state.column]}  ${number(value())}` : ""),
+    tip: () => (there() ? { head: `${state.rows[state.row]} · ${state.columns[state.column]}`, rows: [{ name: options.unit || "value", value: exact(value()) }] } : null),
+    summary: () => `${options.title ?? "Matrix"}, ${number(state.rows.length)} by ${number(state.columns.length)}; values ${number(state.grid.smallest)} to ${number(state.grid.largest)}`,
+    csv: () => csv(state),
+    spot: () => ({ x: frame.box.x0 + (state.column + 1) * frame.box.cell, y: frame.box.y0 + (state.row + 1) * frame.box.cell }),
+  };
+  const frame = createFrame(host, "matrix", options, chart);
+  return {
+    frame,
+    update({ rows = [], columns = rows, values = new Float32Array(0), groups = null, low = null, high = null, note = "" } = {}) {
+      const state32 = Uint8Array.from(values, (one) => (Number.isFinite(one) ? 0 : NAN));
+      const [smallest, largest] = extent(values).map((one) => (Number.isFinite(one) ? one : 0));
+      const grid = { columns, values, state: state32, low: low ?? smallest, high: high ?? largest, smallest, largest };
+      Object.assign(state, { rows, columns, groups, grid, scale: scaleFor(grid, { colours: options.colours }), row: -1, column: -1 });
+      frame.setNote(note);
+      frame.redraw();
+    },
+    destroy: () => frame.destroy(),
+  };
+}
+
+const inside = (at, count) => (at >= 0 && at < count ? at : -1);
+
+/** Pixels for the names of the rows, or of the columns below. */
+function names(list, width) {
+  const longest = list.slice(0, 400).reduce((most, name) => Math.max(most, textWidth(name)), 0);
+  return Math.max(24, Math.min(width < 560 ? 64 : 120, longest + 12));
+}
+
+/** The length of the square's side: cells of at most 24 pixels, at least what the page gives. */
+function side(state, width) {
+  return Math.max(40, Math.min(width - names(state.rows, width) - 8, 640, state.columns.length * 24));
+}
+
+function walk(event, state, pick, told) {
+  const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
+  if (step) {
+    state.row = Math.max(0, Math.min(state.rows.length - 1, state.row < 0 ? 0 : state.row + step[0]));
+    state.column = Math.max(0, Math.min(state.columns.length - 1, state.column < 0 ? 0 : state.column + step[1]));
+    told();
+    return true;
+  }
+  if (event.key === "Enter") pick();
+  else if (event.key === "Escape" && state.row >= 0) Object.assign(state, { row: -1, column: -1 });
+  else return false;
+  return true;
+}
+
+function paint(pen, box, state, frame, options) {
+  const colours = theme();
+  const image = paintCells(state.grid, state.scale, [0, state.rows.length], [0, state.columns.length]);
+  if (pen.context && box.cell < 1) {
+    // More cells than pixels: the mean of those under a pixel is what a similarity matrix is looked at for.
+    pen.context.imageSmoothingEnabled = true;
+    pen.context.imageSmoothingQuality = "high";
+    pen.context.drawImage(image, box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0);
+  } else {
+    pen.image(image, box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0);
+  }
+  paintGroups(pen, box, state, colours);
+  const every = Math.max(1, Math.ceil(LABEL / box.cell));
+  for (let row = 0; row < state.rows.length; row += every) {
+    pen.text(box.x0 - 6, box.y0 + (row + 0.5) * box.cell + 4, state.rows[row], { fill: colours.ink2, anchor: "end", room: box.x0 - 10 });
+  }
+  for (let column = 0; column < state.columns.length; column += every) {
+    const x = box.x0 + (column + 0.5) * box.cell + 4;
+    pen.text(x, box.y1 + 6, state.columns[column], { fill: colours.ink2, anchor: "end", turn: -90, room: box.below - 8 });
+  }
+  if (box.live) colourStrip(frame.dom.extra, state.scale, { unit: options.unit, smallest: state.grid.smallest, largest: state.grid.largest });
+}
+
+function paintGroups(pen, box, state, colours) {
+  if (!state.groups) return;
+  for (let at = 1; at < state.groups.length; at += 1) {
+    if (state.groups[at] === state.groups[at - 1]) continue;
+    const shift = at * box.cell;
+    pen.line(box.x0, box.y0 + shift, box.x1, box.y0 + shift, { stroke: colours.paper, width: 2 });
+    if (state.columns.length === state.rows.length) pen.line(box.x0 + shift, box.y0, box.x0 + shift, box.y1, { stroke: colours.paper, width: 2 });
+  }
+}
+
+function paintHover(pen, box, state) {
+  if (state.row < 0 || state.column < 0) return;
+  const colours = theme();
+  const [x, y] = [box.x0 + state.column * box.cell, box.y0 + state.row * box.cell];
+  const size = Math.max(3, box.cell);
+  pen.rect(box.x0, y, box.x1 - box.x0, size, { stroke: colours.ink, opacity: 0.35 });
+  pen.rect(x, box.y0, size, box.y1 - box.y0, { stroke: colours.ink, opacity: 0.35 });
+  pen.rect(x, y, size, size, { stroke: colours.paper, width: 3 });
+  pen.rect(x, y, size, size, { stroke: colours.ink, width: 1.5 });
+}
+
+function* csv(state) {
+  yield ["", ...state.columns];
+  const width = state.columns.length;
+  for (let row = 0; row < state.rows.length; row += 1) {
+    yield [state.rows[row], ...Array.from(state.grid.values.subarray?.(row * width, (row + 1) * width) ?? state.grid.values.slice(row * width, (row + 1) * width), shortest32)];
+  }
+}

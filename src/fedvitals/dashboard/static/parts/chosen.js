@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Several runs in one parameter of the address. Ids are people's own: each is escaped before a comma joins them.
+
+import { link } from "../params.js";
+
+export const MOST = 6; // side by side
+
+function unescaped(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // written by hand, with a percent sign of its own
+  }
+}
+
+export function chosenRuns(params, name = "runs") {
+  return [...new Set(params.list(name).map(unescaped))].slice(0, MOST);
+}
+
+export function joined(runs) {
+  return runs.length ? runs.map(encodeURIComponent).join(",") : null;
+}
+
+export function compareLink(runs, more) {
+  return link("/compare", { runs: joined(runs), ...more });
+}

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is known of one client beside its courses: what was found, what it told of its data, what happened to it.
+
+import { SHAPES } from "../colour.js";
+import { fill, h, keyed } from "../dom.js";
+import { exact, number, percent, when, withUnit } from "../format.js";
+import { runLink } from "../params.js";
+
+export function panel(name, ...children) {
+  return h("section", { class: "panel", "aria-label": name }, h("h2", { text: name }), children);
+}
+
+/** Its findings, worst first, each with where its evidence is. */
+export function caseList(run) {
+  const list = h("ul", { class: "client-cases" });
+  return {
+    node: list,
+    show(cases) {
+      keyed(list, cases, (one) => one.key, () => h("li", {}), (item, one) => {
+        const now = JSON.stringify(one);
+        if (item.dataset.now === now) return;
+        item.dataset.now = now;
+        const href = runLink(run, "findings", one.key);
+        item.className = one.still_there && !one.muted ? "" : "over";
+        fill(item,
+          h("p", {}, h("span", { class: `sev-${one.severity}` }, h("span", { "aria-hidden": "true", text: `${SHAPES[one.severity] ?? "·"} ` }), one.severity),
+            " ", h("a", { href, text: one.title }), one.layer && ` in ${one.layer}`,
+            h("span", { class: "muted", text: ` ${percent(one.confidence === null ? null : Math.round(one.confidence * 100) / 100)}, ${one.course}` }),
+            one.muted && h("span", { class: "muted", text: ", muted" }), one.acknowledged && h("span", { class: "muted", text: ", acknowledged" })),
+          h("p", { class: "muted small", text: one.message }),
+          h("p", { class: "small" }, h("a", { href, text: "evidence" }), " ", h("a", { href: `${href}#remedies`, text: "what to do" })));
+      });
+    },
+  };
+}
+
+/** The numbers that a finding rests on, beside what is usual. */
+export function numbersTable(numbers) {
+  if (!numbers.length) return null;
+  return h("table", { class: "data small" }, h("caption", { class: "unseen", text: "What the finding rests on" }),
+    h("thead", {}, h("tr", {}, ["sign", "value", "usual", "score"].map((text, i) => h("th", { scope: "col", class: i ? "num" : null, text })))),
+    h("tbody", {}, numbers.slice(0, 6).map((one) => h("tr", {},
+      h("td", { title: one.meaning }, one.title, one.compared_as && h("span", { class: "muted", text: ` (${one.compared_as})` })), ...["value", "usual", "score"].map((key) => h("td", { class: "num", text: number(one[key] ?? null) }))))));
+}
+
+export function factList(facts) {
+  return h("dl", { class: "facts-list" }, facts.map((one) => [
+    h("dt", { text: one.name, title: one.meaning }),
+    h("dd", { title: one.value === null ? null : exact(one.value) },
+      one.value === null ? h("span", { class: "sev-critical", text: "not finite" }) : one.unit === "share" ? percent(one.value) : withUnit(one.value, one.unit),
+      h("span", { class: "muted small", text: ` r${one.round}${one.median === null ? "" : `; median ${one.unit === "share" ? percent(one.median) : withUnit(one.median, one.unit)} of ${number(one.clients)}`}` })),
+  ]));
+}
+
+/** Its labels as bars, and the mean of the others as a tick on each. */
+export function labelBars(labels) {
+  const most = Math.max(...labels.map((one) => Math.max(one.share, one.others ?? 0)), 1e-9);
+  return h("table", { class: "label-bars" }, h("caption", { class: "small muted", text: "share of its samples by label; the tick is the mean of the other clients" }),
+    h("tbody", {}, labels.map((one) => {
+      const bar = h("span", { class: "label-bar" }, h("span", { class: "label-fill", style: { width: `${(100 * one.share) / most}%` } }),
+        one.others !== null && h("span", { class: "label-tick", style: { left: `${(100 * one.others) / most}%` } }));
+      return h("tr", { title: `${number(one.count)} samples, ${percent(one.share)}${one.others === null ? "" : `; others ${percent(one.others)}`}` },
+        h("th", { scope: "row", text: one.label }), h("td", { class: "label-cell" }, bar), h("td", { class: "num small", text: number(one.count) }));
+    })));
+}
+
+const LEVELS = { error: "sev-critical", critical: "sev-critical", warning: "sev-warning" };
+
+/** What happened to it; a traceback is text, and opens on demand. */
+export function eventList(run, events) {
+  return h("ul", { class: "event-list" }, events.map((one) => h("li", {},
+    h("span", { class: "muted small nowrap", text: one.at === null ? "" : when(one.at) }), " ",
+    one.round !== null && [h("a", { class: "small", href: runLink(run, "rounds", String(one.round)), text: `r${one.round}` }), " "],
+    h("span", { class: LEVELS[one.level] ?? "muted", text: one.level }), " ", h("span", { text: one.name }),
+    h("p", { class: "small event-words", text: one.message }),
+    one.traceback && h("details", { class: "small" }, h("summary", { text: `traceback${one.exception ? ` of ${one.exception}` : ""}` }),
+      h("pre", { class: "code", tabindex: "0", "aria-label": "Traceback", text: one.traceback })))));
+}

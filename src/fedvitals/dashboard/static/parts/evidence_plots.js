@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pictures behind a finding, on one axis: the suspect over its cohort, flags where it was seen, and how sure it was.
+
+import { lineChart } from "../charts/lines.js";
+import { h, keyed } from "../dom.js";
+import { unitName } from "../format.js";
+import { lineOf, remade, shownOf } from "./band.js";
+import { empty } from "./states.js";
+
+export function evidencePlots(axis, onRound) {
+  const hosts = h("div", { class: "stack" });
+  const sure = h("div", {});
+  const none = h("div", {}, empty("Nothing that was measured over the rounds stands behind it."));
+  const node = h("div", { class: "stack" }, none, hosts, sure);
+  const confidence = lineChart(sure, { title: "confidence", unit: "share", axis, height: 96, onRound });
+
+  return {
+    node,
+
+    show(found) {
+      const { plots, seen, confidences } = found.evidence;
+      const flags = seenFlags(found);
+      none.hidden = plots.length > 0;
+      keyed(hosts, plots, (plot) => plot.id,
+        () => {
+          const host = h("div", {});
+          const why = h("p", { class: "small muted" });
+          const place = h("div", {}, host, why);
+          place.chart = remade(host, (at, how) => lineChart(at, { ...how, axis, height: 220, onRound }));
+          place.why = why;
+          return place;
+        },
+        (place, plot) => {
+          place.why.textContent = [plot.why, plot.meaning].filter(Boolean).map((text) => text[0].toUpperCase() + text.slice(1)).join(". ");
+          place.chart.with({ title: plot.title, unit: unitName(plot.unit) === "" ? "" : plot.unit, scale: plot.scale }).update({
+            series: plot.lines.map((line) => lineOf(line, { name: line.of })),
+            bands: plot.band ? [{ ...plot.band, name: "peers" }] : [],
+            flags,
+            threshold: plot.threshold,
+            note: noteOf(plot),
+          });
+        });
+      sure.hidden = seen.length === 0;
+      confidence.update({ series: [{ name: "confidence", rounds: seen, values: confidences }], flags });
+    },
+
+    destroy() {
+      for (const place of hosts.children) place.chart.destroy();
+      confidence.destroy();
+    },
+  };
+}
+
+/** Neighbouring rounds in which it was seen are one flag. */
+function seenFlags(found) {
+  const { seen, since } = found.evidence;
+  const one = found.case;
+  const flags = [];
+  for (const round of seen) {
+    const last = flags.at(-1);
+    if (last && round === last.until + 1) last.until = round;
+    else flags.push({ round, until: round, severity: one.severity, label: `${one.title}: seen` });
+  }
+  if (since !== null && flags.length && since < flags[0].round) flags.unshift({ round: since, severity: "note", label: "began, as far as can be seen" });
+  return flags;
+}
+
+function noteOf(plot) {
+  const clients = plot.band ? `${Math.max(...plot.band.clients)} peers: p5–p95, median, extremes` : "";
+  const line = plot.lines[0];
+  return [clients, line && shownOf(line.rounds.length, line.total)].filter(Boolean).join("; ");
+}

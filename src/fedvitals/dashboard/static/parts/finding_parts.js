@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a finding's page says beside its pictures: numbers, certainty, suspects, actions, the error.
+
+import { h } from "../dom.js";
+import { exact, number, percent, when } from "../format.js";
+import { runLink } from "../params.js";
+import { sure } from "./finding_marks.js";
+
+export function numbersTable(rows) {
+  const cell = (value) => h("td", { class: "num", title: value === null ? null : exact(value), text: value === null ? "" : number(value) });
+  return h("table", { class: "data" },
+    h("thead", {}, h("tr", {}, ["what", "value", "usual", "of", "standard deviations"].map((text, i) => h("th", { scope: "col", class: i && i !== 3 ? "num" : "", text })))),
+    h("tbody", {}, rows.map((row) => h("tr", {},
+      h("th", { scope: "row", title: row.meaning }, row.title, row.title !== row.name && h("span", { class: "muted small", text: ` ${row.name}` }),
+        row.compared_as && h("span", { class: "muted small", text: `, compared as ${row.compared_as}` })),
+      cell(row.value), cell(row.usual), h("td", { class: "muted", text: row.usual === null ? "" : row.of }), cell(row.score)))));
+}
+
+export function trustBox(one, found) {
+  const { trust } = found;
+  return [
+    h("p", { class: "finding-sure" }, h("span", { class: "big", text: sure(one.confidence) }), h("span", { class: "muted", text: found.exact ? " sure, an exact test" : " sure" })),
+    h("p", { class: "small", text: trust.words }),
+    trust.false_alarms !== null && h("p", { class: "small muted", text: `Measured in the fault bank: ${number(trust.false_alarms)} false alarms of this kind per 100 healthy rounds (${number(trust.healthy_rounds)} rounds without any fault).` }),
+    trust.false_alarms === null && h("p", { class: "small muted", text: "How often it is a false alarm was not measured." }),
+    found.reference && h("p", { class: "small muted", text: `Reference: ${found.reference}` }),
+  ];
+}
+
+/** One bar for each suspect; the length is how strongly it is suspected. */
+export function suspectBars(run, suspects, severity) {
+  return h("ul", { class: "suspect-list" }, suspects.slice(0, 20).map((one) => {
+    const share = Math.max(0, Math.min(1, one.score ?? 0));
+    const bar = h("span", { class: `fill-${severity}` });
+    bar.style.width = `${100 * share}%`;
+    return h("li", {},
+      h("a", { class: "name", href: runLink(run, "clients", one.node), text: one.node }),
+      h("span", { class: "num", text: percent(Math.round(share * 100) / 100) }), h("span", {}),
+      h("span", { class: "bar", "aria-hidden": "true" }, bar), h("span", { class: "small muted reason", text: one.reason }));
+  }));
+}
+
+export function actionList(actions) {
+  if (!actions.length) return h("p", { class: "muted", text: "Nothing was proposed or done about it." });
+  return h("ul", { class: "plain-list" }, actions.map((one) => h("li", {},
+    h("span", { class: "tag", text: one.status }), ` ${one.kind.replaceAll("_", " ")}`, one.target !== null && [" ", h("b", { text: one.target })],
+    h("span", { class: "muted small", text: [one.round === null ? "" : ` round ${one.round}`, when(one.at)].filter(Boolean).join(", ") }),
+    one.arguments && h("div", { class: "small", text: one.arguments }),
+    one.why && h("div", { class: "small muted", text: one.why }))));
+}
+
+/** The error in its own words, and the traceback as far as privacy let it leave. */
+export function errorBox(error) {
+  return [
+    h("p", {}, h("span", { class: "muted", text: `${error.event}${error.round === null ? "" : `, round ${error.round}`}: ` }), h("span", { class: "finding-message", text: error.message })),
+    error.traceback.length
+      ? h("pre", { class: "code", tabindex: "0", "aria-label": "Traceback" }, h("code", { text: error.traceback.join("\n") }))
+      : h("p", { class: "small muted", text: "No traceback was kept: that needs Monitor(tracebacks=True) and privacy level 3." }),
+  ];
+}

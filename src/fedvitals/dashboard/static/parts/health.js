@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a run is, in a shape, a colour and a word; and how far it got. Never by colour alone.
+
+import { h } from "../dom.js";
+import { ago, number, when } from "../format.js";
+
+export const HEALTH = {
+  ill: ["▲", "sev-warning", "ill"],
+  watch: ["·", "sev-note", "watch"],
+  healthy: ["✓", "sev-ok", "healthy"],
+  warming: ["◌", "muted", "too early"],
+  unjudged: ["–", "muted", "not judged"],
+};
+const SILENT = 600; // seconds, as on the server
+
+export function healthMark(health, findings) {
+  const [shape, colour, word] = health === "ill" && findings?.critical ? ["■", "sev-critical", "ill"] : (HEALTH[health] ?? HEALTH.unjudged);
+  return h("span", { class: `health ${colour}` }, h("span", { class: "shape", "aria-hidden": "true", text: shape }), word);
+}
+
+/** «■ 1 ▲ 2 · 3», of what there is. */
+export function findingCounts(findings) {
+  const kinds = [["critical", "■"], ["warning", "▲"], ["note", "·"]].filter(([kind]) => findings[kind]);
+  if (!kinds.length) return [h("span", { class: "muted", text: "none" })];
+  return kinds.map(([kind, shape]) => h("span", { class: `sev-${kind} count`, title: `${findings[kind]} ${kind}` },
+    h("span", { class: "shape", "aria-hidden": "true", text: shape }), number(findings[kind]), h("span", { class: "unseen", text: ` ${kind} ` })));
+}
+
+/** What a run does now: a run falls silent without a word from the server, so the clock here counts too. */
+export function stateNow(run, now = Date.now() / 1000) {
+  if (run.finished !== null) return { state: "finished", text: "", title: `finished ${when(run.finished)}` };
+  const last = run.last_record ?? run.started;
+  if (run.state === "silent" || (!run.written && last !== null && now - last > SILENT)) {
+    return { state: "silent", text: `○ silent since ${last === null ? "its start" : ago(last, now).replace(" ago", "")}`, title: `no end, and no record since ${when(last)}` };
+  }
+  return { state: "running", text: "● live", title: last === null ? "no record yet" : `last record ${ago(last, now)}` };
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who behaves alike: the updates of a round as points, near where their directions are alike, and as a matrix.
+
+import { decodeGrid, of } from "../api.js";
+import { matrix, scatter } from "../charts/index.js";
+import { fill, h } from "../dom.js";
+import { number, percent } from "../format.js";
+import { go, link, runLink } from "../params.js";
+import { chooser, remade } from "../parts/band.js";
+import { nothing } from "../parts/states.js";
+
+export const title = "Map";
+const REACH = 0.6; // of the plane that every round shows: who is compared over rounds must not be moved by the scale
+const KEEP = `monitor = fv.Monitor("runs.db", privacy=3, probes="standard")`;
+
+export function view(root, ctx) {
+  const { run, params } = ctx;
+  let now = null;
+  const slider = h("input", {
+    type: "range", min: 0, max: 0, step: 1, class: "round-slider", "aria-label": "Round",
+    on: { input: () => show(now.rounds[slider.value]) },
+  });
+  const label = h("output", { class: "num round-said" });
+  const colour = chooser(ctx, "colour by", "colour");
+  const names = h("datalist", { id: "map-clients" });
+  const choose = h("input", {
+    class: "field client-field", type: "search", list: "map-clients", placeholder: "none", maxlength: 1000, autocomplete: "off",
+    on: { change: () => params.set({ client: choose.value.trim() || null }) },
+  });
+  const chosen = h("p", { class: "small map-chosen", role: "status" });
+  const [plane, square, none, body] = [h("div", {}), h("div", {}), h("div", {}), h("div", { class: "stack" })];
+  const pick = (name) => params.set({ client: params.get("client") === name ? null : name });
+  const points = remade(plane, (host, how) => scatter(host, { ...how, onPoint: (point) => pick(point?.name ?? point) }));
+  const alike = remade(square, (host, how) => matrix(host, {
+    ...how, colours: "signed", onCell: (row, column) => pick(params.get("client") === row ? column : row),
+  }));
+  body.append(
+    h("div", { class: "row map-controls" },
+      h("label", { class: "field-label round-pick" }, "round", slider, label),
+      colour.node, h("label", { class: "field-label" }, "trail of", choose, names)),
+    chosen, h("div", { class: "map-pair" }, plane, square));
+  root.append(h("div", { class: "head" }, h("h1", { text: "Who behaves alike" })), none, body);
+
+  function show(round) {
+    if (round !== undefined) params.set({ round: round === now.rounds.at(-1) ? null : round });
+  }
+  const step = (by, text) => Object.assign(() => {
+    if (!now?.rounds.length) return;
+    show(now.rounds[Math.max(0, Math.min(now.rounds.length - 1, now.rounds.indexOf(now.round) + by))]);
+  }, { label: text });
+
+  return {
+    load(signal) {
+      return ctx.api.get(of(run, "map"), { round: params.number("round"), node: params.get("client") }, signal);
+    },
+
+    show(data) {
+      now = data;
+      body.hidden = data.round === null;
+      fill(none, data.round === null && nothing("No sketches, hence no map.",
+        "The map is drawn from sketches of the clients’ updates: 256 numbers each. They are kept from the preset «standard» on, and leave a client " +
+        "from privacy level 3 on; a server that holds the updates itself makes them at every level.", null, KEEP));
+      if (data.round === null) return;
+      slider.max = data.rounds.length - 1;
+      slider.value = data.rounds.indexOf(data.round);
+      slider.setAttribute("aria-valuetext", `round ${data.round}`);
+      label.textContent = `${data.round} of ${data.rounds.at(-1)}`;
+      const groups = data.points.some((point) => point.group !== null);
+      const by = groups ? params.get("colour", "health") : "health";
+      colour.show([["", [["health", "health"], ["group", "group"]]]], by);
+      colour.node.hidden = !groups;
+      draw(data, by);
+      about(data);
+    },
+
+    keys: { ",": step(-1, "one round back"), ".": step(1, "one round on") },
+
+    destroy() {
+      points.destroy();
+      alike.destroy();
+    },
+  };
+
+  function draw(data, by) {
+    const mine = params.get("client");
+    points.with({ title: "updates by direction" }).update({
+      points: data.points.map((point) => ({
+        name: point.name, x: point.x, y: point.y, group: by === "group" ? point.group : null,
+        severity: by === "health" ? point.severity : null,
+      })),
+      trail: data.trail.length ? data.trail : null,
+      reach: { x: [-REACH, REACH], y: [-REACH, REACH] },
+      note: [
+        `the plane shows ${percent(data.shares[0] + data.shares[1])} of the spread`,
+        data.points.length < data.total ? `${number(data.points.length)} of ${number(data.total)} clients` : `${number(data.total)} clients`,
+        data.unusable ? `${number(data.unusable)} left out: zero or not finite` : "",
+      ].filter(Boolean).join("; "),
+    });
+    const shown = data.similarity;
+    const { values } = decodeGrid({ values: shown.values, state: "" });
+    const most = largest(values, shown.names.length);
+    alike.with({ title: "cosines of updates" }).update({
+      rows: shown.names, columns: shown.names, values, low: -most, high: most,
+      note: shown.names.length < shown.total
+        ? `${number(shown.names.length)} of ${number(shown.total)} clients: ${shown.chosen}; neighbours are alike`
+        : "neighbours are alike; ± 0.06",
+    });
+  }
+
+  function about(data) {
+    const mine = params.get("client");
+    if (document.activeElement !== choose) choose.value = mine ?? "";
+    const list = JSON.stringify(data.similarity.names);
+    if (names.dataset.of !== list) {
+      names.dataset.of = list;
+      names.replaceChildren(...data.points.slice(0, 1000).map((point) => h("option", { value: point.name })));
+    }
+    const there = data.points.find((point) => point.name === mine);
+    fill(chosen, mine === null
+      ? h("span", { class: "muted", text: "Points near each other train in the same direction. Choose one to see where it came from." })
+      : [h("a", { href: link(runLink(run, "clients", mine), { round: data.round }), text: mine }),
+        h("span", { class: "muted", text: there ? trailWords(data) : ` is not in round ${data.round}.` })]);
+  }
+}
+
+/** What nearly all cosines lie within, but for everybody's with itself: the ends of the colours. */
+function largest(values, count) {
+  const sizes = values.filter((_, at) => Math.floor(at / count) !== at % count).map(Math.abs).sort();
+  return sizes.length ? Math.max(0.1, sizes[Math.floor(0.98 * (sizes.length - 1))]) : 1;
+}
+
+function trailWords(data) {
+  const first = data.trail[0]?.round;
+  return data.trail.length > 1 ? `, and its way here since round ${first}.` : ", the first time that it sent an update.";
+}

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report on several runs: what changed, whether chance explains it, where they part, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedvitals import plot
+from fedvitals.plot.comparison import draw_comparison
+from fedvitals.report.findings_part import marked, verdict_card
+from fedvitals.report.markup import Block, Heading, Points, Table, Text, literal
+from fedvitals.report.pictures import Pictures
+from fedvitals.store.reader import Reader
+from fedvitals.views.compare import sides_of
+from fedvitals.views.compare_page import ComparePage, PageChange, PageRow, compare_page
+from fedvitals.views.units import number, with_unit
+from fedvitals.views.verdict import Verdict, verdict_of
+
+TROUBLES, SETTINGS = 40, 80
+LONGEST = 120  # characters of a setting
+
+
+def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple[list[Verdict], list[Block]]:
+    """The verdict on each side's newest run, and the comparison as blocks."""
+    page = compare_page(sides_of(reader, runs))
+    newest = [side.runs[0] for side in page.sides]
+    verdicts = [verdict_of(reader, run) for run in newest]
+    blocks: list[Block] = [
+        Heading(1, " against ".join(literal(f"{side.letter} {side.name}", 60) for side in page.sides)),
+        *(Text(literal(sentence), "lead" if place == 0 else "") for place, sentence in enumerate(page.words)),
+        Text(literal(page.chance), "quiet"),
+        _sides(page, verdicts),
+        Heading(2, "What changed"),
+        pictures.of(
+            "comparison",
+            "the runs' courses over the rounds: accuracy, loss, gradient scale, time, bytes",
+            lambda: draw_comparison(page),
+            "With repeats a line is their mean, its band reaches from the lowest to the highest.",
+        ),
+        pictures.of(
+            "gsc",
+            "gradient scale of all runs on one log axis",
+            lambda: plot.gsc(*((reader, run) for run in newest)),
+            "The paper's main use of the gradient scale: runs beside each other. 0 is a level of its own.",
+        ),
+        _rows(page),
+        *_troubles(page),
+        Heading(2, "Where they part"),
+        Points(tuple(literal(one.words) for one in page.partings)),
+        *_settings(page),
+        Heading(2, "Verdicts"),
+    ]
+    for side, verdict in zip(page.sides, verdicts, strict=True):
+        blocks += [Heading(3, literal(f"{side.letter} {side.name}", 80)), verdict_card(verdict)]
+    return verdicts, blocks
+
+
+def _sides(page: ComparePage, verdicts: Sequence[Verdict]) -> Table:
+    rows = tuple(
+        (side.letter, literal(side.name, 60), literal(side.runs[0]), str(len(side.runs)), str(side.rounds),
+         str(side.clients), verdict.state)
+        for side, verdict in zip(page.sides, verdicts, strict=True)
+    )  # fmt: skip
+    head = ("", "name", "newest run", "runs", "rounds", "clients", "verdict")
+    return Table("Runs", head, rows, numbers=frozenset({3, 4, 5}))
+
+
+def _rows(page: ComparePage) -> Table:
+    base = page.sides[0].letter
+    head = ["", "", base]
+    for side in page.sides[1:]:
+        head += [side.letter, f"from {base}"]
+    rows = []
+    for row in page.rows:
+        cells = [row.topic, literal(row.name), _value(row.values[0], row.unit)]
+        for value, change in zip(row.values[1:], row.changes, strict=True):
+            cells += [_value(value, row.unit), _change(change, row)]
+        rows.append(tuple(cells))
+    note = "± 95 % interval; **bold**: larger than chance explains."
+    return Table("Numbers", tuple(head), tuple(rows), note, frozenset(range(2, len(head))))
+
+
+def _value(value: float | None, unit: str) -> str:
+    if value is None and unit == "rounds":
+        return "never"
+    return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
+
+
+def _change(change: PageChange | None, row: PageRow) -> str:
+    """In points of a share, in percent, or by itself; with half of its interval where there is one."""
+    if change is None or change.difference is None:
+        return "–"
+    if not change.difference:
+        return "same"
+    factor, unit = 1.0, ""
+    if row.unit == "share":
+        factor, unit = 100.0, " points"
+    elif row.unit not in ("rounds", "cases") and change.relative is not None:
+        factor, unit = 100 * abs(change.relative / change.difference), " %"
+    said = f"{'+' if change.difference > 0 else ''}{number(factor * change.difference)}{unit}"
+    if change.low is not None and change.high is not None and change.low != change.high:
+        said += f" ± {number(factor * (change.high - change.low) / 2)}"
+    return f"**{said}**" if change.beyond_chance else said
+
+
+def _troubles(page: ComparePage) -> list[Block]:
+    blocks: list[Block] = [Heading(2, "Findings")]
+    blind = [side.letter for side in page.sides if not side.judged]
+    if blind:
+        blocks.append(Text(f"No detector looked at {', '.join(blind)}: `fedvitals check RUN` does so now."))
+    if not page.troubles:
+        return [*blocks, Text("None.")]
+    head = ("severity", "what", "where", *(side.letter for side in page.sides))
+    rows = tuple(
+        (marked(one.severity), literal(one.title), literal(one.place, 80),
+         *(f"{count} of {len(side.runs)}" if len(side.runs) > 1 else "✓" if count else "·"
+           for count, side in zip(one.runs, page.sides, strict=True)))
+        for one in page.troubles[:TROUBLES]
+    )  # fmt: skip
+    more = len(page.troubles) - TROUBLES
+    return [*blocks, Table("In how many runs of each", head, rows, f"and {more} more" if more > 0 else "")]
+
+
+def _settings(page: ComparePage) -> list[Block]:
+    differing = [one for one in page.settings if one.differs]
+    blocks: list[Block] = [Heading(2, "Why: settings that differ")]
+    if not differing:
+        return [*blocks, Text("No setting, seed or version differs: what differs lies outside of them.")]
+    head = ("setting", *(side.letter for side in page.sides))
+    rows = tuple(
+        (literal(one.name, 80), *("–" if value is None else literal(value, LONGEST) for value in one.values))
+        for one in differing[:SETTINGS]
+    )
+    more = len(differing) - SETTINGS
+    return [*blocks, Table("", head, rows, f"and {more} more" if more > 0 else "")]

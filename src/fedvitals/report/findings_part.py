@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the report: the verdict, what to do next, and every finding with its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedvitals.diagnosis.cases import Case
+from fedvitals.plot.finding_evidence import draw_evidence
+from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Points, Table, Text, literal
+from fedvitals.report.pictures import Pictures
+from fedvitals.store.reader import Reader
+from fedvitals.views.evidence import Evidence
+from fedvitals.views.findings import Asked, Brief, Findings, FullFinding, findings_page, full_finding
+from fedvitals.views.profile import Profile
+from fedvitals.views.troubles import case_key, cases_of
+from fedvitals.views.units import number, percent, seconds
+from fedvitals.views.verdict import Verdict
+
+FULL = 8  # cases with evidence and advice; the others are lines of a table
+LISTED = 60
+NOTE_PLOTS = 2
+ADVICE = 5  # cases whose first remedy stands among what to do
+SAVING = 0.05  # share of a round that a change must save to be worth naming
+MARKS = {"critical": "■", "warning": "▲", "note": "·"}
+STATES = {"ill": "Ill", "watch": "Watch", "healthy": "Healthy", "warming": "Too early to say", "unjudged": "Not judged"}
+
+
+def verdict_card(verdict: Verdict) -> Card:
+    blocks: list[Block] = [Text(f"{STATES[verdict.state]} · {literal(verdict.headline)}", "lead")]
+    if verdict.detail:
+        blocks.append(Text(literal(verdict.detail)))
+    return Card(f"verdict {verdict.state}", tuple(blocks))
+
+
+def what_next(found: Findings, full: Sequence[FullFinding], profile: Profile, run: str) -> list[Block]:
+    """What a person would do now, in order: about the open findings, then about time, then how to look closer."""
+    points: list[str] = []
+    open_ = [one for one in full if one.case.still_there and not one.case.muted]
+    urgent = [one for one in open_ if one.case.now != "note" and one.remedies][:ADVICE]
+    points += [f"**{literal(one.case.place)}** ({literal(one.case.title)}): {one.remedies[0]}" for one in urgent]
+    notes = [f"{literal(one.case.place)} ({percent(one.case.confidence)})" for one in open_ if one.case.now == "note"]
+    if notes:
+        points.append(f"Nothing yet about {', '.join(notes)}: only notes. Watch whether they come back.")
+    if found.verdict.state == "unjudged":
+        points.append("No detector looked at this run. The command below lets them look now.")
+    for remedy in [one for one in profile.remedies if one.share >= SAVING][:2]:
+        gain = f"{'up to ' if remedy.at_most else ''}{percent(remedy.share)}"
+        points.append(
+            f"**{literal(remedy.name)}**: a round would take {seconds(remedy.after)} instead of "
+            f"{seconds(remedy.before)} ({gain} less). {literal(remedy.costs)}"
+        )
+    if not points:
+        points.append("Nothing needs doing: no open finding, and no change would save much of a round's time.")
+    verb = "check" if found.verdict.state == "unjudged" else "findings"
+    return [
+        Heading(2, "What to do next"),
+        Points(tuple(points), numbered=len(points) > 1),
+        Code(
+            (
+                f"fedvitals {verb} {run}{' --all' if verb == 'findings' else ''}",
+                f"fedvitals profile {run}",
+                "fedvitals ui",
+            )
+        ),
+    ]
+
+
+def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Findings, list[FullFinding], list[Block]]:
+    """The findings as data, and as the section about them."""
+    found = findings_page(reader, run, Asked(limit=LISTED))
+    by_key = {case_key(case): case for case in cases_of(reader, run)}
+    rounds = reader.history(run).rounds()
+    chosen = found.cases[:FULL]
+    full = [full_finding(reader, run, one.key) for one in chosen]
+    blocks: list[Block] = [Heading(2, "Findings")]
+    if not found.total:
+        blocks.append(Text("None." if found.verdict.state != "unjudged" else "None, since no detector looked."))
+        return found, full, blocks
+    counts = found.counts
+    muted = f", {counts.muted} muted" if counts.muted else ""
+    blocks.append(Text(f"{counts.all} in all: {counts.open} open, {counts.past} over{muted}. Worst first."))
+    blocks += [_card(one, by_key[one.case.key], rounds, pictures) for one in full]
+    rest = [one for one in found.cases if one.key not in {case.case.key for case in full}]
+    if rest:
+        more = found.total - len(found.cases)
+        blocks.append(_list(rest, f"and {more} more: `fedvitals findings`" if more > 0 else ""))
+    return found, full, blocks
+
+
+def _list(rest: Sequence[Brief], note: str) -> Table:
+    rows = tuple(
+        (marked(one.severity), literal(one.title), literal(one.place), percent(one.confidence), literal(one.course))
+        for one in rest
+    )  # fmt: skip
+    return Table("The other findings", ("severity", "what", "where", "how sure", "when"), rows, note, frozenset({3}))
+
+
+def _card(one: FullFinding, case: Case, rounds: Sequence[int], pictures: Pictures) -> Card:
+    brief = one.case
+    state = " · muted" if brief.muted else " · acknowledged" if brief.acknowledged else ""
+    exact = ", an exact test" if one.exact else ""
+    name = f"finding-{pictures_name(brief.key)}"
+    blocks: list[Block] = [
+        Heading(3, f"{MARKS.get(brief.severity, '·')} {literal(brief.title)}: {literal(brief.place)}"),
+        Text(literal(brief.message)),
+        Facts(
+            (
+                ("issue", literal(brief.issue)),
+                ("severity", f"{literal(brief.severity)}{state}"),
+                ("when", literal(brief.course)),
+                ("how sure", f"{percent(brief.confidence)}{exact}"),
+            )
+        ),
+        pictures.of(
+            name,
+            f"{literal(brief.title)} of {literal(brief.place)}: its signs against its peers' over the rounds",
+            lambda: draw_evidence(_shown(one), case, rounds),
+            "Band: the clients, min–max and 5–95 %. Marks on top: rounds in which it was found.",
+        ),
+    ]
+    blocks += [table] if (table := _numbers(one)) is not None else []
+    if one.error is not None:
+        blocks.append(Code((one.error.message[:300], *one.error.traceback[-8:]), ""))
+    if one.suspects:
+        blocks.append(
+            Points(
+                tuple(f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in one.suspects[:5])
+            )
+        )
+    for title, sentences in (("Likely causes", one.causes), ("What to do", one.remedies)):
+        if sentences and brief.severity != "note":  # of a note, what would prove it wrong is advice enough
+            blocks += [Heading(4, title), Points(tuple(sentences), numbered=True)]
+    if one.refutation:
+        blocks += [Heading(4, "What would prove it wrong"), Text(one.refutation)]
+    if one.actions:
+        told = (f"{a.status}: {a.kind} {a.target or ''} (round {a.round}) {a.why}" for a in one.actions)
+        blocks += [Heading(4, "What was done"), Points(tuple(literal(text, 300) for text in told))]
+    if one.trust.words:
+        blocks.append(Text(literal(one.trust.words), "quiet"))
+    return Card(literal_class(brief.severity), tuple(blocks))
+
+
+def _shown(one: FullFinding) -> Evidence:
+    """Of a note, the two most telling courses."""
+    plots = one.evidence.plots
+    return one.evidence if one.case.severity != "note" else replace(one.evidence, plots=plots[:NOTE_PLOTS])
+
+
+def pictures_name(key: str) -> str:
+    """A name for files and ids, of a key that may hold anything."""
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in key)[:40].strip("-").lower() or "case"
+
+
+def marked(severity: str) -> str:
+    return f"{MARKS.get(severity, '·')} {literal(severity, 20)}"
+
+
+def literal_class(severity: str) -> str:
+    return severity if severity in MARKS else "note"
+
+
+def _numbers(one: FullFinding) -> Table | None:
+    if not one.numbers:
+        return None
+    rows = tuple(
+        (
+            literal(row.title or row.name, 80),
+            number(row.value),
+            "" if row.usual is None else number(row.usual),
+            "" if row.usual is None else literal(row.of, 40),
+            "" if row.score is None else number(row.score),
+            literal(row.compared_as, 40),
+        )
+        for row in one.numbers[:10]
+    )
+    head = ("rests on", "value", "usual", "of", "standard deviations", "compared as")
+    keep = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
+    return Table(
+        "",
+        tuple(head[i] for i in keep),
+        tuple(tuple(row[i] for i in keep) for row in rows),
+        numbers=frozenset(place for place, i in enumerate(keep) if i in (1, 2, 4)),
+    )

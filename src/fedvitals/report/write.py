@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report as a file: HTML with everything inside, Markdown with its pictures beside it, or PDF."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedvitals.errors import ConfigError
+from fedvitals.report.comparison import comparison
+from fedvitals.report.markup import Block, Card, Heading, Picture, markdown, page, words_of
+from fedvitals.report.pdf import pdf_of
+from fedvitals.report.pictures import Pictures
+from fedvitals.report.story import FOOT, story
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+from fedvitals.views.verdict import Verdict
+
+FORMATS = (".html", ".pdf", ".md")
+OURS = b"Written by fedvitals"  # stands in every report, and says that it may be written over
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    file: str
+    format: str
+    bytes: int
+    pictures: tuple[str, ...]  # files beside a Markdown page
+    runs: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, force: bool = False) -> Written:
+    """Writes the report on a run, or on the comparison of several; by default as RUN-report.html in this folder."""
+    ids = list(dict.fromkeys(queries.find_run(reader, run) for run in runs))
+    target = file if file is not None else Path(default_name(queries.get_run(reader, ids[0]).name, ids))
+    kind = target.suffix.lower()
+    if kind not in FORMATS:
+        raise ConfigError(f"A report is a file {', '.join(FORMATS)}, got '{target.name}'.")
+    check(target, force=force)
+    folder = f"{target.stem}_files"
+    verdicts, blocks = told(reader, ids, Pictures(folder))
+    beside: tuple[str, ...] = ()
+    if kind == ".md":
+        data = f"{markdown(blocks)}\n{FOOT.partition('. ')[0]}.\n".encode()
+        beside = tuple(_beside(target, blocks))
+    else:
+        html = html_of(blocks)
+        data = html.encode() if kind == ".html" else pdf_of(html)
+    target.write_bytes(data)
+    return Written(str(target), kind[1:], len(data), beside, tuple(ids), tuple(verdicts))
+
+
+def told(reader: Reader, ids: Sequence[str], pictures: Pictures) -> tuple[Sequence[Verdict], list[Block]]:
+    if len(ids) > 1:
+        return comparison(reader, ids, pictures)
+    verdict, blocks = story(reader, ids[0], pictures)
+    return [verdict], blocks
+
+
+def html_of(blocks: Sequence[Block]) -> str:
+    title = next((words_of(block.text) for block in blocks if isinstance(block, Heading)), "report")
+    return page(blocks, f"{title} · fedvitals", foot=FOOT)
+
+
+def default_name(name: str, ids: Sequence[str]) -> str:
+    """The run's name as a file's, whatever a host called it; of several runs, that of the first."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or ids[0]
+    return f"{plain}-{'comparison' if len(ids) > 1 else 'report'}.html"
+
+
+def check(target: Path, *, force: bool) -> None:
+    """A report may be written over a report; over anything else only when told so, and never over a store."""
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError(f"'{target}' cannot be written: {'it is a folder' if target.is_dir() else 'no such folder'}.")
+    if not target.exists() or force:
+        return
+    with target.open("rb") as old:
+        start = old.read(5)
+        old.seek(max(0, target.stat().st_size - 4096))
+        end = old.read()
+    if OURS not in end and start != b"%PDF-":
+        raise ConfigError(
+            f"'{target}' is there and no report of ours. Name another file, or write over it with --force."
+        )
+
+
+def _beside(target: Path, blocks: Sequence[Block]) -> Iterator[str]:
+    for picture in _pictures(blocks):
+        file = target.parent / picture.file
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(picture.svg, encoding="utf-8")
+        yield str(file)
+
+
+def _pictures(blocks: Sequence[Block]) -> Iterator[Picture]:
+    for block in blocks:
+        if isinstance(block, Picture):
+            yield block
+        elif isinstance(block, Card):
+            yield from _pictures(block.blocks)
