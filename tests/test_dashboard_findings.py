@@ -161,7 +161,8 @@ def test_one_finding_in_full(asking, store):
     assert [(a["kind"], a["status"], a["round"]) for a in found["actions"]] == [("quarantine", "applied", 8)]
     assert found["trust"]["words"].startswith("Calibrated")
     assert found["trust"]["false_alarms"] == pytest.approx(0.032)
-    plots = {plot["id"]: plot for plot in found["evidence"]["plots"]}
+    shown = asking.get(of("findings", keys(store)["LABEL_NOISE", "c7"], "evidence")).json()
+    plots = {plot["id"]: plot for plot in shown["plots"]}
     assert list(plots) == ["fit.loss_before", "update.norm", "evidence"]
     assert plots["fit.loss_before"]["lines"][0]["values"][-1] == pytest.approx(1.2)
     assert plots["fit.loss_before"]["band"]["max"][-1] < 0.4  # its peers, without itself
@@ -181,6 +182,7 @@ def test_what_is_not_there_is_told_in_the_one_shape(asking, store):
     key = keys(store)["LABEL_NOISE", "c7"]
     for method, path in (
         ("GET", of("findings", "NOTHING~~~")),
+        ("GET", of("findings", "NOTHING~~~", "evidence")),
         ("PUT", of("findings", "NOTHING~~~", "muted")),
         ("PUT", f"/api/runs/ill/findings/{key}/acknowledged"),  # a name may mean another run tomorrow
         ("DELETE", f"/api/runs/none/findings/{key}/muted"),
@@ -319,7 +321,7 @@ def test_one_finding_shows_what_it_rests_on(shown):
     page, url, store = shown
     ready(page, f"{url}/findings/{quote(keys(store)['LABEL_NOISE', 'c7'])}", "finding")
     assert page.locator("h1").inner_text() == "c7 sends updates like a client with wrong labels"
-    assert page.locator("#evidence .chart").count() == 4  # loss, norm, sum of evidence, confidence
+    expect(page.locator("#evidence .chart:visible")).to_have_count(4)  # loss, norm, sum of evidence, confidence
     numbers = page.locator("#numbers").inner_text()
     assert "9.5" in numbers
     assert "compared as log" in numbers
@@ -340,6 +342,7 @@ def test_a_hostile_finding_is_text_to_the_last_line(shown):
     page, url, store = shown
     for case, key in keys(store).items():
         ready(page, f"{url}/findings/{quote(key, safe='')}", "finding")
+        page.locator("#evidence .chart:visible").first.wait_for()
         assert page.locator("main img, main script").count() == 0, case
     ready(page, f"{url}/findings/{quote(keys(store)['CRASH', HOSTILE], safe='')}", "finding")
     assert HOSTILE in page.locator("#error pre").inner_text()

@@ -186,7 +186,7 @@ def test_ridges_where_the_shape_is_known(reader):
     found = distribution(reader, "deep", "head.weight")
     assert found.measured
     assert found.layer == "head.weight"
-    assert len(found.ridges) == 16
+    assert len(found.ridges) == 12
     assert len(found.bins) == len(found.labels) == len(found.ridges[0].heights)
     assert sum(found.ridges[0].heights) == pytest.approx(1.0)
     shares = dict(zip(found.labels, found.ridges[0].heights, strict=True))

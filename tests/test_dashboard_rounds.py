@@ -251,12 +251,12 @@ def test_many_clients_stand_together_and_the_ill_ones_alone(tmp_path):
     run.round({f"c{i}": (1.0, 1.0, 1.0) for i in range(300)})
     run.add(Finding(Where("many", 0, "c17"), run.at, "LABEL_NOISE", "critical", 0.9, "c17 is ill.", {"since": 0}))
     with open_reader(stored(tmp_path / "t.db", run)) as reader:
-        page = topology_page(reader, "many")
+        page = topology_page(reader, "many", most=200)
         assert page.joined
         assert {node.name: node.count for node in page.nodes} == {"server": 1, "c17": 1, "299 clients well": 299}
         assert sum(edge.bytes for edge in page.edges) == page.bytes == 600 * BYTES
         assert page.took_part == page.clients == 300
-        assert len(topology_page(reader, "many", most=2000).nodes) == 301
+        assert len(topology_page(reader, "many").nodes) == 301
 
 
 # -- routes -----------------------------------------------------------------------------------------------------------

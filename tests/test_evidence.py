@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from fedvitals import lab
@@ -117,7 +118,12 @@ def test_a_layer_is_shown_where_it_is(measured):
     first = evidence_of(reader, run, case).plots[0]
     assert (first.layer, first.id) == (layer, f"gradient/rms/{layer}")
     assert layer in first.title
-    assert first.lines[0].of == f"median client, {layer}"
+    every = reader.history(run).layers("gradient")
+    assert [line.of for line in first.lines] == [layer, every[0], every[-1]]  # and where the others stand
+    nodes = [node for node in reader.history(run).nodes() if node.startswith("c")]
+    _, told, values = reader.history(run).matrix("gradient", "rms", layer)
+    middle = np.median(values[-1, [told.index(node) for node in nodes]])
+    assert first.lines[0].values[-1] == pytest.approx(middle, rel=1e-6)
 
 
 def test_a_layer_that_is_not_there_is_no_error(measured):

@@ -13,13 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedvitals.records import Event, Metric, Where, is_client
-from fedvitals.store import open_reader, retention
+from fedvitals.records import Event, Metric, Transfer, Where, is_client
+from fedvitals.store import PostgresStore, open_reader, queries, retention
+from fedvitals.store.doctor import examine
 from fedvitals.store.sqlite import SqliteStore
+from fedvitals.trials.synthetic import Synthetic, records_of_round, write_run
 from fedvitals.views.cohort import buckets, matrix_of
 from fedvitals.views.courses import courses
 from fedvitals.views.grid import ABSENT, FAILED, MINUS, NAN, PLUS, VALUE, failures, make_grid
 from fedvitals.views.matrix import Matrices, metric_matrix, share
+from fedvitals.views.profile import profile_of
+from fedvitals.views.tally import bytes_sent
+from postgres_server import available, running
 from store_contract import RUN
 
 VALUES = st.floats(-1e6, 1e6, width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 1e300])
@@ -159,6 +164,75 @@ def test_threads_share_what_is_remembered(tmp_path):
         assert wrong == []
         with open_reader(path) as reader:
             check(kept.matrix(reader, "r-1", "loss"), expected(reader, "loss"))
+
+
+@pytest.mark.postgres
+@pytest.mark.thorough
+@available
+def test_postgresql_gives_the_same(tmp_path):
+    with running() as server:
+        url, kept = server.database(), Matrices()
+        told = [
+            (r, f"c{c}", "loss", [1.5, math.nan, math.inf, -math.inf][c % 4], 0, None)
+            for r in range(9)
+            for c in range(8)
+        ]
+        with PostgresStore(url) as store:
+            store.write([RUN, *records(told)])
+        with PostgresStore(url) as store, open_reader(url) as reader:
+            check(kept.matrix(reader, "r-1", "loss"), expected(reader, "loss"))
+            again = [
+                (8, "c3", "loss", 7.0, 1, None),
+                (8, "c2", "loss", 7.0, -1, None),
+                (9, "c20", "loss", 1.0, 0, None),
+            ]
+            store.write(records(again, len(told)))
+            check(kept.matrix(reader, "r-1", "loss"), expected(reader, "loss"))
+            check(metric_matrix(reader, "r-1", "loss"), expected(reader, "loss"))
+            assert queries.attendance(reader, "r-1") == {None: list(range(10))}
+            share(reader, kept)
+            assert bytes_sent(reader, "r-1") is None
+        retention.delete(url, ["r-1"])
+        with open_reader(url) as reader:
+            assert kept.matrix(reader, "r-1", "loss").nodes == ()
+
+
+def test_bytes_are_added_up_as_they_come(tmp_path):
+    where = Where("r-1", 1, "c1")
+    with SqliteStore(tmp_path / "runs.db") as store:
+        store.write([RUN])
+        with open_reader(tmp_path / "runs.db") as reader:
+            share(reader, Matrices())
+            assert bytes_sent(reader, "r-1") is None
+            for i in range(4):
+                store.write([Transfer(where, 1.0, "c1", "server", 10 + i, 40, None, "update", "m", i + 1)])
+                assert bytes_sent(reader, "r-1") == sum(10 + j for j in range(i + 1))
+                assert bytes_sent(reader, "r-2") is None
+    with open_reader(tmp_path / "runs.db") as reader:
+        assert bytes_sent(reader, "r-1") == 46
+
+
+@pytest.mark.parametrize("share_", [1.0, 0.5])
+def test_an_invented_run_looks_like_a_run(tmp_path, share_):
+    size = Synthetic(clients=20, rounds=12, layers=6, share=share_, every=4)
+    with SqliteStore(tmp_path / "runs.db") as store:
+        write_run(store, size)
+        store.write(records_of_round(size, 3))  # delivered again
+    with open_reader(tmp_path / "runs.db") as reader:
+        (run,) = queries.list_runs(reader)
+        assert (run.rounds, run.clients, run.lost) == (12, 20, 0)
+        assert run.finished is not None
+        assert 1 <= run.findings <= 5
+        matrix = metric_matrix(reader, size.run, "loss")
+        assert matrix.worst_first()[0] == 7 or share_ < 1
+        assert matrix.there.sum() >= 0.9 * share_ * matrix.there.size
+        rounds, layers, values = queries.whole_layers(reader, size.run, "gradient")
+        assert (len(rounds), len(layers), values.shape) == (12, 6, (12, 6, 9))
+        assert (queries.whole_layers(reader, size.run, "gradient.histogram")[2].sum(axis=2) > 4000).all()
+        assert len(queries.layer_round(reader, size.run, "gradient", 4).nodes) > 5
+        profile = profile_of(reader, size.run)
+        assert profile.verdict is not None
+        assert not [sign for sign in examine(tmp_path / "runs.db") if sign.state == "trouble"]
 
 
 CELLS = st.floats(-1e3, 1e3, width=32) | st.sampled_from([math.nan, math.inf, -math.inf])

@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 import charted
+from fedvitals.dashboard.app import create_app
 from fedvitals.errors import ConfigError
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader
@@ -83,6 +85,14 @@ def test_whoever_is_in_trouble_comes_first_then_who_is_furthest_from_the_others(
     assert client_grid(reader, charted.RUN, "update.norm", sort="value").rows[0] == "c5"
 
 
+def test_who_is_in_trouble_now_comes_before_who_was(tmp_path):
+    past = charted.finding("c0", number=1, severity="critical", confidence=1.0)
+    now = charted.finding("c2", number=15)
+    with open_reader(charted.written(tmp_path / "s.db", rounds=16, findings=[past, now])) as reader:
+        assert client_grid(reader, charted.RUN, "loss").rows[:2] == ("c2", "c0")
+        assert [line.node for line in overview(reader, charted.RUN).cases] == ["c2", "c0"]
+
+
 def test_a_cell_says_why_it_is_empty(reader):
     grid = client_grid(reader, charted.RUN, "loss", sort="name")
     state = np.frombuffer(base64.b64decode(grid.state), np.uint8).reshape(6, 10)
@@ -154,3 +164,22 @@ def test_a_sign_that_few_clients_tell_does_not_open_the_map():
     assert _for_learning(counts, ["loss", "update.norm"]) == "loss"  # a few tell how the others learn
     assert _for_learning({**counts, "loss": [0, 0, 0, 0, 1]}, ["loss", "update.norm"]) == "update.norm"
     assert _for_clients({}, []) is None
+
+
+def test_the_answers_over_http_are_bounded_and_not_sent_twice(tmp_path):
+    home, own = "http://127.0.0.1:8321", f"/api/runs/{charted.RUN}"
+    store = charted.written(tmp_path / "s.db", findings=[charted.finding()])
+    with TestClient(create_app(store), base_url=home) as client:
+        both = client.get(f"{own}/series", params={"names": ["loss"], "nodes": ["c3", "c0"]}).json()
+        assert [(one["node"], one["total"]) for one in both] == [("c3", 10), ("c0", 10)]
+        whole = client.get(f"{own}/series", params={"names": ["accuracy", "loss"], "from": 2, "to": 4}).json()
+        assert [one["of"] for one in whole] == ["federation", "median client"]
+        assert whole[0]["rounds"] == [2, 3, 4]
+        told = client.get(f"{own}/overview")
+        assert told.json()["verdict"]["node"] == "c3"
+        again = client.get(f"{own}/overview", headers={"If-None-Match": told.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        for asked in ("grid?sign=loss&rows=99999", "band", "series?names=loss&points=0", "layer-grid?family=nonsense"):
+            refused = client.get(f"{own}/{asked}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (422, "bad_request"), asked
+        assert client.get("/api/runs/nobody/overview").status_code == 404

@@ -16,12 +16,14 @@ from fedvitals.records import Run, Sketch, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.views.update_map import (
     MOST_SIMILAR,
-    Layout,
+    POOLED,
     Layouts,
     alike_in_order,
     cosines,
     directions,
     layout_of,
+    plane_of,
+    pooled_rounds,
     rounds_with_sketches,
     similarity,
     update_map,
@@ -91,18 +93,43 @@ def test_few_clients_are_no_error(clients: int) -> None:
     assert np.isfinite(layout.points).all()
 
 
-def test_a_round_is_turned_to_the_one_before() -> None:
+def test_a_rounds_own_plane_is_turned_to_the_runs() -> None:
     """Nearly the same updates: every point stays where it was, though components may flip or change places."""
     rng = np.random.default_rng(1)
     flat = {f"c{i}": np.r_[1.0, rng.normal(size=2), np.zeros(29)] for i in range(20)}
     before = layout_of(flat)
     for _ in range(10):
         noisy = {name: vector + 0.01 * rng.normal(size=32) for name, vector in flat.items()}
-        assert np.abs(layout_of(noisy, before).points - before.points).max() < 0.1
-    # Against axes that were turned, it follows them.
+        assert np.abs(layout_of(noisy, before.axes).points - before.points).max() < 0.1
     turn = np.array([[0.0, 1.0], [-1.0, 0.0]])
-    turned = Layout(before.names, before.points @ turn, before.axes @ turn, before.shares, 0)
-    np.testing.assert_allclose(layout_of(flat, turned).points, before.points @ turn, atol=1e-9)
+    np.testing.assert_allclose(layout_of(flat, before.axes @ turn).points, before.points @ turn, atol=1e-9)
+
+
+def test_in_the_runs_plane_points_move_only_as_updates_do() -> None:
+    first, second = cohort(20, seed=1), cohort(20, seed=1)
+    second["c7"] = -second["c7"]
+    plane = plane_of([directions(first)[1], directions(second)[1]])
+    before, after = layout_of(first, plane, "run"), layout_of(second, plane, "run")
+    moved = np.linalg.norm(after.points - before.points, axis=1)
+    assert int(np.argmax(moved)) == 7
+    assert moved[7] > 5 * np.median(moved)
+
+
+@given(st.integers(0, 1000))
+def test_the_plane_of_one_round_is_its_own(seed: int) -> None:
+    vectors = cohort(12, 16, seed)
+    own = layout_of(vectors)
+    shared = layout_of(vectors, plane_of([directions(vectors)[1]]), "run")
+    np.testing.assert_allclose(distances(shared.points), distances(own.points), atol=1e-7)
+    np.testing.assert_allclose(sorted(shared.shares), sorted(own.shares), atol=1e-7)
+
+
+def test_of_many_rounds_some_make_the_plane_and_stay_as_the_run_grows() -> None:
+    assert pooled_rounds(range(5)) == range(5)
+    for length in range(1, 400):
+        now, later = pooled_rounds(range(length)), pooled_rounds(range(length + 1))
+        assert len(now) <= POOLED
+        assert set(now) <= set(later) or len(later) <= len(now) // 2 + 1
 
 
 def test_the_order_puts_groups_together() -> None:

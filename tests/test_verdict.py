@@ -43,6 +43,11 @@ def test_the_sentence_says_who_what_since_when_and_how_sure():
         ({"since": 9}, "c7 sends updates like a client with wrong labels, since round 9 (96 %)"),
         ({"confidence": 0.71}, "c7 sends updates like a client with wrong labels, since round 5 (71 %)"),
         ({"confidence": 0.999}, "c7 sends updates like a client with wrong labels, since round 5 (over 99 %)"),
+        ({"confidence": 1.0}, "c7 sends updates like a client with wrong labels, since round 5 (over 99 %)"),
+        (
+            {"issue": "NAN_UPDATE", "confidence": 1.0},
+            "c7 sends updates that are NaN or infinite, since round 5 (100 %)",
+        ),
         ({"issue": "FROZEN_LAYER", "layer": "0.weight"}, "c7 does not train layer 0.weight, since round 5 (96 %)"),
         (
             {"issue": "EXPLODING_GRADIENT", "node": None, "layer": "3.bias"},

@@ -3,12 +3,13 @@
 
 import { h } from "/static/dom.js";
 import { Axis, bars, heatMap, lineChart, matrix, ridgelines, scatter, sparkline, stackChart, topologyPicture, waterfall } from "/static/charts/index.js";
+import * as asked from "/asked.js";
 import { band, cloud, dice, federation, flags, grid, HOSTILE, ill, lanes, likeness, losses, phases, shapes, upTo } from "/invented.js";
 
 const only = new URLSearchParams(location.search).get("only");
 const main = document.getElementById("main");
 const charts = {};
-window.gallery = { charts, clicked: [], Axis };
+window.gallery = { charts, clicked: [], asked };
 
 const clicked = (...what) => window.gallery.clicked.push(what);
 

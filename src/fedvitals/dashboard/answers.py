@@ -63,6 +63,7 @@ def answer(request: Request, run: str | None, work: Callable[..., Any], also: st
     shelf.look()
     with shelf.reader() as reader:
         found = None if run is None else _find(reader, run)
+        shelf.warming.asked(found)
         version = shelf.version(found) + also
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
         if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
@@ -74,6 +75,7 @@ def answer(request: Request, run: str | None, work: Callable[..., Any], also: st
             body = encode(work(reader) if found is None else work(reader, found))
             if time.perf_counter() - began > WORTH_REMEMBERING:
                 shelf.remember(asked, version, body)
+    shelf.warming.asked(found)
     return Response(body, media_type="application/json", headers=headers)
 
 

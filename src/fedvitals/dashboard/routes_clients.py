@@ -20,7 +20,7 @@ from fedvitals.views.client_layers import ClientLayers, client_layers
 from fedvitals.views.client_signs import ClientSign, client_signs
 from fedvitals.views.client_times import ClientTimes, client_times
 from fedvitals.views.clients import ClientsPage, Rosters, clients_page, severities
-from fedvitals.views.update_map import Layouts, UpdateMap, update_map
+from fedvitals.views.update_map import Kind, Layouts, UpdateMap, update_map
 
 router = APIRouter(tags=["clients"])
 Node = Annotated[str, Query(min_length=1, max_length=1000, description="Name of a client.")]
@@ -106,6 +106,7 @@ def map_of_updates(
     run: RunPath,
     round: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="None: the newest.")] = None,  # noqa: A002
     node: Annotated[str | None, Query(max_length=1000, description="Whose trail is told.")] = None,
+    plane: Annotated[Kind, Query(description="That all rounds share, or the round's own.")] = "run",
 ) -> Response:
     """The updates of a round in a plane, and their cosines."""
     layouts: Layouts = request.app.state.shelf.layouts
@@ -115,7 +116,14 @@ def map_of_updates(
         rounds = history.rounds()
         groups = groups_of(history, rounds[-1]) if rounds else {}
         return update_map(
-            reader, found, layouts, round=round, node=node, severities=severities(reader, found), groups=groups
+            reader,
+            found,
+            layouts,
+            round=round,
+            node=node,
+            kind=plane,
+            severities=severities(reader, found),
+            groups=groups,
         )
 
     return answer(request, run, work)

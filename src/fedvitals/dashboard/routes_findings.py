@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Body, HTTPException, Path, Query, Request
 from fastapi.responses import Response
@@ -15,13 +16,24 @@ from fedvitals.errors import ConfigError
 from fedvitals.store import queries
 from fedvitals.store.marks import clear_mark, set_mark
 from fedvitals.store.reader import Reader
-from fedvitals.views.findings import Asked, Findings, FullFinding, Marked, Where, findings_page, full_finding
+from fedvitals.views.evidence import Evidence
+from fedvitals.views.findings import (
+    Asked,
+    Findings,
+    Marked,
+    ToldFinding,
+    Where,
+    evidence_of_key,
+    findings_page,
+    told_finding,
+)
 from fedvitals.views.troubles import case_key, case_of
 
 router = APIRouter(tags=["findings"])
 KeyPath = Annotated[str, Path(max_length=2000, description="Key of a case, as the list of findings gives it.")]
 Name = Annotated[str | None, Query(max_length=300)]
 LONGEST_REASON = 500
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +69,23 @@ def findings(
     return answer(request, run, lambda reader, found: findings_page(reader, found, asked))
 
 
-@router.get("/api/runs/{run}/findings/{key:path}", response_model=FullFinding)
+@router.get("/api/runs/{run}/findings/{key:path}/evidence", response_model=Evidence)
+def evidence(request: Request, run: RunPath, key: KeyPath) -> Response:
+    """The courses behind one trouble: its suspects over their cohort."""
+    return answer(request, run, lambda reader, found: _of_key(evidence_of_key, reader, found, key))
+
+
+@router.get("/api/runs/{run}/findings/{key:path}", response_model=ToldFinding)
 def finding(request: Request, run: RunPath, key: KeyPath) -> Response:
-    """One trouble with its evidence, causes, remedies, and what was done about it."""
+    """One trouble with its numbers, causes, remedies, and what was done about it."""
+    return answer(request, run, lambda reader, found: _of_key(told_finding, reader, found, key))
 
-    def work(reader: Reader, found: str) -> FullFinding:
-        try:
-            return full_finding(reader, found, key)
-        except ConfigError as error:
-            raise HTTPException(404, str(error)) from error
 
-    return answer(request, run, work)
+def _of_key(work: Callable[[Reader, str, str], T], reader: Reader, run: str, key: str) -> T:
+    try:
+        return work(reader, run, key)
+    except ConfigError as error:
+        raise HTTPException(404, str(error)) from error
 
 
 @router.put("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)

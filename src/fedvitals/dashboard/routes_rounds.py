@@ -92,7 +92,9 @@ def get_topology(
     number: Annotated[
         int | None, Query(alias="round", ge=-FURTHEST, le=FURTHEST, description="None: the newest.")
     ] = None,
-    most: Annotated[int, Query(ge=1, le=2000, description="Of more nodes, clients that are well are counted.")] = 200,
+    most: Annotated[
+        int | None, Query(ge=1, le=5000, description="Of more nodes, clients that are well are counted.")
+    ] = None,
 ) -> Response:
     """Who talked to whom in a round, how much, and who was ill."""
     return answer(request, run, lambda reader, run: topology_page(reader, run, number, most=most))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedvitals.dashboard.pulse import Pulse
+from fedvitals.dashboard.warming import Warming
 from fedvitals.store import open_reader, store_target
 from fedvitals.store.postgres import address_of
 from fedvitals.store.reader import Reader
@@ -25,6 +26,7 @@ class Shelf:
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
         self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
+        self.warming = Warming(self)
         self._pulse = Pulse()
         self._lock = threading.Lock()
         self._readers: list[tuple[object, Reader]] = []
@@ -113,6 +115,7 @@ class Shelf:
                 self._answered -= len(self._answers.popitem(last=False)[1])
 
     def close(self) -> None:
+        self.warming.close()
         with self._lock:
             for _, reader in self._readers:
                 reader.close()

@@ -95,7 +95,7 @@ def literal(text: object, longest: int = 0) -> str:
         clean = f"{clean[: longest - 1]}…"
     # A line of Markdown that begins so would be a list or a quotation.
     clean = _MARKS.sub(r"\\\1", clean)
-    return re.sub(r"^(\s*(?:[-+]|\d+[.)]))(?=\s)", r"\\\1", clean)
+    return re.sub(r"^(\s*\d*)([-+.)])(?=\s)", r"\1\\\2", clean)
 
 
 # -- as Markdown ------------------------------------------------------------------------------------------------------

@@ -139,7 +139,8 @@ def _last(reader: Reader, run: int, metric: str) -> float | None:
     # each round, since the clients' own values would be thousands.
     by_seek = (
         "SELECT m.round, m.at, m.arrival, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? "
-        "AND r.round > ? AND m.run = r.run AND m.name = ? AND m.round = r.round AND m.layer IS NULL AND m.node "
+        # Without the plus SQLite would take «>» for `m`, too, and walk.
+        "AND +r.round > ? AND m.run = r.run AND m.name = ? AND m.round = r.round AND m.layer IS NULL AND m.node "
     )
     found = reader.database.rows(by_seek + "IS NULL", (run, last - 50, name))
     found += reader.database.rows(by_seek + "= ?", (run, last - 50, name, reader.names.number("server") or 0))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A large run that nobody trained: plausible records at any size, to see how the store and the dashboard bear it.
 
-Of each client-round eight vital signs, two Spans with parts and two transfers; of each round what a monitor tells of
+Of each client-round ten vital signs, two Spans with parts and two transfers; of each round what a monitor tells of
 the whole, with layer statistics of five families; every tenth round the clients' own layer statistics and sketches
 (at 1,000 clients × 50 layers, all rounds would be 1.8 GB). One client is ill from the middle on, one is slow, one sends
 NaN at times, some drop out; what a detector would say of them is there, too.
@@ -176,6 +176,8 @@ class _Round:
             "time.client": self.compute,
             "steps": np.ceil(own["samples"] / 16),
             "samples": own["samples"],
+            "traffic.sent": np.full(count, MODEL_BYTES / 4),
+            "traffic.received": np.full(count, float(MODEL_BYTES)),
         }
 
     def metrics(self) -> Iterator[Record]:

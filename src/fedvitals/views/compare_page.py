@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class PageSide:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A side's course; with repeats their mean, and from the lowest to the highest of them."""
+    """A side's course; with repeats their mean (of GSC the median), and from the lowest to the highest of them."""
 
     letter: str
     rounds: list[int]
@@ -151,8 +151,13 @@ def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, vir
     def drawn(
         name: str, title: str, unit: str, scale: str, course: Callable[[Figures], Course], note: str = ""
     ) -> Picture:
-        lines = tuple(_line(letter, [course(f) for f in side]) for letter, side in zip(letters, sides, strict=True))
-        return Picture(name, title, unit, scale, lines, note)
+        middle: Callable[[Sequence[float]], float] = median if scale == "log0" else fmean  # a mean is its largest's
+        courses = [[course(f) for f in side] for side in sides]
+        lines = [_line(letter, own, middle) for letter, own in zip(letters, courses, strict=True)]
+        # A repeat that measured less often leaves its rounds to the others.
+        partly = any(own[0].keys() != other.keys() for own in courses for other in own[1:])
+        notes = [note, "repeats that measured fewer rounds count where they did" if partly else ""]
+        return Picture(name, title, unit, scale, tuple(lines), "; ".join(filter(None, notes)))
 
     clock = "virtual clock" if virtual else "real clock"
     return [
@@ -172,7 +177,7 @@ def _bytes(figures: Figures) -> Course:
     return {one.round: float(one.bytes) for one in figures.traffic.rounds if one.round is not None}
 
 
-def _line(letter: str, courses: Sequence[Course]) -> Line:
+def _line(letter: str, courses: Sequence[Course], middle: Callable[[Sequence[float]], float] = fmean) -> Line:
     """One run in buckets that keep their extremes; of repeats, the mean and how far they are apart."""
     rounds = sorted({number for course in courses for number in course})
     if len(courses) == 1:
@@ -184,7 +189,7 @@ def _line(letter: str, courses: Sequence[Course]) -> Line:
     return Line(
         letter,
         [stretch[0] for stretch in stretches],
-        [fmean(values) if values else None for values in here],
+        [middle(values) if values else None for values in here],
         [min(values, default=None) for values in here],
         [max(values, default=None) for values in here],
         len(rounds),

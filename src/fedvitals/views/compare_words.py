@@ -44,8 +44,12 @@ def _what_changed(found: Comparison, place: int, side: Side) -> str:
         count = abs(change.difference)
         more = "more" if change.difference > 0 else "fewer"
         parts.append(f"{count:.3g} finding{'s' * (count != 1)} {more}")
+    sure = [
+        row.name for row in found.rows if (c := row.changes[place]) is not None and c.beyond_chance and c.difference
+    ]
     told = "; ".join(part for part in parts if part) or "nothing that can be compared was measured"
-    return f"{called(side)} against {called(found.sides[0])}: {told}."
+    beyond = f" Beyond chance: {'; '.join(sure)}." if sure else ""
+    return f"{called(side)} against {called(found.sides[0])}: {told}.{beyond}"
 
 
 def _of_learning(row: Row, place: int) -> str:
@@ -75,7 +79,7 @@ def _of_amount(row: Row, place: int, noun: str) -> str:
 def _sure(change: Change) -> str:
     if change.beyond_chance is None:
         return "chance not ruled out: too few repeats"
-    return "more than chance explains" if change.beyond_chance else "chance explains it"
+    return "more than chance explains" if change.beyond_chance else "chance may explain it"
 
 
 def _cause(found: Comparison) -> str:

@@ -15,7 +15,7 @@ from fedvitals.records import Finding, is_client
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.cohort import EMPTY, Matrix, matrix_of
-from fedvitals.views.evidence_signs import Sign, meaning_of, named_signs, telling_signs, title_of, unit_of
+from fedvitals.views.evidence_signs import Sign, last_resorts, meaning_of, named_signs, telling_signs, title_of, unit_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, Series, band, bucketed
 from fedvitals.views.troubles import culprits, number_of
@@ -26,6 +26,8 @@ POINTS = 600
 FEWEST_PEERS = 3
 LOG_FROM = 50.0  # times the smallest value, from which a linear axis hides the small ones
 OWN, USUAL = "what the finding rests on", "what such an issue shows in"
+RESORT = "nothing nearer to it was measured"
+ENOUGH = 2  # plots, from which on nothing is added to what the finding names
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,12 @@ def evidence_of(reader: Reader, run: str, case: Case, points: int = POINTS) -> E
         plot = _plot(reader, run, case, sign, points)
         if plot is not None and len(plots) < MOST_PLOTS:
             plots.setdefault(plot.id, replace(plot, threshold=_threshold(sign, row), why=OWN))
-    for sign in telling_signs(case) if len(plots) < 2 else ():
-        if len(plots) < 2 and (plot := _plot(reader, run, case, sign, points)) is not None:
+    for sign in telling_signs(case):
+        if len(plots) < ENOUGH and (plot := _plot(reader, run, case, sign, points)) is not None:
             plots.setdefault(plot.id, plot)
+    for sign in last_resorts(case):
+        if not plots and (plot := _plot(reader, run, case, sign, points)) is not None:
+            plots[plot.id] = replace(plot, why=RESORT)
     summed = _summed_evidence(reader, run, case, points)
     found = [*plots.values(), *([summed] if summed is not None else [])]
     return Evidence(found, list(case.rounds), list(case.confidences), case.since)
@@ -84,6 +89,7 @@ def _plot(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> Plot
     else:
         matrix, own = _measured(reader, run, sign, layer)
         lines = _lines(case, sign, layer, matrix, own, points)
+        lines += _other_layers(reader, run, case, sign, layer, points) if lines else []
     cohort = _peers(sign, case, matrix, points)
     if not lines and cohort is None:
         return None
@@ -163,8 +169,21 @@ def _lines(case: Case, sign: Sign, layer: str | None, matrix: Matrix, own: Own, 
     middle = matrix.band() if matrix.rounds else None
     if middle is None:
         return []
-    name = "median client" if layer is None else f"median client, {layer}" if sign.layer != "only" else "median client"
+    name = layer if layer is not None and sign.layer != "only" else "median client"
     return [_series(sign, None, name, *_course(middle.rounds, middle.median), points)]
+
+
+def _other_layers(reader: Reader, run: str, case: Case, sign: Sign, layer: str | None, points: int) -> list[Series]:
+    """The first and the last layer's median client, to see a trouble of one layer, or of the way through all."""
+    if layer is None or sign.layer == "only" or case.layer is None or case.node is not None:
+        return []
+    names = reader.history(run).layers(sign.name)
+    found = []
+    for name in dict.fromkeys((names[0], names[-1])):
+        if name != layer:
+            middle = _measured(reader, run, sign, name)[0].band()
+            found.append(_series(sign, None, name, *_course(middle.rounds, middle.median), points))
+    return found
 
 
 def _series(

@@ -27,7 +27,7 @@ class Sign:
 
     @property
     def id(self) -> str:
-        return "/".join(part for part in (self.name, self.statistic, self.layer) if part)
+        return "/".join(part for part in (self.name, self.statistic, self.layer, *self.events) if part)
 
 
 def peers(column: str) -> Sign:
@@ -184,11 +184,15 @@ def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
 
 
 def telling_signs(case: Case) -> list[Sign]:
-    """Those that tell most of such an issue, then those of its family."""
+    """Those that tell most of such an issue."""
     bound = case.newest.evidence.get("bound_by")
     first = [Sign(f"bottleneck.{bound}")] if f"bottleneck.{bound}" in CATALOG else []
-    resort = LAST_RESORT.get(case.known.family, LAST_RESORT["user"])
-    return list(dict.fromkeys([*first, *TELLING.get(case.issue, ()), *resort]))
+    return [*first, *TELLING.get(case.issue, ())]
+
+
+def last_resorts(case: Case) -> list[Sign]:
+    """Those of its family, then those of any, for want of anything nearer."""
+    return list(dict.fromkeys([*LAST_RESORT.get(case.known.family, ()), *LAST_RESORT["user"], Sign("steps")]))
 
 
 # What a sign is called on a plot, and its unit; others go by the catalogue's name.

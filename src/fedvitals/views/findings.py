@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from fedvitals.diagnosis.cases import Case
@@ -30,7 +30,7 @@ from fedvitals.views.troubles import (
     traceback_of,
 )
 from fedvitals.views.verdict import Verdict, facts_of, judge
-from fedvitals.views.verdict_words import clause
+from fedvitals.views.verdict_words import clause, sure
 
 Where = Literal["open", "past", "muted", "acknowledged", "all"]
 LONGEST = 2000  # characters of one piece of evidence
@@ -50,6 +50,7 @@ class Brief:
     severity: str  # the worst that it had
     now: str  # that of the newest finding
     confidence: float
+    sure: str  # the same in words: «96 %»
     node: str | None
     group: str | None
     layer: str | None
@@ -144,7 +145,9 @@ class Trust:
 
 
 @dataclass(frozen=True, slots=True)
-class FullFinding:
+class ToldFinding:
+    """Everything about a case but its pictures, which take longer to make than the rest."""
+
     case: Brief
     symptom: str
     causes: tuple[str, ...]
@@ -158,6 +161,10 @@ class FullFinding:
     actions: tuple[ActionRow, ...]
     error: Failed | None
     trust: Trust
+
+
+@dataclass(frozen=True, slots=True)
+class FullFinding(ToldFinding):
     evidence: Evidence
 
 
@@ -181,6 +188,7 @@ def brief(case: Case, marked: Marked) -> Brief:
         severity=case.severity,
         now=case.newest.severity,
         confidence=case.confidence,
+        sure=sure(case),
         node=case.node,
         group=case.newest.where.group,
         layer=case.layer,
@@ -256,9 +264,19 @@ def _mentions(one: Brief, search: str) -> bool:
 
 def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
     """Everything about one case; ConfigError where there is none of that key."""
+    told = told_finding(reader, run, key)
+    parts = {part.name: getattr(told, part.name) for part in fields(told)}
+    return FullFinding(**parts, evidence=evidence_of_key(reader, run, key))
+
+
+def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
+    return evidence_of(reader, run, case_of(reader, run, key))
+
+
+def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
     case = case_of(reader, run, key)
     known = case.known
-    return FullFinding(
+    return ToldFinding(
         case=brief(case, Marked(reader, run)),
         symptom=known.symptom,
         causes=known.causes,
@@ -272,7 +290,6 @@ def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
         actions=tuple(_action(action) for action in actions_about(case, queries.records(reader, run, Action))),
         error=_failed(failures_of(reader, run, [case])[0]),
         trust=trust_of(case),
-        evidence=evidence_of(reader, run, case),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from fedvitals.catalog import CATALOG
-from fedvitals.diagnosis.cases import rank
+from fedvitals.diagnosis.cases import QUIET, rank
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import natural
 from fedvitals.stats import FAMILIES, derive, statistics_of
@@ -68,16 +68,20 @@ def ordered(matrix: Matrix, sort: Sort, leading: Sequence[str] = ()) -> list[str
 
 
 def in_trouble(reader: Reader, run: str) -> list[str]:
-    """Clients by their worst finding: severity, then how sure; muted ones too, since they are who to look at."""
+    """Clients by their worst finding: who is in trouble now, then by severity and how sure; of notes none."""
     found = reader.database.rows(
-        "SELECT node.text, severity.text, MAX(f.confidence) FROM finding AS f JOIN symbol AS node ON node.id = f.node "
-        "JOIN symbol AS severity ON severity.id = f.severity WHERE f.run = (SELECT id FROM symbol WHERE text = ?) "
-        "GROUP BY node.text, severity.text",
+        "SELECT node.text, severity.text, MAX(f.confidence), MAX(f.round) FROM finding AS f "
+        "JOIN symbol AS node ON node.id = f.node JOIN symbol AS severity ON severity.id = f.severity "
+        "WHERE f.run = (SELECT id FROM symbol WHERE text = ?) GROUP BY node.text, severity.text",
         (run,),
     )
-    serious = [row for row in found if row[1] != "note"]
-    order = sorted(serious, key=lambda row: (rank(row[1]), -(row[2] or 0.0), natural(row[0])))
-    return list(dict.fromkeys(row[0] for row in order))
+    newest = max((last for *_, last in found if last is not None), default=0)
+    ranked = sorted(
+        (last is not None and newest - last > QUIET, rank(severity), -(sure or 0.0), natural(node), node)
+        for node, severity, sure, last in found
+        if severity != "note"
+    )
+    return list(dict.fromkeys(row[-1] for row in ranked))
 
 
 def layer_grid(

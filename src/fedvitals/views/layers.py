@@ -187,7 +187,7 @@ def flow_in_words(history: LayerHistory, layers: Sequence[LayerKnown], selected:
         return f"In round {number} the gradient is not finite in {_some(names, broken.tolist())}."
     sizes = derive(history.family, matrix, "rms")
     if (sizes == 0).any():
-        return f"In round {number} the gradient does not reach {_some(names, (sizes == 0).tolist())}: it is exactly 0 there."
+        return f"In round {number} the gradient does not reach {_some(names, (sizes == 0).tolist())}: it is exactly 0."
     low, high = int(np.nanargmin(sizes)), int(np.nanargmax(sizes))
     told = f"In round {number} the gradient (root mean square) is {size(sizes[0])} in {names[0]}, the first weight"
     if len(names) > 1:

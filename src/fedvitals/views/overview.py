@@ -82,7 +82,7 @@ class FamilyLine:
 @dataclass(frozen=True, slots=True)
 class Overview:
     verdict: Verdict
-    cases: list[CaseLine]  # worst first; muted ones last
+    cases: list[CaseLine]  # those that are there now, worst first; then those that are over; muted ones last
     total_cases: int
     muted: int
     suspects: list[SuspectLine]
@@ -100,7 +100,7 @@ class Overview:
 def overview(reader: Reader, run: str) -> Overview:
     found, facts = cases_of(reader, run), facts_of(reader, run)
     lines = [_line(case, facts) for case in found]
-    lines.sort(key=lambda line: line.muted)
+    lines.sort(key=lambda line: (line.muted, not line.still_there))
     history = reader.history(run)
     rounds, names = history.rounds(), queries.metric_names(reader, run)
     told = clients_tell(reader, run, names)

@@ -94,7 +94,7 @@ def _sums(matrix: Matrix, rounds: list[int]) -> Numbers:
     """The clients' sum in each of these rounds; None where none was told."""
     place = {number: i for i, number in enumerate(matrix.rounds)}
     total = np.nansum(matrix.values.astype(float), axis=0) if matrix.values.size else np.empty(0)
-    some = matrix.there.any(axis=0) if matrix.values.size else np.empty(0, dtype=bool)
+    some: list[bool] = np.asarray(matrix.there.any(axis=0)).tolist()
     return [
         float(total[i]) if (i := place.get(number, -1)) >= 0 and some[i] and np.isfinite(total[i]) else None
         for number in rounds

@@ -19,7 +19,7 @@ from fedvitals.views.layer_history import layer_history
 from fedvitals.views.layers import chosen_rounds
 from fedvitals.views.series import Numbers, json_numbers
 
-RIDGES = 16
+RIDGES = 12
 WORTH = 0.002  # share of a round's values from which a size has a bin of its own
 
 

@@ -24,6 +24,7 @@ SORTS = ("slowest", "name")
 SLOWEST = 10  # rounds that are named as the slowest
 NAMED = 5  # nodes that a line about waiting names
 CLOCKS = {"real": "time.round", "virtual": "time.round_virtual"}
+SLOWEST_FIRST = ("time.client_virtual", "time.client")
 SHOWN = (  # metrics of a round's table, unless others are asked for; of these, what was measured
     "loss", "accuracy", "fit.loss_before", "fit.loss_after", "gradient.norm", "update.norm", "update.cosine_mean",
     "scale.gsc", "samples", "steps", "time.client", "time.client_virtual", "memory.resident", "traffic.sent",
@@ -266,14 +267,15 @@ def round_table(
     limit: int = 100,
     offset: int = 0,
 ) -> RoundTable:
-    """The round's metrics, a row a node; sorted by one of them, the largest first, or by name."""
+    """The round's metrics, a row a node; by one of them, the largest first, or by «name»; else the slowest first."""
     history = reader.history(run)
     measured = set(queries.metric_names(reader, run))
     wanted = [name for name in (names or SHOWN) if name in measured]
     if names and not wanted:
         raise ConfigError(f"The run {run} has no metric '{names[0]}'. `fedvitals show {run}` says which it has.")
     found = {name: history.latest(name, number) for name in wanted}
-    wanted = [name for name in wanted if found[name] or names]
+    wanted = [name for name in wanted if names or any(map(is_client, found[name]))]
+    sort = sort or next((name for name in SLOWEST_FIRST if name in wanted), "name")
     nodes = sorted({node for name in wanted for node in found[name]}, key=natural)
     if sort.lstrip("-") in found:
         by, sign = found[sort.lstrip("-")], 1 if sort.startswith("-") else -1
@@ -284,7 +286,8 @@ def round_table(
         tuple(_column(name) for name in wanted),
         tuple(_whole(reader, run, number, name) for name in wanted),
         tuple(
-            RoundRow(node, is_client(node), tuple(found[name].get(node) for name in wanted)) for node in nodes[offset : offset + limit]
+            RoundRow(node, is_client(node), tuple(found[name].get(node) for name in wanted))
+            for node in nodes[offset : offset + limit]
         ),
         len(nodes),
         sort,

@@ -74,13 +74,13 @@ def meaning_of(name: str) -> str:
     return CATALOG[name].meaning if name in CATALOG else ""
 
 
-def bucket_of(rounds: Sequence[int], points: int) -> npt.NDArray[np.int64]:
+def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:
     """For each round the first round of its bucket; at most `points` buckets over all."""
     numbers = np.asarray(rounds, dtype=np.int64)
     if not len(numbers):
         return numbers
     width = -(-int(numbers[-1] - numbers[0] + 1) // max(1, points))
-    return numbers - (numbers - numbers[0]) % width
+    return np.asarray(numbers - (numbers - numbers[0]) % width)
 
 
 def between(rounds: Sequence[int], first: int | None, last: int | None) -> slice:
@@ -166,14 +166,20 @@ def band(name: str, matrix: Matrix, points: int, first: int | None = None, last:
     lines = [np.asarray(line)[part] for line in (cohort.min, cohort.p5, cohort.median, cohort.p95, cohort.max)]
     finite = np.asarray(cohort.count - cohort.odd)[part]
     starts = stretches(bucket_of(numbers, points))
-    kept = [_reduced(line, starts, how) for line, how in zip(lines, _OUTERMOST, strict=True)]
+    low, p5, middle, p95, high = (
+        json_numbers(_reduced(line, starts, how)) for line, how in zip(lines, _OUTERMOST, strict=True)
+    )
     return Band(
-        name,
-        unit_of(name),
-        meaning_of(name),
-        [int(numbers[begin]) for begin, _ in starts],
-        [int(numbers[end - 1]) for _, end in starts],
-        *(json_numbers(line) for line in kept),
+        name=name,
+        unit=unit_of(name),
+        meaning=meaning_of(name),
+        rounds=[int(numbers[begin]) for begin, _ in starts],
+        last=[int(numbers[end - 1]) for _, end in starts],
+        min=low,
+        p5=p5,
+        median=middle,
+        p95=p95,
+        max=high,
         clients=[int(finite[begin:end].max()) for begin, end in starts],
         total=len(numbers),
     )

@@ -26,7 +26,7 @@ from fedvitals.views.profile import ORDER
 
 R = TypeVar("R", Span, Transfer)
 SPANS = 4000  # that are read unless somebody asks for more: a third of a second
-MOST_SPANS = 40_000  # that are read at all
+MOST_SPANS = 20_000  # that are read at all: a second or two
 ROUNDS = 50  # that are looked at unless somebody asks for more
 NAMED = 10  # nodes in a list
 CUT = 5  # clients that a row of the what-if table names

@@ -22,7 +22,8 @@ from fedvitals.views.grid import FAILURES
 from fedvitals.views.troubles import case_key, cases_of
 
 KINDS = {"hierarchical": "tree", "clustered": "clusters", "rings": "rings"}
-DOTS = 200  # nodes with a dot of their own; of more, those that are well are counted
+DOTS = {"tree": 200}  # nodes with a dot of their own; of more, those that are well are counted
+MOST_DOTS = 1500  # of other pictures than trees, whose leaves stand in one line
 ILL = 120  # of these, at most so many that are ill
 HEALTHS = ("critical", "warning", "note", "failed", "ok", "absent")  # the worst first
 SHARED = 20  # changes of the groups that are told
@@ -80,7 +81,7 @@ class TopologyPage:
     told: bool  # whether any transfer of this round was told
 
 
-def topology_page(reader: Reader, run: str, number: int | None = None, *, most: int = DOTS) -> TopologyPage:
+def topology_page(reader: Reader, run: str, number: int | None = None, *, most: int | None = None) -> TopologyPage:
     """The federation as it was in a round, else in the newest."""
     rounds = reader.history(run).rounds()
     if not rounds:
@@ -94,14 +95,15 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
     named = {node for node in reader.history(run).nodes() if node != SERVER}
     nodes = _nodes(reader, run, at, messages, groups, named)
     edges = _edges(one for one in messages if one[2] != TELEMETRY)  # which goes to the server past every edge
-    joined = len(nodes) > most
+    kind = _kind(described.topology, messages, groups)
+    joined = len(nodes) > (DOTS.get(kind, MOST_DOTS) if most is None else most)
     if joined:
         nodes, edges = _join(nodes, edges)
     clients = [node for node in named if is_client(node)]
     return TopologyPage(
         run=run,
         topology=described.topology,
-        kind=_kind(described.topology, messages, groups),
+        kind=kind,
         round=at,
         first=rounds[0],
         last=rounds[-1],
@@ -185,9 +187,10 @@ def _nodes(
     worst = _worst(reader, run, number)
     clients = {node for node in named if is_client(node)} | {node for node in there if is_client(node)} | set(group_of)
     between = {*groups, *(node for node in there if not is_client(node) and node != SERVER)}
-    order = {node: place for members in groups.values() for place, node in enumerate(members)}
+    place = {node: at for members in groups.values() for at, node in enumerate(members)}
+    by_group = sorted(clients, key=lambda node: (natural(group_of.get(node, "")), place.get(node, -1), natural(node)))
     found = []
-    for node in [SERVER, *sorted(between, key=natural), *sorted(clients, key=lambda n: (order.get(n, -1), natural(n)))]:
+    for node in [SERVER, *sorted(between, key=natural), *by_group]:
         role = "server" if node == SERVER else "group" if node in between else "client"
         case, present = worst.get(node), role != "client" or node in there
         found.append(

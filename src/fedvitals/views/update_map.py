@@ -3,9 +3,9 @@
 
 Only directions count: every sketch is scaled to length 1, so that the squared distance of two clients is 2 − 2·cosine,
 and the plane is the one that keeps most of these distances (principal components, which on this geometry is classical
-scaling). Components have no orientation of their own. All sketches are made by one projection, so that the axes of two
-rounds can be compared: each round's are turned (orthogonal Procrustes) to those of an earlier round, and points move
-from round to round only as far as updates do.
+scaling). All sketches of a run are made by one projection, so that rounds can share one plane: that of some rounds
+together, spread over the run. In it points move from round to round only as updates do, and a trail is a way. The plane
+of a single round shows more of that round; it is turned (orthogonal Procrustes) to the run's, lest it flip.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,9 @@ MOST_ROUNDS = 10_000  # that a slider is told of
 MOST_POINTS = 5_000
 MOST_SIMILAR = 300  # clients in the matrix
 TRAIL = 8  # rounds behind the one that is shown
-STRIDE = 4
-LAYOUTS = 512  # that are remembered
+POOLED = 16  # rounds that make a run's plane
+LAYOUTS, PLANES = 512, 16  # that are remembered
+Kind = Literal["run", "round"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,42 +83,48 @@ class UpdateMap:
 
 
 class Layouts:
-    """The layouts of rounds, remembered as long as no further sketch of the round has come. One for all requests."""
+    """Planes of runs and layouts of rounds, remembered as long as no further sketch comes. One for all requests."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, int], tuple[object, Layout | None, Layout]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, Kind, int], tuple[object, Array, Layout]] = OrderedDict()
+        self._planes: OrderedDict[str, tuple[object, Array]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def layout(self, reader: Reader, run: str, rounds: Sequence[int], at: int) -> Layout:
+    def plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> Array:
+        """The axes that all rounds of a run share, [256, 2]."""
+        chosen = pooled_rounds(rounds)
+        sign = [(number, _sign(reader, run, number)) for number in chosen]
+        with self._lock:
+            known = self._planes.get(run)
+        if known is None or known[0] != sign:
+            known = sign, plane_of([directions(sketches(reader, run, number))[1] for number in chosen])
+            with self._lock:
+                self._planes[run] = known
+                while len(self._planes) > PLANES:
+                    self._planes.popitem(last=False)
+        return known[1]
+
+    def layout(self, reader: Reader, run: str, rounds: Sequence[int], at: int, kind: Kind = "run") -> Layout:
         """Of the round at this place among the rounds that have sketches."""
-        before = _before(at)
-        older = None if before is None else self.layout(reader, run, rounds, before)
-        sign = _sign(reader, run, rounds[at])
+        number, plane = rounds[at], self.plane(reader, run, rounds)
+        key, sign = (run, kind, number), _sign(reader, run, number)
         with self._lock:
-            known = self._known.get((run, rounds[at]))
-            if known is not None and known[0] == sign and known[1] is older:
-                self._known.move_to_end((run, rounds[at]))
-                return known[2]
-        made = layout_of(sketches(reader, run, rounds[at]), older)
-        with self._lock:
-            self._known[run, rounds[at]] = sign, older, made
-            while len(self._known) > LAYOUTS:
-                self._known.popitem(last=False)
-        return made
+            known = self._known.get(key)
+        if known is None or known[0] != sign or known[1] is not plane:
+            known = sign, plane, layout_of(sketches(reader, run, number), plane, kind)
+            with self._lock:
+                self._known[key] = known
+                while len(self._known) > LAYOUTS:
+                    self._known.popitem(last=False)
+        return known[2]
 
 
-def _before(at: int) -> int | None:
-    """Which earlier layout a layout is turned to: the one before, three times of four, else one further back.
-
-    So no round is more than a dozen steps away from the first, however long the run is; and whoever opens round 400
-    sees the same picture as who went there step by step.
-    """
-    if at == 0:
-        return None
+def pooled_rounds(rounds: Sequence[int]) -> Sequence[int]:
+    """Some rounds, spread over all. As a run grows, one joins now and then, and the others stay as long as they can."""
     step = 1
-    while at % (step * STRIDE) == 0:
-        step *= STRIDE
-    return at - step
+    while len(rounds) > step * POOLED:
+        step *= 2
+    return rounds[::step]
 
 
 def rounds_with_sketches(reader: Reader, run: str) -> list[int]:
@@ -149,18 +157,27 @@ def _sign(reader: Reader, run: str, round_: int) -> object:
     )[0]
 
 
-def layout_of(vectors: Mapping[str, Array], older: Layout | None = None) -> Layout:
-    """The vectors' directions in the plane, turned to an older layout's axes."""
+def layout_of(vectors: Mapping[str, Array], plane: Array | None = None, kind: Kind = "round") -> Layout:
+    """The vectors' directions in the plane; of kind «round», in their own, turned to that one."""
     names, units = directions(vectors)
     centred = units - units.mean(axis=0) if len(names) else units
-    axes, shares = _components(centred)
-    if older is not None and older.axes.shape == axes.shape:
-        axes = axes @ _turn(axes, older.axes)
-        spread = np.sum((centred @ axes) ** 2, axis=0)
-        total = float(np.sum(centred**2))
-        shares = spread / total if total > 0 else np.zeros(2)
-    points = centred @ axes
+    fits = plane is not None and plane.shape[0] == centred.shape[1]
+    if plane is not None and fits and kind == "run":
+        axes = plane
+    else:
+        axes = _components([centred])
+        if plane is not None and fits:
+            axes = axes @ _turn(axes, plane)
+    points, total = centred @ axes, float(np.sum(centred**2))
+    shares = np.sum(points**2, axis=0) / total if total > 0 else np.zeros(2)
     return Layout(tuple(names), points, axes, (float(shares[0]), float(shares[1])), len(vectors) - len(names))
+
+
+def plane_of(rounds: Sequence[Array]) -> Array:
+    """The axes along which clients differ most from their round's mean, over some rounds of directions."""
+    widths = Counter(units.shape[1] for units in rounds if len(units) > 1)
+    usual = widths.most_common(1)[0][0] if widths else 0
+    return _components([units - units.mean(axis=0) for units in rounds if len(units) > 1 and units.shape[1] == usual])
 
 
 def directions(vectors: Mapping[str, Array]) -> tuple[list[str], Array]:
@@ -175,29 +192,26 @@ def directions(vectors: Mapping[str, Array]) -> tuple[list[str], Array]:
     return names, rows[usable] / sizes[usable, None]
 
 
-def _components(centred: Array) -> tuple[Array, Array]:
-    """The first two principal axes, as columns, and the share of the spread along each."""
-    rows, width = centred.shape
-    axes, shares = np.zeros((width, 2)), np.zeros(2)
-    if rows < 2:
-        return axes, shares
-    # The smaller of the two products has the same components, and takes a fraction of the time.
-    if rows <= width:
-        powers, inner = np.linalg.eigh(centred @ centred.T)
-        vectors = centred.T @ inner[:, ::-1][:, :2]
+def _components(parts: Sequence[Array]) -> Array:
+    """The first two principal axes of rows that are centred, as columns; zeros where there is no spread to show."""
+    width = parts[0].shape[1] if parts else 0
+    axes = np.zeros((width, 2))
+    if sum(len(part) for part in parts) < 2:
+        return axes
+    if len(parts) == 1 and len(parts[0]) <= width:
+        # The smaller of the two products has the same components, and takes a fraction of the time.
+        powers, inner = np.linalg.eigh(parts[0] @ parts[0].T)
+        vectors = parts[0].T @ inner
     else:
-        powers, inner = np.linalg.eigh(centred.T @ centred)
-        vectors = inner[:, ::-1][:, :2]
-    powers = np.maximum(powers[::-1], 0.0)
-    total = float(powers.sum())
+        powers, vectors = np.linalg.eigh(np.sum([part.T @ part for part in parts], axis=0))
+    powers, vectors = np.maximum(powers[::-1], 0.0), vectors[:, ::-1]
     for i in range(min(2, vectors.shape[1])):
         size = float(np.linalg.norm(vectors[:, i]))
-        if total > 0 and powers[i] > 1e-12 * total and size > 0:
+        if powers[i] > 1e-12 * powers.sum() and size > 0:
             axis = vectors[:, i] / size
-            # A sign for the first round of all: the longer tail to the right.
-            axes[:, i] = axis if np.sum((centred @ axis) ** 3) >= 0 else -axis
-            shares[i] = powers[i] / total
-    return axes, shares
+            # Components have no sign of their own: the longer tail to the right.
+            axes[:, i] = axis if sum(np.sum((part @ axis) ** 3) for part in parts) >= 0 else -axis
+    return axes
 
 
 def _turn(axes: Array, to: Array) -> Array:
@@ -248,7 +262,7 @@ def similarity(layout: Layout, units: Array, suspects: Sequence[str] = ()) -> Si
     chosen: npt.NDArray[np.int64] = np.arange(count)
     if count > MOST_SIMILAR:
         chosen = _representatives(layout, units, suspects)
-        text = "those with findings, then those least like the others; the other half spread evenly over the rest"
+        text = "with findings, least like the others, and every few of the rest"
     similar = cosines(units[chosen])
     order = alike_in_order(similar)
     values = np.ascontiguousarray(similar[np.ix_(order, order)], dtype="<f4")
@@ -273,18 +287,20 @@ def update_map(
     *,
     round: int | None = None,  # noqa: A002
     node: str | None = None,
+    kind: Kind = "run",
     severities: Mapping[str, str] | None = None,
     groups: Mapping[str, str] | None = None,
 ) -> UpdateMap:
     """The map of a round (the newest that has sketches up to it; without one, the newest of all).
 
-    `node`: whose trail is told. `severities`: of each client with an open case, the worst first.
+    `node`: whose trail is told; `kind`: in the run's plane, or in the round's own. `severities`: of each client with an
+    open case, the worst first.
     """
     rounds, ill, grouped = rounds_with_sketches(reader, run), severities or {}, groups or {}
     if not rounds:
         return UpdateMap(None, [], [], 0, 0, [], [], None)
     at = len(rounds) - 1 if round is None else max(0, int(np.searchsorted(rounds, round, "right")) - 1)
-    shown = layouts.layout(reader, run, rounds, at)
+    shown = layouts.layout(reader, run, rounds, at, kind)
     points = [
         Point(name, float(x), float(y), grouped.get(name), ill.get(name))
         for name, (x, y) in zip(shown.names, shown.points, strict=True)
@@ -297,15 +313,18 @@ def update_map(
         total=len(points),
         unusable=shown.unusable,
         shares=list(shown.shares),
-        trail=[] if node is None else _trail(reader, run, layouts, rounds, at, node),
+        trail=[] if node is None else _trail(reader, run, layouts, rounds, at, node, kind),
         similarity=similarity(shown, directions(sketches(reader, run, rounds[at]))[1], list(ill)),
     )
 
 
-def _trail(reader: Reader, run: str, layouts: Layouts, rounds: Sequence[int], at: int, node: str) -> list[Step]:
+def _trail(
+    reader: Reader, run: str, layouts: Layouts, rounds: Sequence[int], at: int, node: str, kind: Kind
+) -> list[Step]:
+    """Where it was before; in a plane of the round's own, earlier rounds would not be in that plane."""
     found = []
-    for i in range(max(0, at - TRAIL), at + 1):
-        layout = layouts.layout(reader, run, rounds, i)
+    for i in range(max(0, at - TRAIL) if kind == "run" else at, at + 1):
+        layout = layouts.layout(reader, run, rounds, i, kind)
         if node in layout.names:
             x, y = layout.points[layout.names.index(node)]
             found.append(Step(rounds[i], float(x), float(y)))

@@ -103,7 +103,7 @@ def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence
     said = f"{opening}{_in_which_rounds(same, since)}{clause(same)}"
     if since is not None and worst.still_there and f"since round {since}" not in said:
         said += f", since round {since}"
-    certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(worst.confidence)
+    certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(worst)
     if all(case_key(case) in facts.acknowledged for case in same):
         certainty += ", acknowledged"
     return Verdict(
@@ -185,7 +185,8 @@ def _share_of_data(same: Sequence[Case], facts: Facts) -> str:
         return ""
     held = "holds" if len(names) == 1 else "hold"
     who = next(iter(names)) if len(names) == 1 else "Clients under suspicion"
-    return f"{who} {held} {sure(own / whole)} of the data"
+    share = "under 1 %" if own < 0.01 * whole else f"{100 * own / whole:.0f} %"
+    return f"{who} {held} {share} of the data"
 
 
 def _what_was_done(same: Sequence[Case], facts: Facts) -> str:

@@ -102,9 +102,12 @@ def joined(names: Sequence[str]) -> str:
     return f"{', '.join(known[:NAMED])} and {left} more"
 
 
-def sure(confidence: float) -> str:
-    """«96 %»; what is nearly certain is not called certain."""
-    return "over 99 %" if 0.995 <= confidence < 1 else f"{100 * confidence:.0f} %"
+def sure(case: Case) -> str:
+    """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
+    certain = case.known.exact or case.known.family == "user"
+    if case.confidence >= 0.995 and not (certain and case.confidence == 1):
+        return "over 99 %"
+    return f"{100 * case.confidence:.0f} %"
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:

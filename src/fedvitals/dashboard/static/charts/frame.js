@@ -40,7 +40,9 @@ function build(kind, options, scrolls) {
   const head = h("figcaption", { class: "chart-head" }, title, unit, note, extra, readout);
   const svg = s("svg", { class: "chart-base", "aria-hidden": "true" });
   const over = s("svg", { class: "chart-over", "aria-hidden": "true" });
-  const plot = h("div", { class: "chart-plot", tabindex: 0, role: "application", "aria-roledescription": "chart" }, svg, over);
+  const label = options.title || "Chart"; // until it is drawn, and can say more
+  const about = { tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": label };
+  const plot = h("div", { class: "chart-plot", ...about }, svg, over);
   const rows = h("div", { class: "chart-rows" });
   const stage = h("div", { class: "chart-stage" }, plot, rows);
   const space = scrolls ? h("div", { class: "chart-space" }, stage) : null;
@@ -74,6 +76,7 @@ export function createFrame(host, kind, options, chart) {
     },
     redraw() {
       state.stale = true;
+      if (!state.visible) reserve();
       soon(draw);
     },
     rehover() {
@@ -110,6 +113,13 @@ export function createFrame(host, kind, options, chart) {
       dom.figure.remove();
     },
   };
+
+  /** Its room, before it is drawn: or all charts of a page would begin in sight, one on top of the other. */
+  function reserve() {
+    if ((chart.blank?.() ?? null) !== null) return;
+    const whole = Math.max(1, Math.round(chart.height(state.width || Math.min(window.innerWidth, 1200))));
+    dom.stage.style.height = `${scrolls ? Math.min(whole, options.maxHeight) : whole}px`;
+  }
 
   function measure() {
     const whole = Math.max(1, Math.round(chart.height(state.width)));

@@ -79,7 +79,10 @@ function clusters(nodes, wide, tall) {
   groups.forEach((members, at) => {
     const { x, y, angle } = spots[at];
     members.filter(isHub).forEach((node) => found.set(node.name, { x, y }));
-    around(members.filter((node) => !isHub(node)), found, { x, y, radius, from: angle });
+    const clients = members.filter((node) => !isHub(node));
+    // Nobody stands on the way to the server: the gap between two is turned towards it.
+    const turn = clients.length % 2 ? 0 : Math.PI / Math.max(1, clients.length);
+    around(clients, found, { x, y, radius, from: angle + turn });
   });
   return found;
 }

@@ -38,9 +38,10 @@ export function topologyPicture(host, options = {}) {
   return {
     frame,
     update({ kind = "star", nodes = [], edges = [], note = "" } = {}) {
-      const sorted = [...nodes].sort((a, b) => severityRank(a.health) - severityRank(b.health));
+      // The order given is the order of the places, or the picture would jump whenever someone falls ill.
+      const order = nodes.map((_, at) => at).sort((a, b) => severityRank(nodes[a].health) - severityRank(nodes[b].health));
       const most = edges.reduce((high, edge) => Math.max(high, edge.bytes ?? 0), 0) || 1;
-      Object.assign(state, { kind, nodes: sorted, edges, most, aspect: 0, index: new Map(sorted.map((node, at) => [node.name, at])) });
+      Object.assign(state, { kind, nodes, order, edges, most, aspect: 0, index: new Map(nodes.map((node, at) => [node.name, at])) });
       hooks.chosen = Math.min(hooks.chosen, nodes.length - 1);
       frame.setNote(note);
       frame.redraw();
@@ -70,7 +71,8 @@ function paint(pen, box, state) {
   const many = state.nodes.length > NAMED;
   const tree = isTree(state.kind);
   const apart = tree ? spacing(state) : Infinity;
-  state.nodes.forEach((node, at) => {
+  state.order.forEach((at) => {
+    const node = state.nodes[at];
     paintNode(pen, node, state.spots[at], state.nodes.length > 200 ? 7 : 11, colours);
     const ill = severityRank(node.health) > 1;
     if (tree && !isHub(node)) paintLeaf(pen, node, state.spots[at], ill, apart, colours);

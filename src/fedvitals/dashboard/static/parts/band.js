@@ -71,9 +71,14 @@ export function lineOf(one, more) {
   };
 }
 
+/** The federation's own line; none where only clients have the sign, since their band says it all. */
+export function globalLine(one) {
+  return one.total && one.of !== "median client" ? [lineOf(one, { name: "global model", colour: seriesColour(0) })] : [];
+}
+
 /** The lines of single clients, in colours that no other line of the page has. */
 export function clientLines(run, found, lines) {
-  return found.map((one) => lineOf(one, { href: runLink(run, "clients", one.node), colour: seriesColour(1 + lines.indexOf(one.node)) }));
+  return found.filter((one) => one.total).map((one) => lineOf(one, { href: runLink(run, "clients", one.node), colour: seriesColour(1 + lines.indexOf(one.node)) }));
 }
 
 /** A select that keeps a choice in the address. */

@@ -9,7 +9,7 @@ import { go, link, runLink } from "../params.js";
 import { ask, bandFrame, chooser, closer, COLUMNS, remade, shownOf } from "./band.js";
 import { empty } from "./states.js";
 
-const ROWS = 1000; // clients in one picture; the clients' page has the rest
+const ROWS = 300; // clients in this picture, the worst; the page of the clients has all
 const SORTS = [["worst", "worst first"], ["value", "largest first"], ["name", "by name"]];
 const ORDER = { worst: "in trouble, then furthest from the others", value: "largest mean first", name: "by name" };
 
@@ -26,7 +26,7 @@ export function clientBand(ctx, axis) {
   const frame = bandFrame("clients", "who is unlike the others", [sign.node, sort.node, pick], none, map);
   none.append(empty("No client told a sign of its own.", "From privacy level 2 on they do."));
   const chart = remade(map, (host, how) => heatMap(host, {
-    ...how, axis, rowHeight: 14, maxHeight: 340,
+    ...how, axis, rowHeight: 14, maxHeight: 336,
     onCell: (row, round) => go(link(runLink(ctx.run, "clients", row), { round })),
     rowHref: (row) => runLink(ctx.run, "clients", row),
     selected: (row) => row === ctx.params.get("client"),

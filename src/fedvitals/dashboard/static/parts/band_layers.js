@@ -6,9 +6,10 @@ import { heatMap } from "../charts/heatmap.js";
 import { lineChart } from "../charts/lines.js";
 import { h } from "../dom.js";
 import { go, link, runLink } from "../params.js";
-import { ask, bandFrame, chooser, clientLines, closer, COLUMNS, POINTS, remade, shownOf } from "./band.js";
+import { ask, bandFrame, chooser, clientLines, closer, COLUMNS, globalLine, POINTS, remade, shownOf } from "./band.js";
 import { empty } from "./states.js";
 
+const HEIGHT = 280; // pixels of the map; of very deep models it scrolls
 const FIRST = ["gradient", "update", "weight", "activation"]; // families, in the order in which one would look
 const USUAL = ["l2", "norm_mean", "cosine_mean", "dead_fraction"]; // their statistics
 const WORDS = {
@@ -27,7 +28,7 @@ export function layerBand(ctx, axis) {
   const frame = bandFrame("gradients", "and weights, by layer", [statistic.node, family.node], none, map, scale);
   none.append(empty("No layer statistics were measured.", "They need a model and privacy level 3."));
   const layers = remade(map, (host, how) => heatMap(host, {
-    ...how, axis, rowHeight: 14, maxHeight: 240,
+    ...how, axis, maxHeight: HEIGHT,
     onCell: (row, round) => go(link(runLink(ctx.run, "layers"), { layer: row, round, family: ctx.params.get("family") })),
     rowHref: (row) => link(runLink(ctx.run, "layers"), { layer: row, family: ctx.params.get("family") }),
   }));
@@ -51,6 +52,7 @@ export function layerBand(ctx, axis) {
       title: `${LOG.has(what) ? "log₁₀ " : ""}${words} of ${name.replaceAll(".", ", ")} by layer`,
       colours: SIGNED.has(what) ? "signed" : "even",
       log: LOG.has(what),
+      rowHeight: Math.max(4, Math.min(14, Math.floor(HEIGHT / grid.rows.length))), // all layers at a glance
     }).update({
       grid: decodeGrid(grid),
       flags: now.flags,
@@ -77,13 +79,14 @@ export function layerBand(ctx, axis) {
       frame.fill(() => Promise.all([
         choice.family && ask(ctx, "layer-grid", { family: choice.family, statistic: choice.statistic, columns: COLUMNS, ...closer(axis, COLUMNS) }, signal),
         now.scale && ask(ctx, "band", { sign: now.scale, ...part }, signal),
+        now.scale ? ask(ctx, "series", { names: [now.scale], ...part }, signal) : [],
         now.scale && now.lines.length ? ask(ctx, "series", { names: [now.scale], nodes: now.lines, ...part }, signal) : [],
-      ]), ([grid, cohort, own]) => {
+      ]), ([grid, cohort, whole, own]) => {
         if (grid) drawMap(grid, now, choice);
         if (cohort) {
           gsc.update({
             bands: cohort.rounds.length ? [{ ...cohort, name: "clients" }] : [],
-            series: clientLines(ctx.run, own, now.lines),
+            series: [...globalLine(whole[0]), ...clientLines(ctx.run, own, now.lines)],
             flags: now.flags,
             note: ["GSC, log axis, zero below it", shownOf(cohort.rounds.length, cohort.total)].filter(Boolean).join("; "),
           });

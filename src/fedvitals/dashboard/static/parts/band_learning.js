@@ -5,7 +5,7 @@ import { lineChart } from "../charts/lines.js";
 import { h } from "../dom.js";
 import { number } from "../format.js";
 import { go, runLink } from "../params.js";
-import { ask, bandFrame, clientLines, closer, lineOf, POINTS, remade, shownOf } from "./band.js";
+import { ask, bandFrame, clientLines, closer, globalLine, lineOf, POINTS, remade, shownOf } from "./band.js";
 
 export function learningBand(ctx, axis) {
   const [above, below] = [h("div", {}), h("div", {})];
@@ -23,8 +23,7 @@ export function learningBand(ctx, axis) {
     const one = outcome.accuracy;
     above.hidden = !one.total;
     accuracy.update({ series: one.total ? [lineOf(one)] : [], flags, note: shownOf(one.rounds.length, one.total) });
-    // The clients' band says what the median client's line would say.
-    const global = outcome.loss.total && outcome.loss.of !== "median client" ? [lineOf(outcome.loss, { name: "global model" })] : [];
+    const global = globalLine(outcome.loss);
     const name = shared.learning ?? "loss";
     const unit = shared.signs.find((sign) => sign.name === name)?.unit ?? outcome.loss.unit;
     const rest = clientLines(ctx.run, own, shared.lines);

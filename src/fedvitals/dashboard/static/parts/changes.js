@@ -9,13 +9,13 @@ import { empty } from "./states.js";
 export function changePanels() {
   const trouble = h("div", {});
   const remedies = rowTable([
-    { name: "name", text: "what", cell: (row) => [h("div", { text: row.name }), row.why && h("div", { class: "small muted", text: row.why })] },
+    { name: "name", text: "what", class: "words", cell: (row) => [h("div", { text: row.name }), row.why && h("div", { class: "small muted", text: row.why })] },
     { name: "after", text: "a round", num: true, cell: (row) => seconds(row.after) },
     { name: "share", text: "gain", num: true, cell: (row) => `${row.at_most ? "up to " : ""}${percent(row.share)}` },
-    { name: "costs", text: "what it costs", class: "costs", cell: (row) => h("span", { class: "small muted", text: row.costs }) },
+    { name: "costs", text: "what it costs", class: "words", cell: (row) => h("span", { class: "small muted", text: row.costs }) },
   ], { caption: "Remedies" });
   const what = rowTable([
-    { name: "name", text: "what if", cell: (row) => h("span", { text: row.name, title: row.assumes }) },
+    { name: "name", text: "what if", class: "words", cell: (row) => h("span", { text: row.name, title: row.assumes }) },
     { name: "after", text: "a round", num: true, cell: (row) => seconds(row.after) },
     { name: "bar", text: "", class: "wide", cell: (row) => h("div", { class: "bar", title: seconds(row.after) }, h("span", { style: { width: `${(100 * row.after) / row.before}%` } })) },
     { name: "share", text: "gain", num: true, cell: (row) => (row.share ? `${row.at_most ? "up to " : ""}${percent(row.share)}` : "") },

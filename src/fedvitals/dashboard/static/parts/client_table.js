@@ -8,6 +8,7 @@ import { runLink } from "../params.js";
 
 export const PAGE = 100; // rows
 const WORDS = { critical: "critical", warning: "warning", note: "note" };
+const OFTEN = 0.05; // share of its calls from which failures are emphasised
 const FAR = 3.5; // deviations from which a score is emphasised; see diagnosis/standout.py
 
 // key of the server's sort, heading, what it says when one waits over it, whether the largest is looked for first
@@ -96,7 +97,7 @@ function update(node, run, row, chosen) {
     score(row),
     h("td", { class: "num", text: seconds(row.seconds), title: row.seconds === null ? null : `${exact(row.seconds)} s` }),
     h("td", { class: "num", text: bytes(row.bytes), title: row.bytes === null ? null : `${exact(row.bytes)} bytes` }),
-    h("td", { class: `num ${row.failures ? "sev-warning" : "muted"}`, text: number(row.failures), title: row.trouble || null }));
+    h("td", { class: `num ${row.failures > OFTEN * row.sampled ? "sev-warning" : "muted"}`, text: number(row.failures), title: row.trouble || null }));
 }
 
 function health(row) {

@@ -19,7 +19,7 @@ export function memoryPanel(run, axis) {
   const peaks = rowTable([
     { name: "metric", text: "memory", cell: (row) => h("span", { text: row.metric.replace("memory.", ""), title: row.meaning }) },
     { name: "bytes", text: "most", num: true, cell: (row) => bytes(row.bytes) },
-    { name: "node", text: "whose", cell: (row) => whose(run, row.node === "server" ? null : row.node) },
+    { name: "node", text: "whose", class: "name", cell: (row) => whose(run, row.node === "server" ? null : row.node) },
     { name: "round", text: "round", num: true, cell: (row) => row.round },
     { name: "growth", text: "grew by", num: true, title: "from the first round to the last, of the node that grew the most", cell: (row) => (GROWS.has(row.metric) && row.growth_bytes > 0 ? bytes(row.growth_bytes) : "–") },
   ], { key: (row) => row.metric, caption: "Memory" });
@@ -72,7 +72,8 @@ export function trafficPanel(run, axis) {
       split.hidden = !found;
       fill(none, !found && empty("No transfer was told.", "Monitor.transfer() does, and every lab."));
       if (!found) return;
-      total.textContent = `${bytes(found.sent)} sent by clients, ${bytes(found.received)} received; ${bytes(found.between)} sent by the server and by groups. Telemetry is not in these.`;
+      const told = [[found.sent, "sent by clients"], [found.received, "received by them"], [found.between, "sent by the server and by groups"]];
+      total.textContent = `${told.filter(([size]) => size > 0).map(([size, words]) => `${bytes(size)} ${words}`).join(", ")}. Telemetry is not in these.`;
       course.update({ series: found.courses.map(lineOf), note: shown(found.courses[0]) });
       above.hidden = !found.courses.length;
       right.hidden = !found.clients.length;

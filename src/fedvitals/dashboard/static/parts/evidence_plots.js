@@ -10,16 +10,17 @@ import { empty } from "./states.js";
 export function evidencePlots(axis, onRound) {
   const hosts = h("div", { class: "stack" });
   const sure = h("div", {});
-  const none = h("div", {}, empty("Nothing that was measured over the rounds stands behind it."));
-  const node = h("div", { class: "stack" }, none, hosts, sure);
+  const none = h("div", { hidden: true }, empty("Nothing that was measured over the rounds stands behind it."));
+  sure.hidden = true;
+  const node = h("div", { class: "stack evidence" }, none, hosts, sure);
   const confidence = lineChart(sure, { title: "confidence", unit: "share", axis, height: 96, onRound });
 
   return {
     node,
 
-    show(found) {
-      const { plots, seen, confidences } = found.evidence;
-      const flags = seenFlags(found);
+    show(one, evidence) {
+      const { plots, seen, confidences } = evidence;
+      const flags = seenFlags(one, evidence);
       none.hidden = plots.length > 0;
       keyed(hosts, plots, (plot) => plot.id,
         () => {
@@ -34,13 +35,13 @@ export function evidencePlots(axis, onRound) {
           place.why.textContent = [plot.why, plot.meaning].filter(Boolean).map((text) => text[0].toUpperCase() + text.slice(1)).join(". ");
           place.chart.with({ title: plot.title, unit: unitName(plot.unit) === "" ? "" : plot.unit, scale: plot.scale }).update({
             series: plot.lines.map((line) => lineOf(line, { name: line.of })),
-            bands: plot.band ? [{ ...plot.band, name: "peers" }] : [],
+            bands: plot.band ? [{ ...plot.band, name: others(plot) }] : [],
             flags,
             threshold: plot.threshold,
             note: noteOf(plot),
           });
         });
-      sure.hidden = seen.length === 0;
+      sure.hidden = seen.length < 2;
       confidence.update({ series: [{ name: "confidence", rounds: seen, values: confidences }], flags });
     },
 
@@ -52,9 +53,7 @@ export function evidencePlots(axis, onRound) {
 }
 
 /** Neighbouring rounds in which it was seen are one flag. */
-function seenFlags(found) {
-  const { seen, since } = found.evidence;
-  const one = found.case;
+function seenFlags(one, { seen, since }) {
   const flags = [];
   for (const round of seen) {
     const last = flags.at(-1);
@@ -65,8 +64,11 @@ function seenFlags(found) {
   return flags;
 }
 
+/** Who the band is: a suspect is not among its own peers. */
+const others = (plot) => (plot.lines.some((line) => line.node !== null) ? "peers" : "clients");
+
 function noteOf(plot) {
-  const clients = plot.band ? `${Math.max(...plot.band.clients)} peers: p5–p95, median, extremes` : "";
+  const clients = plot.band ? `${Math.max(...plot.band.clients)} ${others(plot)}: p5–p95, median, extremes` : "";
   const line = plot.lines[0];
   return [clients, line && shownOf(line.rounds.length, line.total)].filter(Boolean).join("; ");
 }

@@ -3,7 +3,6 @@
 
 import { of } from "../api.js";
 import { announce, fill, h } from "../dom.js";
-import { percent } from "../format.js";
 
 const LONGEST = 500;
 
@@ -101,9 +100,4 @@ export function findingTags(one) {
     one.acknowledged && h("span", { class: "tag", text: "✓ acknowledged" }),
     one.muted && h("span", { class: "tag", text: one.reason ? `muted: ${one.reason}` : "muted", title: one.reason }),
   ];
-}
-
-/** How sure, in whole per cent; what is nearly certain is not called certain. */
-export function sure(confidence) {
-  return confidence >= 0.995 && confidence < 1 ? `over ${percent(0.99)}` : percent(Math.round(confidence * 100) / 100);
 }

@@ -4,7 +4,6 @@
 import { h } from "../dom.js";
 import { exact, number, percent, when } from "../format.js";
 import { runLink } from "../params.js";
-import { sure } from "./finding_marks.js";
 
 export function numbersTable(rows) {
   const cell = (value) => h("td", { class: "num", title: value === null ? null : exact(value), text: value === null ? "" : number(value) });
@@ -19,7 +18,7 @@ export function numbersTable(rows) {
 export function trustBox(one, found) {
   const { trust } = found;
   return [
-    h("p", { class: "finding-sure" }, h("span", { class: "big", text: sure(one.confidence) }), h("span", { class: "muted", text: found.exact ? " sure, an exact test" : " sure" })),
+    h("p", { class: "finding-sure" }, h("span", { class: "big", text: one.sure }), h("span", { class: "muted", text: found.exact ? " sure, an exact test" : " sure" })),
     h("p", { class: "small", text: trust.words }),
     trust.false_alarms !== null && h("p", { class: "small muted", text: `Measured in the fault bank: ${number(trust.false_alarms)} false alarms of this kind per 100 healthy rounds (${number(trust.healthy_rounds)} rounds without any fault).` }),
     trust.false_alarms === null && h("p", { class: "small muted", text: "How often it is a false alarm was not measured." }),

@@ -4,6 +4,7 @@
 import { fill, h } from "../dom.js";
 import { bytes, number, seconds } from "../format.js";
 import { runLink } from "../params.js";
+import { compareLink } from "./chosen.js";
 import { changeTheme } from "../theme.js";
 
 const PAGES = [
@@ -38,7 +39,7 @@ export function header(node) {
           href: key === "overview" ? runLink(page.run) : runLink(page.run, key),
           text: key === "findings" && found ? `${text} (${found})` : text,
           "aria-current": key === now ? "page" : null,
-        })), h("a", { href: `/compare?runs=${encodeURIComponent(page.run)}`, text: "compare" }));
+        })), h("a", { href: compareLink([page.run]), text: "compare" }));
       }
       if (!status) return fill(facts);
       const rounds = status.last_round === null ? "no round yet" : `round ${status.last_round}${status.rounds_planned ? `/${status.rounds_planned - 1}` : ""}`;

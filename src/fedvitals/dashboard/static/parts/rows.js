@@ -4,12 +4,12 @@
 import { fill, h, keyed } from "../dom.js";
 import { empty } from "./states.js";
 
-/** columns: [{name, text, num, title, sort, cell(row) → text or node}]. `show(rows, {sort, onSort, none})`. */
+/** columns: [{name, text, num, class, title, sort, cell(row) → text or node}]. `show(rows, {sort, onSort, none})`. */
 export function rowTable(columns, { key = (row) => row.node ?? row.name, label, caption } = {}) {
   const head = h("tr", {});
   const body = h("tbody", {});
   const none = h("div", { hidden: true });
-  const table = h("table", { class: "data" }, caption && h("caption", { class: "unseen", text: caption }), h("thead", {}, head), body);
+  const table = h("table", { class: "data rows" }, caption && h("caption", { class: "unseen", text: caption }), h("thead", {}, head), body);
   // What scrolls must be reachable without a mouse.
   const box = h("div", { class: "scroll-x", tabindex: "0", role: "region", "aria-label": label ?? caption ?? "table" }, table);
   let told = null;
@@ -36,7 +36,7 @@ export function rowTable(columns, { key = (row) => row.node ?? row.name, label, 
       none.hidden = Boolean(rows.length);
       fill(none, !rows.length && nothing && empty(nothing));
       keyed(body, rows, key, () => h("tr", {}), (tr, row) => {
-        fill(tr, now.map((one) => h("td", { class: one.num ? "num" : one.class ?? "name" }, one.cell(row))));
+        fill(tr, now.map((one) => h("td", { class: one.num ? "num" : one.class ?? null }, one.cell(row))));
       });
     },
   };

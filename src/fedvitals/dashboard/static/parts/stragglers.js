@@ -9,7 +9,7 @@ import { rowTable } from "./rows.js";
 
 export function stragglerTable(run) {
   const table = rowTable([
-    { name: "node", text: "client", cell: (row) => h("a", { href: runLink(run, "clients", row.node), text: row.node }) },
+    { name: "node", text: "client", class: "name", cell: (row) => h("a", { href: runLink(run, "clients", row.node), text: row.node }) },
     { name: "determined", text: "rounds", num: true, title: "rounds that it determined, of those it took part in", cell: (row) => `${row.determined} of ${row.rounds}` },
     { name: "lost", text: "lost", num: true, title: "by which its rounds were longer than without it", cell: (row) => seconds(row.seconds_lost) },
     { name: "typical", text: "typical", num: true, title: "its median", cell: (row) => seconds(row.typical) },

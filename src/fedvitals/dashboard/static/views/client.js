@@ -30,6 +30,7 @@ export function view(root, ctx) {
   const found = panel("findings", cases.node, rests);
   const more = h("p", { class: "small" });
   let neighbours = {};
+  let first = true;
   root.append(h("div", { class: "page client-page" },
     h("div", {},
       place, verdict.node, found,
@@ -54,6 +55,8 @@ export function view(root, ctx) {
     show({ page, told }) {
       if (ctx.status.first_round !== null) axis.extend(ctx.status.first_round, ctx.status.last_round);
       neighbours = page;
+      if (first) axis.setHover(params.number("round"));
+      first = false;
       document.title = [node, ctx.status.name, "fedvitals"].join(" · ");
       verdict.show(run, { ...page.verdict, node: null });
       fill(place,
@@ -123,11 +126,16 @@ function put(host, data, make) {
   fill(host, make());
 }
 
+/** Which rounds are looked at: what cannot be read for all of them is read for these. */
+function looked(axis) {
+  return axis.whole ? {} : { from: axis.view[0], to: axis.view[1] };
+}
+
 function layerPart(ctx, axis, node) {
   const family = chooser(ctx, "of its", "family");
   const statistic = chooser(ctx, "statistic", "statistic");
-  const controls = h("div", { class: "band-controls" }, family.node, statistic.node);
-  const host = h("div", {});
+  const controls = h("div", { class: "band-controls", hidden: true }, family.node, statistic.node);
+  const host = h("div", { hidden: true });
   const none = h("div", {});
   let flags = [];
   const chart = remade(host, (where, how) => heatMap(where, {
@@ -136,7 +144,7 @@ function layerPart(ctx, axis, node) {
     rowHref: (row) => link(runLink(ctx.run, "layers"), { layer: row }),
   }));
   async function load() {
-    const wanted = { node, family: ctx.params.get("family"), statistic: ctx.params.get("statistic") };
+    const wanted = { node, family: ctx.params.get("family"), statistic: ctx.params.get("statistic"), ...looked(axis) };
     try {
       const data = await ctx.api.get(of(ctx.run, "client", "layers"), wanted, ctx.signal);
       controls.hidden = !data.families.length;
@@ -180,7 +188,7 @@ function timePart(ctx, axis, node) {
     nodes: [toggle, none, host, said],
     async show(flags) {
       try {
-        const data = await ctx.api.get(of(ctx.run, "client", "times"), { node }, ctx.signal);
+        const data = await ctx.api.get(of(ctx.run, "client", "times"), { node, ...looked(axis) }, ctx.signal);
         const all = ctx.params.get("waiting") === "1";
         waiting.checked = all;
         host.hidden = toggle.hidden = said.hidden = !data.rounds.length;

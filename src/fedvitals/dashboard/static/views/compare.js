@@ -17,7 +17,7 @@ export function view(root, ctx) {
   const { params } = ctx;
   let shown = null;
   const axis = new Axis();
-  const unbind = bindAxis(axis, params);
+  let unbind = null;
   const picker = runPicker(ctx, (id) => choose([...chosenRuns(params), id]));
   const chips = h("ul", { class: "sides" });
   const repeats = h("input", { type: "checkbox", on: { change: () => params.set({ repeats: repeats.checked ? 1 : null }, { push: true }) } });
@@ -63,7 +63,7 @@ export function view(root, ctx) {
     },
 
     destroy() {
-      unbind();
+      unbind?.();
       unlisten();
       picker.destroy();
       for (const chart of charts.values()) chart.destroy();
@@ -92,7 +92,11 @@ export function view(root, ctx) {
     const flags = data.partings.filter((one) => (one.noise ?? one.exact) !== null).map((one) => ({ round: one.noise ?? one.exact, severity: "note", label: `${data.sides[0].letter} and ${one.letter} part` }));
     const wanted = [...data.pictures.map((one) => [one.name, one]), ...data.differences.map((one) => [`difference.${one.name}`, one])];
     const rounds = data.pictures.flatMap((one) => one.lines.flatMap((line) => [line.rounds[0], line.rounds.at(-1)])).filter(Number.isFinite);
-    if (rounds.length) axis.extend(Math.min(...rounds), Math.max(...rounds));
+    if (rounds.length) {
+      axis.empty ||= axis.whole; // a longer run may have been taken out
+      axis.extend(Math.min(...rounds), Math.max(...rounds));
+      unbind ??= bindAxis(axis, params);
+    }
     for (const [key, chart] of charts) if (!wanted.some(([name]) => name === key)) {
       chart.destroy();
       chart.host.remove();

@@ -37,7 +37,22 @@ export function view(root, ctx) {
         section("remedies", "what to do", remedies),
         section("actions", "what was done", actions),
         section("links", "where to look further", links))));
+  const trouble = h("p", { class: "muted", role: "status" });
+  plots.node.prepend(trouble);
   let told = "";
+
+  /** The pictures come after the words: they take longer to make. */
+  async function picture(one) {
+    try {
+      const evidence = await ctx.api.get(of(run, "findings", key, "evidence"), {}, ctx.signal);
+      fill(trouble);
+      plots.show(one, evidence);
+      part(links, further(run, one, evidence));
+    } catch (error) {
+      if (error.name !== "AbortError") trouble.textContent = `The pictures could not be drawn: ${error.message}`;
+      if (error.name !== "AbortError" && error.status === undefined) console.error(error);
+    }
+  }
 
   return {
     load: (signal) => ctx.api.get(of(run, "findings", key), {}, signal),
@@ -46,8 +61,8 @@ export function view(root, ctx) {
       const one = found.case;
       marks.show(one);
       if (ctx.status.last_round !== null) axis.extend(ctx.status.first_round, ctx.status.last_round);
-      plots.show(found);
-      const now = JSON.stringify({ ...found, evidence: null });
+      picture(one);
+      const now = JSON.stringify(found);
       if (now === told) return;
       const first = told === "";
       told = now;
@@ -66,7 +81,6 @@ export function view(root, ctx) {
       part(causes, found.causes.length && h("ol", {}, found.causes.map((text) => h("li", { text }))));
       part(remedies, found.remedies.length && h("ol", {}, found.remedies.map((text) => h("li", { text }))));
       part(actions, actionList(found.actions));
-      part(links, further(run, one, found));
       if (first && location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
     },
 
@@ -93,9 +107,9 @@ function part(body, content) {
   body.closest("section").hidden = !content;
 }
 
-function further(run, one, found) {
+function further(run, one, evidence) {
   const records = (params) => link(of(run, "records"), params);
-  const metrics = [...new Set(found.evidence.plots.map((plot) => plot.metric).filter(Boolean))];
+  const metrics = [...new Set(evidence.plots.map((plot) => plot.metric).filter(Boolean))];
   return h("ul", { class: "plain-list" },
     one.node !== null && h("li", {}, h("a", { href: runLink(run, "clients", one.node), text: `${one.node}, against the cohort` })),
     one.last !== null && h("li", {}, h("a", { href: runLink(run, "rounds", one.last), text: `round ${one.last}, in which it was seen last` })),

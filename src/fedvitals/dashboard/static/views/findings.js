@@ -4,8 +4,9 @@
 import { of } from "../api.js";
 import { sparkline } from "../charts/sparkline.js";
 import { fill, h, keyed } from "../dom.js";
+import { percent } from "../format.js";
 import { go, runLink } from "../params.js";
-import { findingMarks, findingTags, severityMark, sure } from "../parts/finding_marks.js";
+import { findingMarks, findingTags, severityMark } from "../parts/finding_marks.js";
 import { empty } from "../parts/states.js";
 import { verdictBox } from "../parts/verdict.js";
 
@@ -100,14 +101,17 @@ function update(node, one) {
   node.dataset.now = now;
   node.className = `card finding-card edge-${one.severity}${one.muted || !one.still_there ? " dimmed" : ""}`;
   node.setAttribute("aria-label", `${one.severity}: ${one.sentence}`);
-  const course = one.confidences.length > 1 && sparkline(one.confidences, { width: 96, height: 22, label: `confidence, ${sure(one.confidences[0])} to ${sure(one.confidence)}` });
+  const course = one.confidences.length > 1 && sparkline(one.confidences, { width: 96, height: 22, label: `confidence, ${percent(one.confidences[0])} to ${one.sure}` });
   fill(node.told,
     h("div", { class: "finding-head" }, severityMark(one), h("span", { class: "muted small", text: one.issue }), findingTags(one)),
     h("h2", {}, h("a", { href: node.href, text: one.sentence })),
-    h("p", { class: "muted", text: `${one.title}. ${one.place}, ${one.course}.` }),
+    h("p", { class: "muted", text: [!repeated(one) && one.title, one.course].filter(Boolean).join(" · ") }),
     h("p", { class: "finding-message", text: one.message }),
-    h("div", { class: "finding-sure" }, course, h("span", { class: "big num", text: sure(one.confidence) }), h("span", { class: "muted small", text: " sure" })));
+    h("div", { class: "finding-sure" }, course, h("span", { class: "big num", text: one.sure }), h("span", { class: "muted small", text: " sure" })));
 }
+
+/** Whether the title would say the sentence again; a user's own issue has only its code for a title. */
+const repeated = (one) => one.title === one.issue || one.sentence.startsWith(one.title);
 
 // -- filters ----------------------------------------------------------------------------------------------------------
 

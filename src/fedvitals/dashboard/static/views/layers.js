@@ -35,7 +35,7 @@ export function view(root, ctx) {
     missing);
 
   const select = (layer, round) => params.set({ layer, round });
-  const profile = remade(depth, (host, how) => lineChart(host, { ...how, height: 300 }));
+  const profile = remade(depth, (host, how) => lineChart(host, { ...how, height: 330 }));
   const heat = remade(map, (host, how) => heatMap(host, { ...how, axis, rowHeight: 15, maxHeight: 420, onCell: select, selected: (row) => row === params.get("layer") }));
   const onRound = (round) => params.set({ round });
   const mean = lineChart(signed, { title: "mean, with its sign", unit: "1", axis, height: 180, onRound });
@@ -56,10 +56,10 @@ export function view(root, ctx) {
       xs: { labels: layers },
       series: lines.map((one, i) => ({
         name: `round ${one.round}`, rounds: layers.map((_, at) => at), values: one.values,
-        colour: one.round === chosen ? theme().critical : age(lines.length > 1 ? i / (lines.length - 1) : 1),
+        ...(one.round === chosen ? { colour: theme().ink, dash: true } : { colour: age(lines.length > 1 ? i / (lines.length - 1) : 1) }),
       })),
       note: [`one line a round, light is early${rounds > lines.length ? `; ${lines.length} of ${rounds} rounds` : ""}`,
-        found.weights_only ? "weights only" : ""].filter(Boolean).join("; "),
+        found.weights_only ? "weights only" : "", lines.some((one) => one.round === chosen) ? `dashed: round ${chosen}` : ""].filter(Boolean).join("; "),
     });
   }
 
@@ -80,7 +80,8 @@ export function view(root, ctx) {
     signed.parentNode.hidden = !own;
     if (!own) return;
     const note = own.layers.length < own.total ? `${own.layers.length} of ${own.total} weights, from the first to the last` : "weights only";
-    const series = (name) => own.layers.map((one) => ({ name: one.layer, rounds: own.rounds, values: one[name] }));
+    const names = shortened(own.layers.map((one) => one.layer));
+    const series = (name) => own.layers.map((one, i) => ({ name: names[i], rounds: own.rounds, values: one[name] }));
     mean.update({ series: series("mean"), note: `${note}; 0 by construction in a softmax head` });
     magnitude.update({ series: series("magnitude"), note });
   }
@@ -108,7 +109,7 @@ export function view(root, ctx) {
       }
       const place = curves.get(one.name);
       if (!one.measured) {
-        fill(place.host, h("div", { class: "chart-title", text: NAMES[one.name] }), empty("Not measured.", `Needs ${one.needs}.`));
+        fill(place.host, h("div", { class: "chart" }, h("div", { class: "chart-head" }, h("span", { class: "chart-title", text: NAMES[one.name] })), empty("Not measured.", `Needs ${one.needs}.`)));
         continue;
       }
       if (!place.chart) {
@@ -136,9 +137,11 @@ export function view(root, ctx) {
         shape.load(signal),
       ]);
       const near = { points: POINTS, ...closer(axis, POINTS) };
-      const lines = await Promise.all(found.scales.map(async (one) => one.measured && {
-        band: await ask(ctx, "band", { sign: one.name, ...near }, signal),
-        series: chosen ? await ask(ctx, "series", { names: [one.name], nodes: [chosen], ...near }, signal) : [],
+      const lines = await Promise.all(found.scales.map(async (one) => {
+        if (!one.measured) return null;
+        const band = await ask(ctx, "band", { sign: one.name, ...near }, signal);
+        const own = chosen || !band.rounds.length; // where only the federation tells it, its line is all there is
+        return { band, series: own ? await ask(ctx, "series", { names: [one.name], nodes: chosen ? [chosen] : [], ...near }, signal) : [] };
       }));
       return { found, spread, lines };
     },
@@ -156,7 +159,7 @@ export function view(root, ctx) {
       drawAverages(found);
       drawUnits(found);
       shape.show(spread);
-      fill(missing, found.missing.map((text) => h("li", { text })));
+      fill(missing, !found.profile.lines.length && found.missing.map((text) => h("li", { text })));
     },
 
     destroy() {
@@ -171,6 +174,15 @@ export function view(root, ctx) {
 /** Early rounds light, late ones dark; on dark paper the other way round, so that the newest stands out. */
 function age(share) {
   return theme().dark ? mapColour(0.3 + 0.7 * share) : mapColour(0.85 - 0.8 * share);
+}
+
+/** Names without what all of them begin or end with: «block0.conv.weight» … is «block0» … */
+function shortened(names) {
+  const parts = names.map((name) => name.split("."));
+  const same = (at) => parts.every((one) => one.length > 1 && one.at(at) === parts[0].at(at));
+  while (names.length > 1 && same(-1)) parts.forEach((one) => one.pop());
+  while (names.length > 1 && same(0)) parts.forEach((one) => one.shift());
+  return parts.map((one) => one.join("."));
 }
 
 /** A client to look at instead of the whole federation. */

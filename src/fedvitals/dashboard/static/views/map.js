@@ -22,6 +22,7 @@ export function view(root, ctx) {
   });
   const label = h("output", { class: "num round-said" });
   const colour = chooser(ctx, "colour by", "colour");
+  const space = chooser(ctx, "plane", "plane");
   const names = h("datalist", { id: "map-clients" });
   const choose = h("input", {
     class: "field client-field", type: "search", list: "map-clients", placeholder: "none", maxlength: 1000, autocomplete: "off",
@@ -37,7 +38,7 @@ export function view(root, ctx) {
   body.append(
     h("div", { class: "row map-controls" },
       h("label", { class: "field-label round-pick" }, "round", slider, label),
-      colour.node, h("label", { class: "field-label" }, "trail of", choose, names)),
+      space.node, colour.node, h("label", { class: "field-label" }, "trail of", choose, names)),
     chosen, h("div", { class: "map-pair" }, plane, square));
   root.append(h("div", { class: "head" }, h("h1", { text: "Who behaves alike" })), none, body);
 
@@ -51,7 +52,7 @@ export function view(root, ctx) {
 
   return {
     load(signal) {
-      return ctx.api.get(of(run, "map"), { round: params.number("round"), node: params.get("client") }, signal);
+      return ctx.api.get(of(run, "map"), { round: params.number("round"), node: params.get("client"), plane: params.get("plane") }, signal);
     },
 
     show(data) {
@@ -69,6 +70,7 @@ export function view(root, ctx) {
       const by = groups ? params.get("colour", "health") : "health";
       colour.show([["", [["health", "health"], ["group", "group"]]]], by);
       colour.node.hidden = !groups;
+      space.show([["", [["run", "of the whole run"], ["round", "of this round"]]]], params.get("plane", "run"));
       draw(data, by);
       about(data);
     },
@@ -91,7 +93,7 @@ export function view(root, ctx) {
       trail: data.trail.length ? data.trail : null,
       reach: { x: [-REACH, REACH], y: [-REACH, REACH] },
       note: [
-        `the plane shows ${percent(data.shares[0] + data.shares[1])} of the spread`,
+        `the plane shows ${percent(data.shares[0] + data.shares[1])} of this round’s spread`,
         data.points.length < data.total ? `${number(data.points.length)} of ${number(data.total)} clients` : `${number(data.total)} clients`,
         data.unusable ? `${number(data.unusable)} left out: zero or not finite` : "",
       ].filter(Boolean).join("; "),
@@ -131,5 +133,5 @@ function largest(values, count) {
 
 function trailWords(data) {
   const first = data.trail[0]?.round;
-  return data.trail.length > 1 ? `, and its way here since round ${first}.` : ", the first time that it sent an update.";
+  return data.trail.length > 1 ? `, and its way here since round ${first}.` : ".";
 }

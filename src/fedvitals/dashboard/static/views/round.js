@@ -10,7 +10,7 @@ import { rowTable } from "../parts/rows.js";
 
 export const title = "Round";
 const LANES = 200;
-const ROWS = 50;
+const ROWS = 25;
 
 export function view(root, ctx) {
   const { run, params, path } = ctx;
@@ -90,14 +90,14 @@ export function view(root, ctx) {
 
   function drawTable(found) {
     const columns = [
-      { name: "node", text: "node", cell: (row) => (row.whole ? h("span", { class: "muted", text: "the whole" }) : row.client ? h("a", { href: link(runLink(run, "clients", row.node), { round: here }), text: row.node }) : row.node) },
+      { name: "node", text: "node", class: "name", sort: "name", cell: (row) => (row.whole ? h("span", { class: "muted", text: "the whole" }) : row.client ? h("a", { href: link(runLink(run, "clients", row.node), { round: here }), text: row.node }) : row.node) },
       ...found.columns.map((one, i) => ({
         name: one.name, text: one.name, num: true, sort: one.name, title: one.meaning,
         cell: (row) => h("span", { title: exact(row.values[i]), text: withUnit(row.values[i], one.unit) }),
       })),
     ];
     const whole = found.whole.some((one) => one !== null) ? [{ node: "\u0000whole", whole: true, values: found.whole }] : [];
-    table.show([...whole, ...found.rows], { columns, sort: params.get("sort", ""), onSort: (sort) => params.set({ sort, page: null }), nothing: "No metric of a node in this round." });
+    table.show([...whole, ...found.rows], { columns, sort: found.sort, onSort: (sort) => params.set({ sort: sort === "-name" ? "name" : sort, page: null }), nothing: "No metric of a node in this round." });
     const page = params.number("page", 0);
     const step = (to_, text) => h("button", { class: "link-button", type: "button", text, on: { click: () => params.set({ page: to_ || null }) } });
     fill(more, found.total > ROWS && [

@@ -14,7 +14,7 @@ import { shareBar } from "../parts/shares.js";
 import { stragglerTable } from "../parts/stragglers.js";
 
 export const title = "Rounds";
-const SLOWEST = 6; // rounds in the list
+const SLOWEST = 8; // rounds in the list
 
 export function view(root, ctx) {
   const { run, params } = ctx;
@@ -34,13 +34,13 @@ export function view(root, ctx) {
     headline, where, stack,
     h("div", { class: "split" },
       h("section", { class: "panel" }, h("h2", { text: "where the time of these rounds went" }), bars.map((one) => one.node), waits),
-      h("section", { class: "panel" }, h("h2", { text: "the slowest of them" }), rounds.node)),
+      h("section", { class: "panel" }, h("h2", { text: "slowest rounds" }), rounds.node)),
     h("section", { class: "panel" }, h("h2", { text: "stragglers: who determined rounds and cost time" }), slow.node),
     changes.node,
     h("section", { class: "panel" }, h("h2", { text: "memory" }), memory.node),
     h("section", { class: "panel" }, h("h2", { text: "traffic" }), traffic.node),
     machine.node);
-  const time = stackChart(stack, { title: "round time by phase, all rounds", unit: "seconds", axis, height: 190, onRound: (round) => go(runLink(run, "rounds", round)) });
+  const time = stackChart(stack, { title: "round time by phase", unit: "seconds", axis, height: 190, onRound: (round) => go(runLink(run, "rounds", round)) });
 
   function drawPhases(found) {
     const joined = Math.max(...found.rounds.map((_, i) => found.last[i] - found.first[i] + 1), 1);
@@ -49,6 +49,7 @@ export function view(root, ctx) {
       note: [found.clock === "virtual" ? "on the lab’s virtual clock" : "", "along the critical path", joined > 1 ? `the slowest of every ${joined} rounds` : "",
         "a click opens the round"].filter(Boolean).join("; "),
     });
+    rounds.show(slowestOf(found), { nothing: "No round was timed as a whole." });
   }
 
   function drawTime(found) {
@@ -65,7 +66,6 @@ export function view(root, ctx) {
     fill(waits,
       found.waited > 0 && `Clients waited ${seconds(found.waited)} in all, for ${told.join(", ")}. `,
       found.unaccounted > 0.02 && `Up to ${percent(found.unaccounted)} of a node’s round, in the median round, is in no part: unaccounted for.`);
-    rounds.show(found.rounds.slice(0, SLOWEST), { nothing: "No round of these was timed." });
     slow.show(found.stragglers);
   }
 
@@ -124,11 +124,20 @@ function clockButtons(params) {
   };
 }
 
+/** The longest rounds, and the parts that took most of each. */
+function slowestOf({ rounds, parts }) {
+  const all = rounds.map((round, i) => {
+    const own = parts.map((part) => ({ name: part.name, seconds: part.values[i] ?? 0 })).sort((a, b) => b.seconds - a.seconds);
+    return { round, seconds: own.reduce((sum, part) => sum + part.seconds, 0), own };
+  });
+  return all.sort((a, b) => b.seconds - a.seconds).slice(0, SLOWEST);
+}
+
 function roundTable(run, params) {
+  const words = ({ own, seconds: whole }) => own.filter((part) => part.seconds > 0.05 * whole).slice(0, 3).map((part) => `${part.name} ${percent(part.seconds / whole)}`);
   return rowTable([
     { name: "round", text: "round", cell: (row) => h("a", { href: link(runLink(run, "rounds", row.round), { clock: params.get("clock") }), text: row.round }) },
     { name: "seconds", text: "took", num: true, cell: (row) => seconds(row.seconds) },
-    { name: "kind", text: "bound by", cell: (row) => row.kind },
-    { name: "headline", text: "", cell: (row) => h("span", { class: "small muted", text: row.headline.replace(/^round \S+ took [^:;]*[:;] ?/, "") }) },
+    { name: "parts", text: "most of it", class: "words", cell: (row) => h("span", { class: "small muted", text: words(row).join(", ") }) },
   ], { key: (row) => row.round, caption: "The slowest rounds" });
 }

@@ -11,23 +11,23 @@ import { rowTable } from "../parts/rows.js";
 export const title = "Topology";
 const KINDS = { star: "a star: every client with the server", clusters: "clusters: clients that are alike share a model", tree: "a tree: clients, edges, server", rings: "rings: clients pass the model on" };
 const HEALTH = { critical: "■ critical", warning: "▲ warning", note: "· note", failed: "✕ failed", ok: "well", absent: "not in this round" };
-const ROWS = 20;
+const ROWS = 12;
 
 export function view(root, ctx) {
   const { run, params } = ctx;
   const [said, picture, kinds, changed] = [h("p", { class: "said" }), h("div", {}), h("p", { class: "muted small" }), h("p", { class: "muted small" })];
   const slider = roundSlider(params);
   const nodes = rowTable([
-    { name: "name", text: "node", cell: (row) => (row.role === "client" ? h("a", { href: runLink(run, "clients", row.name), text: row.name }) : row.name) },
+    { name: "name", text: "node", class: "name", cell: (row) => (row.role === "client" ? h("a", { href: runLink(run, "clients", row.name), text: row.name }) : row.name) },
     { name: "health", text: "health", cell: (row) => h("span", { class: `sev-${row.health}`, text: HEALTH[row.health] ?? row.health }) },
-    { name: "issue", text: "what is wrong", cell: (row) => (row.key ? h("a", { href: runLink(run, "findings", row.key), text: row.issue }) : row.issue ?? "") },
-    { name: "group", text: "group", cell: (row) => row.group ?? "" },
+    { name: "issue", text: "what is wrong", class: "words", cell: (row) => (row.key ? h("a", { href: runLink(run, "findings", row.key), text: row.issue }) : row.issue ?? "") },
+    { name: "group", text: "group", class: "name", cell: (row) => row.group ?? "" },
     { name: "sent", text: "sent", num: true, cell: (row) => bytes(row.sent) },
     { name: "received", text: "received", num: true, cell: (row) => bytes(row.received) },
   ], { key: (row) => row.name, caption: "Nodes, the ill ones first" });
   const edges = rowTable([
-    { name: "from", text: "from", cell: (row) => row.sender },
-    { name: "to", text: "to", cell: (row) => row.receiver },
+    { name: "from", text: "from", class: "name", cell: (row) => row.sender },
+    { name: "to", text: "to", class: "name", cell: (row) => row.receiver },
     { name: "bytes", text: "bytes", num: true, cell: (row) => bytes(row.bytes) },
     { name: "share", text: "share", num: true, cell: (row) => percent(row.share) },
     { name: "messages", text: "messages", num: true, cell: (row) => number(row.messages) },
