@@ -70,7 +70,9 @@ def _hostile():
             for name in ("loss", "update.norm", "steps", "scale.gsc", f"user.{NASTY}"):
                 yield Metric(spot, when, name, math.nan if place == 2 and number == 3 else 1.0 + place + number)
             yield Sketch(spot, when, tuple(rng.normal(size=16).tolist()))
-            yield Span(spot, when, "client", 0.1, "t" * 32, f"c{number:07d}{place:08d}", None, {"parts": {"forward": 0.1}})
+            yield Span(
+                spot, when, "client", 0.1, "t" * 32, f"c{number:07d}{place:08d}", None, {"parts": {"forward": 0.1}}
+            )
             yield Transfer(spot, when, node, "server", 1000, 1000)
         sums = empty_sums(2)
         sums[:, :6] = (4, 0.1, 1.0, 0.5, -1, 1)
@@ -81,4 +83,6 @@ def _hostile():
             (Suspect(NAMES[0], 0.9, NASTY),),
         )  # fmt: skip
         yield Finding(Where(run, number, NAMES[1]), when, f"OWN {NASTY}", "warning", 0.7, f"{MATHS} {MARKED}")
-        yield Event(Where(run, number, NAMES[0]), when, "error", "client.failed", NASTY, {"traceback": f"x\n```\n{NASTY}"})
+        yield Event(
+            Where(run, number, NAMES[0]), when, "error", "client.failed", NASTY, {"traceback": f"x\n```\n{NASTY}"}
+        )

@@ -239,30 +239,50 @@ def test_answers_and_says_when_nothing_changed(tmp_path, path):
 # -- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.browser
-def test_the_page_speaks_and_keeps_its_choices_in_the_address(page, tmp_path):
-    with serve(stored(tmp_path / "runs.db", layered(), layered("plain", deep=False))) as url:
-        ready(page, f"{url}/runs/deep/layers", "layers")
-        assert "In round 19 the gradient" in page.locator(".said").inner_text()
-        page.get_by_label("show").select_option("mean")
-        page.wait_for_url("**statistic=mean**")
-        page.get_by_label("node", exact=True).fill("c1")
-        page.get_by_label("node", exact=True).press("Enter")
-        page.wait_for_url("**node=c1**")
-        page.reload()
-        page.wait_for_selector("html[data-ready='layers']")
-        assert page.get_by_label("show").input_value() == "mean"
-        assert page.get_by_label("node", exact=True).input_value() == "c1"
-        assert judge(page) == []
-        ready(page, f"{url}/runs/plain/layers", "layers")
-        assert "Shape not measured" in page.locator("main").inner_text()
-
-
-@pytest.mark.browser
-def test_a_hostile_layer_is_text(page, tmp_path):
+@pytest.fixture
+def site(tmp_path):
     table = LayerTable("parameter", tuple(Layer(HOSTILE + name, (4, 4), "float32") for name in NAMES))
-    with serve(stored(tmp_path / "runs.db", layered("bad", rounds=3, table=table))) as url:
-        ready(page, f"{url}/runs/bad/layers", "layers")
-        page.wait_for_load_state("networkidle")
-        assert HOSTILE in page.locator(".said").inner_text()
-        assert page.locator("main img").count() == 0
+    runs = layered(), layered("plain", deep=False), layered("bad", rounds=3, table=table)
+    with serve(stored(tmp_path / "runs.db", *runs)) as url:
+        yield url
+
+
+@pytest.mark.browser
+def test_the_page_speaks_and_keeps_its_choices_in_the_address(site, page):
+    ready(page, f"{site}/runs/deep/layers", "layers")
+    assert "In round 19 the gradient" in page.locator(".said").inner_text()
+    page.get_by_label("show").select_option("mean")
+    page.wait_for_url("**statistic=mean**")
+    node = page.get_by_label("node", exact=True)
+    node.fill("c1")
+    node.press("Enter")
+    page.wait_for_url("**node=c1**")
+    page.reload()
+    page.wait_for_selector("html[data-ready='layers']")
+    assert page.get_by_label("show").input_value() == "mean"
+    assert node.input_value() == "c1"
+    assert judge(page) == []
+
+
+@pytest.mark.browser
+def test_what_was_not_measured_is_said_on_the_page(site, page):
+    ready(page, f"{site}/runs/plain/layers", "layers")
+    text = page.locator("main").inner_text()
+    assert "Shape not measured" in text
+    assert 'Monitor(probes="deep") counts them' in text
+
+
+@pytest.mark.browser
+def test_a_cell_chooses_layer_and_round(site, page):
+    ready(page, f"{site}/runs/deep/layers", "layers")
+    page.locator("figure[data-chart='heatmap'] .chart-plot").first.click(position={"x": 300, "y": 8})
+    page.wait_for_url("**layer=conv.weight**")
+    assert "round=" in page.url
+
+
+@pytest.mark.browser
+def test_a_hostile_layer_is_text(site, page):
+    ready(page, f"{site}/runs/bad/layers", "layers")
+    page.wait_for_timeout(300)
+    assert HOSTILE in page.locator(".said").inner_text()
+    assert page.locator("main img").count() == 0

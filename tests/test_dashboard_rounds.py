@@ -296,21 +296,28 @@ def site(tmp_path):
         yield url
 
 
+@pytest.fixture
+def growing(tmp_path):
+    path = stored(tmp_path / "live.db", told(rounds=2))
+    with serve(path) as url:
+        yield url, path
+
+
 @pytest.mark.browser
-def test_the_profile_speaks_first_and_leads_to_a_round(page, site):
+def test_the_profile_speaks_first_and_leads_to_a_round(site, page):
     ready(page, f"{site}/runs/slow/rounds", "rounds")
     page.wait_for_selector(".view-rounds[data-complete]")
     text = page.locator("main").inner_text()
     assert "straggler-bound: it waits for c1" in text
     assert "Leave out, or mend, c1" in text
-    page.get_by_role("row").filter(has_text="straggler").first.get_by_role("link").first.click()
+    page.get_by_role("region", name="The slowest rounds").get_by_role("link").first.click()
     page.wait_for_selector("html[data-ready='round']")
     assert "/rounds/" in page.url
     assert judge(page) == []
 
 
 @pytest.mark.browser
-def test_a_round_has_neighbours_an_order_and_a_table(page, site):
+def test_a_round_has_neighbours_an_order_and_a_table(site, page):
     ready(page, f"{site}/runs/slow/rounds/3", "round")
     assert "waited" in page.locator("main").inner_text()
     page.get_by_role("link", name="round 4 →").click()
@@ -329,7 +336,7 @@ def test_a_round_has_neighbours_an_order_and_a_table(page, site):
 
 
 @pytest.mark.browser
-def test_the_topology_is_of_the_round_that_is_chosen(page, site):
+def test_the_topology_is_of_the_round_that_is_chosen(site, page):
     ready(page, f"{site}/runs/rings/topology?round=0", "topology")
     assert page.locator("output").inner_text() == "0"
     page.locator("#topology-round").focus()
@@ -341,21 +348,19 @@ def test_the_topology_is_of_the_round_that_is_chosen(page, site):
 
 @pytest.mark.browser
 @pytest.mark.parametrize("path", ["rounds", "rounds/1", "topology"])
-def test_a_hostile_name_is_text(page, site, path):
+def test_a_hostile_name_is_text(site, page, path):
     ready(page, f"{site}/runs/hostile/{path}")
-    page.wait_for_load_state("networkidle")
+    page.locator("main", has_text=HOSTILE).wait_for()
     assert HOSTILE in page.locator("main").inner_text()
     assert page.locator("main img").count() == 0
 
 
 @pytest.mark.browser
-def test_a_new_round_comes_by_itself(page, tmp_path):
-    path = stored(tmp_path / "live.db", told(rounds=2))
-    with serve(path) as url:
-        ready(page, f"{url}/runs/slow/topology", "topology")
-        assert page.locator("output").inner_text() == "1"
-        more = told(rounds=3)
-        store = open_store(path)
-        store.write(more.records)
-        store.close()
-        page.wait_for_function("document.querySelector('output').textContent === '2'")
+def test_a_new_round_comes_by_itself(growing, page):
+    url, path = growing
+    ready(page, f"{url}/runs/slow/topology", "topology")
+    assert page.locator("output").inner_text() == "1"
+    store = open_store(path)
+    store.write(told(rounds=3).records)
+    store.close()
+    page.locator("output", has_text="2").wait_for()

@@ -3,6 +3,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,6 @@ for package in ("matplotlib", "sklearn"):
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guide"
 _spec = importlib.util.spec_from_file_location("guide_make", GUIDE / "make.py")
 make = importlib.util.module_from_spec(_spec)
-import sys
-
 sys.modules["guide_make"] = make  # dataclasses look their module up
 _spec.loader.exec_module(make)
 

@@ -169,11 +169,13 @@ except fv.plot.canvas.MissingExtraError as error:
 """
 
 
+@pytest.mark.thorough
 def test_without_matplotlib_the_error_names_the_extra(store):
     done = subprocess.run([sys.executable, "-c", WITHOUT, store], capture_output=True, text=True, check=True)
     assert "pip install 'fedvitals[plots]'" in done.stdout
 
 
+@pytest.mark.thorough
 def test_nothing_of_pyplot_is_touched(store):
     code = (
         "import sys, fedvitals as fv\n"

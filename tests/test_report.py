@@ -20,6 +20,8 @@ from fedvitals.report.write import default_name, report
 from fedvitals.store import open_reader
 from verbs import result, run
 
+pytestmark = pytest.mark.thorough  # each page is a dozen pictures
+
 SECTIONS = (
     "What to do next", "Findings", "Learning", "Clients", "Layers and gradients", "Time, memory and bytes",
     "Configuration and versions", "How sure, and what was not measured",
@@ -106,7 +108,14 @@ def test_the_story_has_all_its_parts(pages):
     assert "could not be drawn" not in found
     words = " ".join(Page(found).words)
     assert "c7 sends updates like a client with wrong labels" in words  # the verdict
-    for part in ("Likely causes", "What would prove it wrong", "Privacy level", "Records lost", "Not measured", "Settings"):
+    for part in (
+        "Likely causes",
+        "What would prove it wrong",
+        "Privacy level",
+        "Records lost",
+        "Not measured",
+        "Settings",
+    ):
         assert part in words
 
 
@@ -173,7 +182,12 @@ def test_the_verb_writes_and_says_so(store, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("notes.html", "--force"), ("x.txt", "A report is a file"), ("no/where.html", "no such folder"), ("d.html", "a folder")],
+    [
+        ("notes.html", "--force"),
+        ("x.txt", "A report is a file"),
+        ("no/where.html", "no such folder"),
+        ("d.html", "a folder"),
+    ],
 )
 def test_what_is_no_report_is_not_written_over(name, words, store, tmp_path, capsys):
     (tmp_path / "notes.html").write_text("<p>mine</p>")

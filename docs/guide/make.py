@@ -83,9 +83,9 @@ def main() -> None:
         for picture, svg in played.pictures.items():
             file = HERE / "figures" / f"{picture}.svg"
             file.write_text(svg, encoding="utf-8")
-            print(f"{file.relative_to(HERE)}  {len(svg) / 1000:.0f} kB")  # noqa: T201
+            print(f"{file.relative_to(HERE)}  {len(svg) / 1000:.0f} kB")
         for line, said in played.said.items():
-            print(f"\n$ {line}\n{said}")  # noqa: T201
+            print(f"\n$ {line}\n{said}")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class Monitor:
             name=run,
             host=host,
             topology=topology,
-            config={**(config or {}), "fedvitals": self._settings()},
+            config={**(config or {}), "fedvitals": self._settings(false_alarms)},
             seed=seed,
         )
         own: dict[str, Any] = {
@@ -122,10 +122,10 @@ class Monitor:
         self._chart.owner = self
         close_at_exit(self)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self, false_alarms: float) -> dict[str, Any]:
         """What the run's configuration says of us."""
         ours = {"probes": self._kit.preset.name, "detectors": len(self._detectors), "cure": self._cure.described()}
-        return {**ours, **described_policy(self._policy)}
+        return {**ours, "false_alarms": false_alarms, **described_policy(self._policy)}
 
     # -- what people write --------------------------------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "profile", "lab", "soak")
-LONG = ("overhead", "gsc", "diagnosis", "profile", "lab", "soak")  # these say how far they are
+PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "profile", "lab", "soak", "ui")
+LONG = ("overhead", "gsc", "diagnosis", "profile", "lab", "soak", "ui")  # these say how far they are
 LAB = ("cnn", "mlp", "start", "memory", "study")
 SHOWN = {  # the rest is for --json
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
     "profile": ("what", "bar", "measured", "verdict"),
+    "ui": ("what", "bar", "measured", "verdict"),
     "diagnosis": (
         *("after_rounds", "milliseconds", "bar_milliseconds"),
         *("percent_of_paper_round", "bar_percent", "verdict"),

@@ -40,7 +40,7 @@ def what_next(found: Findings, full: Sequence[FullFinding], profile: Profile, ru
     open_ = [one for one in full if one.case.still_there and not one.case.muted]
     urgent = [one for one in open_ if one.case.now != "note" and one.remedies][:ADVICE]
     points += [f"**{literal(one.case.place)}** ({literal(one.case.title)}): {one.remedies[0]}" for one in urgent]
-    notes = [f"{literal(one.case.place)} ({percent(one.case.confidence)})" for one in open_ if one.case.now == "note"]
+    notes = [f"{literal(one.case.place)} ({literal(one.case.sure)})" for one in open_ if one.case.now == "note"]
     if notes:
         points.append(f"Nothing yet about {', '.join(notes)}: only notes. Watch whether they come back.")
     if found.verdict.state == "unjudged":
@@ -91,7 +91,7 @@ def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Finding
 
 def _list(rest: Sequence[Brief], note: str) -> Table:
     rows = tuple(
-        (marked(one.severity), literal(one.title), literal(one.place), percent(one.confidence), literal(one.course))
+        (marked(one.severity), literal(one.title), literal(one.place), literal(one.sure), literal(one.course))
         for one in rest
     )  # fmt: skip
     return Table("The other findings", ("severity", "what", "where", "how sure", "when"), rows, note, frozenset({3}))
@@ -110,7 +110,7 @@ def _card(one: FullFinding, case: Case, rounds: Sequence[int], pictures: Picture
                 ("issue", literal(brief.issue)),
                 ("severity", f"{literal(brief.severity)}{state}"),
                 ("when", literal(brief.course)),
-                ("how sure", f"{percent(brief.confidence)}{exact}"),
+                ("how sure", f"{literal(brief.sure)}{exact}"),
             )
         ),
         pictures.of(

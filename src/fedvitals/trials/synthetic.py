@@ -313,7 +313,9 @@ class _Round:
                           {"since": self.number, "numbers": numbers})  # fmt: skip
         if self.number == (3 * self.size.rounds) // 4:
             text = "Accuracy has not risen for 20 rounds."
-            yield Finding(self._where(), end, "PLATEAU", "note", 0.6, text, {"since": self.number - 20, "numbers": []})
+            yield Finding(
+                self._where(), end, "PLATEAU", "note", 0.6, text, {"since": max(0, self.number - 20), "numbers": []}
+            )
 
 
 def _number(name: str, value: float, usual: float, score: float) -> dict[str, Any]:

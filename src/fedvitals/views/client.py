@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from fedvitals.records import Event, natural
 from fedvitals.store import rows
 from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
-from fedvitals.views.clients import FAR, ClientRow
+from fedvitals.views.clients import FAR, ClientRow, clients_by_number
 from fedvitals.views.series import meaning_of, unit_of
 from fedvitals.views.troubles import case_key, cases_of, concerns, traceback_of
 from fedvitals.views.units import number
@@ -194,7 +194,7 @@ def _detail(row: ClientRow, facts: Facts) -> str:
 
 def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
     place, own = reader.names.number(run) or 0, reader.names.number(node)
-    found = []
+    clients, found = clients_by_number(reader, run), []
     for name in FACTS:
         metric = reader.names.number(name)
         newest = () if metric is None else reader.database.rows(
@@ -205,7 +205,7 @@ def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
             (place, metric, own),
         )  # fmt: skip
         for round_, value in newest:
-            cohort = cohort_values(reader, run, name, round_)
+            cohort = cohort_values(reader, run, name, round_, clients)
             finite = [v for v in cohort.values() if math.isfinite(v)]
             middle = float(np.median(finite)) if len(finite) > 1 and CATALOG[name].unit != "class" else None
             known = value if value is not None and math.isfinite(value) else None
@@ -213,15 +213,14 @@ def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
     return found
 
 
-def cohort_values(reader: Reader, run: str, name: str, round_: int) -> dict[int, float]:
-    """What every node told of a metric in one round, by the node's number; NaN where that was told."""
+def cohort_values(reader: Reader, run: str, name: str, round_: int, clients: Collection[int]) -> dict[int, float]:
+    """What these clients told of a metric in one round, by their numbers; NaN where that was told."""
     found = reader.database.rows(
         "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
         "AND layer IS NULL",
         (reader.names.number(run) or 0, reader.names.number(name) or 0, round_),
     )
-    server = reader.names.number("server")
-    return {node: math.nan if value is None else value for node, value in found if node != server}
+    return {node: math.nan if value is None else value for node, value in found if node in clients}
 
 
 def _labels(reader: Reader, run: str, node: str) -> tuple[list[LabelShare], int | None]:

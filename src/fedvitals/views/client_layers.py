@@ -16,6 +16,7 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, STATISTICS, STEP_COLUMNS, Array, derive, statistics_of
 from fedvitals.store.packing import NONE, Part, entries_of, matrices, newest, numbers_of
 from fedvitals.store.reader import Reader
+from fedvitals.views.clients import clients_by_number
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
 
@@ -124,7 +125,7 @@ def _read(
         "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position",
         (table,),
     )
-    parts = list(_parts(reader, family, statistic, sorted(wanted)))
+    parts = list(_parts(reader, family, statistic, sorted(wanted), [*clients_by_number(reader, run)]))
     found: Read = {}
     if parts:
         rounds, _, nodes, values = newest(parts)
@@ -136,9 +137,10 @@ def _read(
     return [row[0] for row in names], found, left < 0
 
 
-def _parts(reader: Reader, family: str, statistic: str, arrivals: Sequence[int]) -> Iterator[Part]:
+def _parts(
+    reader: Reader, family: str, statistic: str, arrivals: Sequence[int], clients: Sequence[int]
+) -> Iterator[Part]:
     """Of each block what is about a client and its whole round, not about one step of it: [entries × layers]."""
-    server = reader.names.number("server") or -1
     for arrival in arrivals:
         found = reader.database.rows(
             "SELECT entries, coordinates, details FROM layer_block WHERE arrival = ?", (arrival,)
@@ -148,7 +150,7 @@ def _parts(reader: Reader, family: str, statistic: str, arrivals: Sequence[int])
             continue  # merged with others meanwhile: the next look finds it there
         count, coordinates, details = found[0]
         entries = entries_of(coordinates, details, count)
-        keep = np.flatnonzero((entries.nodes != server) & (entries.steps == NONE))
+        keep = np.flatnonzero(np.isin(entries.nodes, clients) & (entries.steps == NONE))
         numbers = np.concatenate([numbers_of(family, row[0], count) for row in blobs])[..., keep]
         with np.errstate(all="ignore"):
             values = derive(family, matrices(family, numbers), statistic)

@@ -8,7 +8,7 @@ them comes from `views.series`, sign by sign.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from fedvitals.diagnosis.standout import FEWEST
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.client import cohort_values
+from fedvitals.views.clients import clients_by_number
 from fedvitals.views.series import Series, series
 
 SIGNS = (
@@ -43,21 +44,32 @@ def client_signs(
 ) -> list[ClientSign]:
     """Every sign that the client told, the most deviating first."""
     own = [name for name in queries.metric_names(reader, run) if name.startswith("user.")][:OWN]
-    found = [sign for name in (*SIGNS, *own) if (sign := _sign(reader, run, node, name, points, first, last))]
+    asked = _Asked(reader, run, node, clients_by_number(reader, run), points, first, last)
+    found = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]
     return sorted(found, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
 
 
-def _sign(
-    reader: Reader, run: str, node: str, name: str, points: int, first: int | None, last: int | None
-) -> ClientSign | None:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    reader: Reader
+    run: str
+    node: str
+    clients: Collection[int]
+    points: int
+    first: int | None
+    last: int | None
+
+
+def _sign(asked: _Asked, name: str) -> ClientSign | None:
+    reader, run, node = asked.reader, asked.run, asked.node
     if reader.names.number(name) is None:
         return None
-    told = series(reader, run, name, node, points, first, last)
+    told = series(reader, run, name, node, asked.points, asked.first, asked.last)
     rounds = [number for number, value in zip(told.last, told.values, strict=True) if value is not None]
     newest = max([*rounds[-1:], *told.odd[-1:]], default=None)
     if newest is None:
         return None
-    cohort = cohort_values(reader, run, name, newest)
+    cohort = cohort_values(reader, run, name, newest, asked.clients)
     value = cohort.get(reader.names.number(node) or 0, math.nan)
     middle, z = deviation(value, cohort)
     odd = newest in told.odd

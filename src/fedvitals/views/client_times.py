@@ -7,16 +7,18 @@ Spans are found by round, not by node: of many clients, the newest rounds are re
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from fedvitals.parts import REST
 from fedvitals.profiling.timeline import NodeTime, main_clock, timeline
-from fedvitals.records import Span, is_client
+from fedvitals.records import Span
 from fedvitals.store import rows
 from fedvitals.store.reader import Reader
 from fedvitals.views.client import cohort_values
+from fedvitals.views.clients import clients_by_number
 from fedvitals.views.profile import ORDER
 from fedvitals.views.series import Numbers, json_numbers
 
@@ -49,8 +51,8 @@ def client_times(
 ) -> ClientTimes:
     every = reader.history(run).rounds()
     wanted = [r for r in every if (first is None or r >= first) and (last is None or r <= last)]
-    clients = sum(is_client(name) for name in reader.history(run).nodes())
-    wanted = wanted[-min(MOST_ROUNDS, max(FEWEST_ROUNDS, most // max(1, clients))) :]
+    clients = clients_by_number(reader, run)
+    wanted = wanted[-min(MOST_ROUNDS, max(FEWEST_ROUNDS, most // max(1, len(clients)))) :]
     times = timeline(_spans(reader, run, node, wanted[0], wanted[-1])) if wanted else []
     clock = main_clock(times) if times else "real"
     own: dict[int, NodeTime] = {
@@ -66,7 +68,7 @@ def client_times(
             TimePart(part, json_numbers([own[r].parts.get(part, 0.0) for r in rounds]), part in REST) for part in order
         ],
         own=json_numbers([sum(s for part, s in own[r].parts.items() if part not in REST) for r in rounds]),
-        median=json_numbers([_median(reader, run, LENGTH[clock], number) for number in rounds]),
+        median=json_numbers([_median(reader, run, LENGTH[clock], number, clients) for number in rounds]),
         failed=[number for number in rounds if own[number].failed],
         of=len(every),
     )
@@ -82,6 +84,6 @@ def _spans(reader: Reader, run: str, node: str, first: int, last: int) -> list[S
     return rows.from_rows(Span, found)
 
 
-def _median(reader: Reader, run: str, name: str, number: int) -> float:
-    finite = [v for v in cohort_values(reader, run, name, number).values() if math.isfinite(v)]
+def _median(reader: Reader, run: str, name: str, number: int, clients: Collection[int]) -> float:
+    finite = [v for v in cohort_values(reader, run, name, number, clients).values() if math.isfinite(v)]
     return float(np.median(finite)) if finite else math.nan

@@ -99,6 +99,15 @@ def severities(reader: Reader, run: str) -> dict[str, str]:
     return {node: own[0].severity for node, own in worst_cases(reader, run).items()}
 
 
+def clients_by_number(reader: Reader, run: str) -> dict[int, str]:
+    """The run's clients: neither its server nor its edges, clusters and rings."""
+    found = reader.database.rows(
+        "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?",
+        (reader.names.number(run) or 0,),
+    )
+    return {number: text for number, text in found if is_client(text)}
+
+
 class _Newest:
     """The newest rounds, read one by one and only as far back as is needed: a thousand clients in milliseconds.
 
@@ -107,10 +116,7 @@ class _Newest:
 
     def __init__(self, reader: Reader, run: str, rounds: list[int]) -> None:
         self._reader, self._run, self._rounds = reader, reader.names.number(run) or 0, rounds
-        found = reader.database.rows(
-            "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (self._run,)
-        )
-        self.clients: dict[int, str] = {number: text for number, text in found if is_client(text)}
+        self.clients = clients_by_number(reader, run)
         self._read: dict[tuple[str, int], dict[str, float]] = {}
 
     def rounds(self) -> list[int]:

@@ -174,7 +174,7 @@ def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, vir
 
 
 def _bytes(figures: Figures) -> Course:
-    return {one.round: float(one.bytes) for one in figures.traffic.rounds if one.round is not None}
+    return {one.round: float(one.bytes) for one in figures.traffic.rounds if one.round >= 0}
 
 
 def _line(letter: str, courses: Sequence[Course], middle: Callable[[Sequence[float]], float] = fmean) -> Line:

@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fedvitals.diagnosis.cases import Case, cases
-from fedvitals.profiling.traffic import Reached, Traffic, reached, traffic_of
-from fedvitals.records import Event, Finding, Run, Transfer, is_client
+from fedvitals.diagnosis.cases import Case
+from fedvitals.profiling.traffic import Reached, Traffic, reached
+from fedvitals.records import Run, is_client
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
 from fedvitals.views.card import detectors_of
 from fedvitals.views.courses import Course, courses
 from fedvitals.views.machine import growth
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.views.sums import traffic_sums
+from fedvitals.views.troubles import cases_of
 
 # The largest that a node or the whole has told of itself, in this order of preference.
 PEAKS = ("memory.peak", "memory.resident")
@@ -41,23 +43,16 @@ class Figures:
 
 
 def figures_of(reader: Reader, run: str) -> Figures:
-    described, attendance = queries.get_run(reader, run), queries.attendance(reader, run)
-    found = tuple(cases(queries.records(reader, run, Finding), attendance))
-    traffic = traffic_of(
-        queries.records(reader, run, Transfer),
-        queries.records(reader, run, Event),
-        attendance,
-        described.tables,
-        described.topology,
-    )
+    described, found, history = queries.get_run(reader, run), tuple(cases_of(reader, run)), reader.history(run)
+    traffic = traffic_sums(reader, run)
     accuracy, loss = (federation(reader, run, name) for name in ("accuracy", "loss"))
     seconds, virtual = (federation(reader, run, name) for name in ("time.round", "time.round_virtual"))
     norms = courses(reader, run, "update.norm")
     spent = {one.round: one.bytes for one in traffic.rounds if one.bytes}
     return Figures(
         run=described,
-        rounds=len(attendance[None]),
-        clients=sum(node is not None and is_client(node) for node in attendance),
+        rounds=len(history.rounds()),
+        clients=_trained(reader, run),
         accuracy=accuracy,
         loss=loss,
         seconds=seconds,
@@ -75,11 +70,11 @@ def figures_of(reader: Reader, run: str) -> Figures:
 
 def federation(reader: Reader, run: str, name: str) -> Course:
     """The federation's own values, else each round's median over the clients."""
+    for node in (None, "server"):
+        rounds, values = reader.history(run).series(name, node)
+        if rounds:
+            return dict(zip(rounds, values, strict=True))
     known = courses(reader, run, name)
-    if None in known:
-        return known[None]
-    if "server" in known:
-        return known["server"]
     by_round: dict[int, list[float]] = {}
     for course in known.values():
         for number, value in course.items():
@@ -87,6 +82,18 @@ def federation(reader: Reader, run: str, name: str) -> Course:
     middle = {number: [v for v in values if math.isfinite(v)] for number, values in sorted(by_round.items())}
     # A round in which no client has a finite value is shown as such, not left out.
     return {number: median(values) if values else math.nan for number, values in middle.items()}
+
+
+def _trained(reader: Reader, run: str) -> int:
+    """Clients that trained or sent an update in any round."""
+    found = reader.database.rows(
+        "SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ? AND EXISTS ("
+        "SELECT 1 FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = n.run AND m.run = r.run "
+        "AND m.round = r.round AND m.node = n.node AND m.layer IS NULL "
+        "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')))",
+        (reader.names.number(run) or 0,),
+    )
+    return sum(is_client(name) for (name,) in found)
 
 
 def _peak(reader: Reader, run: str) -> float | None:

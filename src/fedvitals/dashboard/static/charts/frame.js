@@ -31,6 +31,11 @@ const seen = new IntersectionObserver(
   { rootMargin: NEAR },
 );
 
+// Paper has no window: what is out of sight is drawn as well before a page is printed.
+window.addEventListener("beforeprint", () => {
+  for (const figure of document.querySelectorAll("figure.chart")) figure.chartFrame?.drawNow();
+});
+
 function build(kind, options, scrolls) {
   const title = h("span", { class: "chart-title", text: options.title ?? "" });
   const unit = h("span", { class: "chart-unit", text: unitName(options.unit) });
@@ -95,6 +100,9 @@ export function createFrame(host, kind, options, chart) {
       state.visible = visible;
       if (visible && state.stale) soon(draw);
     },
+    drawNow() {
+      draw(true);
+    },
     setNote(text) {
       if (dom.note.textContent !== text) dom.note.textContent = text;
     },
@@ -129,8 +137,8 @@ export function createFrame(host, kind, options, chart) {
     return frame.box;
   }
 
-  function draw() {
-    if (state.destroyed || !state.visible || state.width < 40) return;
+  function draw(anyway = false) {
+    if (state.destroyed || state.width < 40 || !(state.visible || (anyway && state.stale))) return;
     state.stale = false;
     const said = chart.blank?.() ?? null;
     showBlank(dom, said);

@@ -7,7 +7,7 @@ import { ABSENT, hatching, paintCells, SAID, scaleFor, VALUE } from "./cells.js"
 import { shortest32 } from "./download.js";
 import { createFrame } from "./frame.js";
 import { paintMarks, paintOddities } from "./heatmap_marks.js";
-import { textWidth } from "./pen.js";
+import { textSize, textWidth } from "./pen.js";
 import { rowNames } from "./rownames.js";
 import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, paintRounds, roundBox } from "./rounds.js";
 import { colourStrip } from "./strip.js";
@@ -175,7 +175,7 @@ function paintLast(pen, box, state, rows, options) {
     if (column < 0) continue;
     const at = row * grid.columns.length + column;
     const said = grid.state[at] === VALUE ? brief(shortest32(grid.values[at]), options.unit) : SAID[grid.state[at]];
-    pen.text(box.x1 + 8, row * rowHeight - box.scroll + rowHeight / 2 + 4, said, { fill: colours.ink2, size: 10, room: box.width - box.x1 - 20 });
+    pen.text(box.x1 + 8, row * rowHeight - box.scroll + rowHeight / 2 + 4, said, { fill: colours.ink2, size: textSize() - 1, room: box.width - box.x1 - 20 });
   }
 }
 

@@ -3,9 +3,10 @@
 
 import { fill, h } from "../dom.js";
 import { readable, theme } from "../colour.js";
+import { textSize } from "./pen.js";
 import { swatch } from "./tip.js";
 
-const LINE = 13; // pixels that a label takes
+const line = () => textSize() + 2; // pixels that a label takes
 
 /** Moves labels apart so that none covers another and none leaves [top, bottom]; keeps their order. */
 export function spread(labels, top, bottom) {
@@ -13,19 +14,19 @@ export function spread(labels, top, bottom) {
   let floor = top;
   for (const label of sorted) {
     label.at = Math.max(floor, label.y);
-    floor = label.at + LINE;
+    floor = label.at + line();
   }
   let ceiling = bottom;
   for (const label of sorted.reverse()) {
     label.at = Math.min(ceiling, label.at);
-    ceiling = label.at - LINE;
+    ceiling = label.at - line();
   }
   return labels;
 }
 
 /** Whether that many names have room at the right of a box. */
 export function roomFor(count, box) {
-  return !box.narrow && count > 0 && count * LINE <= box.y1 - box.y0;
+  return !box.narrow && count > 0 && count * line() <= box.y1 - box.y0;
 }
 
 /** labels: [{name, y, colour, href, faint}]. */

@@ -49,7 +49,7 @@ export function matrix(host, options = {}) {
       const state32 = Uint8Array.from(values, (one) => (Number.isFinite(one) ? 0 : NAN));
       const [smallest, largest] = extent(values).map((one) => (Number.isFinite(one) ? one : 0));
       const grid = { columns, values, state: state32, low: low ?? smallest, high: high ?? largest, smallest, largest };
-      Object.assign(state, { rows, columns, groups, grid, scale: scaleFor(grid, { colours: options.colours }), row: -1, column: -1 });
+      Object.assign(state, { rows, columns, groups, grid, scale: scaleFor(grid, { colours: options.colours }), row: -1, column: -1, picture: null });
       frame.setNote(note);
       frame.redraw();
     },
@@ -86,7 +86,7 @@ function walk(event, state, pick, told) {
 
 function paint(pen, box, state, frame, options) {
   const colours = theme();
-  const image = paintCells(state.grid, state.scale, [0, state.rows.length], [0, state.columns.length]);
+  const image = pictureOf(state, colours);
   if (pen.context && box.cell < 1) {
     // More cells than pixels: the mean of those under a pixel is what a similarity matrix is looked at for.
     pen.context.imageSmoothingEnabled = true;
@@ -105,6 +105,18 @@ function paint(pen, box, state, frame, options) {
     pen.text(x, box.y1 + 6, state.columns[column], { fill: colours.ink2, anchor: "end", turn: -90, room: box.below - 8 });
   }
   if (box.live) colourStrip(frame.dom.extra, state.scale, { unit: options.unit, smallest: state.grid.smallest, largest: state.grid.largest });
+}
+
+/** A million cells are painted once for each theme, not with each redraw. */
+function pictureOf(state, colours) {
+  const key = `${colours.dark}`;
+  if (state.picture?.key !== key) {
+    const cells = paintCells(state.grid, state.scale, [0, state.rows.length], [0, state.columns.length]);
+    const canvas = Object.assign(document.createElement("canvas"), { width: cells.width, height: cells.height });
+    canvas.getContext("2d").drawImage(cells, 0, 0);
+    state.picture = { key, canvas };
+  }
+  return state.picture.canvas;
 }
 
 function paintGroups(pen, box, state, colours) {

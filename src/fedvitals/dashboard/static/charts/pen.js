@@ -2,12 +2,14 @@
 // One way to draw, two papers: an SVG (text stays text, links stay links) and a canvas (tens of thousands of marks).
 // A chart is drawn by one function with either, so what is downloaded is what is seen.
 //
-// A style: {fill, stroke, width, dash, opacity}. Points of a path: flat numbers [x, y, x, y, …].
+// A style: {fill, stroke, width, dash, opacity}. Points of a path: flat numbers [x, y, x, y, …]; `rects` are
+// [x, y, width, height, …], many in one stroke.
 
 import { s } from "../dom.js";
 
 export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
-const SIZE = 11;
+const big = matchMedia("(min-width: 2200px)"); // where the page's own text grows as well
+let SIZE = big.matches ? 13 : 11;
 const KEPT = 4000;
 // XML knows no control characters and no half surrogates; a hostile name may hold them.
 // eslint-disable-next-line no-control-regex
@@ -15,6 +17,12 @@ const UNWRITABLE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|[\ud800
 
 let ruler = null;
 const widths = new Map();
+big.addEventListener("change", () => {
+  SIZE = big.matches ? 13 : 11;
+});
+
+/** Pixels of a chart's text. */
+export const textSize = () => SIZE;
 
 /** Pixels that a text takes. */
 export function textWidth(text, size = SIZE, weight = 400) {
@@ -80,6 +88,14 @@ export function svgPen(root) {
   const pen = {
     rect: (x, y, width, height, style) =>
       put(s("rect", { x: round(x), y: round(y), width: round(Math.max(0, width)), height: round(Math.max(0, height)), ...painted(style) })),
+    rects(flat, style) {
+      let d = "";
+      for (let at = 0; at < flat.length; at += 4) {
+        const [x, y, width, height] = [flat[at], flat[at + 1], flat[at + 2], flat[at + 3]].map(round);
+        d += `M${x} ${y}h${width}v${height}h${-width}Z`;
+      }
+      if (d) put(s("path", { d, ...painted(style) }));
+    },
     line: (x1, y1, x2, y2, style) =>
       put(s("line", { x1: round(x1), y1: round(y1), x2: round(x2), y2: round(y2), ...painted(style) })),
     disc: (x, y, radius, style) => put(s("circle", { cx: round(x), cy: round(y), r: radius, ...painted(style) })),
@@ -147,6 +163,10 @@ export function canvasPen(context) {
   const pen = {
     context,
     rect: (x, y, width, height, style) => ink(style, () => context.rect(x, y, Math.max(0, width), Math.max(0, height))),
+    rects: (flat, style) =>
+      ink(style, () => {
+        for (let at = 0; at < flat.length; at += 4) context.rect(flat[at], flat[at + 1], flat[at + 2], flat[at + 3]);
+      }),
     line: (x1, y1, x2, y2, style) =>
       ink(style, () => {
         context.moveTo(x1, y1);

@@ -2,7 +2,7 @@
 // Names beside the rows that are in sight, as real links: found by the eye, the tab key and a screen reader alike.
 
 import { h, keyed } from "../dom.js";
-import { fitted } from "./pen.js";
+import { fitted, textSize } from "./pen.js";
 
 /** rows: [{name, y, height, href, chosen, room}]; only those in sight are nodes. */
 export function rowNames(parent, rows) {
@@ -15,7 +15,7 @@ function make(row) {
 }
 
 function update(node, row) {
-  const short = fitted(row.name, row.room, 11, row.chosen ? 600 : 400);
+  const short = fitted(row.name, row.room, textSize(), row.chosen ? 600 : 400);
   if (node.textContent !== short) node.textContent = short;
   if (node.title !== row.name) node.title = row.name;
   node.classList.toggle("chosen", Boolean(row.chosen));

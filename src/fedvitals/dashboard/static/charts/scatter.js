@@ -5,7 +5,7 @@ import { readable, seriesColour, severityColour, severityFill, severityRank, SHA
 import { exact, number } from "../format.js";
 import { createFrame } from "./frame.js";
 import { legend } from "./labels.js";
-import { shape } from "./pen.js";
+import { shape, textWidth } from "./pen.js";
 import { nearest, picking } from "./picking.js";
 import { extent } from "./scales.js";
 
@@ -81,8 +81,8 @@ function paint(pen, box, state, options, frame) {
     const ill = severityRank(point.severity) > 0;
     if (ill) shape(pen, point.severity, x, y, size + 4, { fill: severityFill(point.severity), stroke: severityColour(point.severity) });
     else pen.disc(x, y, size / 2, { fill: colourOf(state, point, colours), stroke: colours.paper, width: 1, opacity: 0.85 });
-    if (ill || state.points.length <= NAMED) paintName(pen, box, point, x, y, ill, colours);
   }
+  paintNames(pen, box, state, colours);
   if (options.xLabel) pen.text((box.x0 + box.x1) / 2, box.y1 + 16, options.xLabel, { fill: colours.ink2, anchor: "middle" });
   if (options.yLabel) pen.text(box.x0 + 6, box.y0 + 14, options.yLabel, { fill: colours.ink2 });
   if (box.live) {
@@ -90,8 +90,24 @@ function paint(pen, box, state, options, frame) {
   }
 }
 
-function paintName(pen, box, point, x, y, ill, colours) {
-  const left = x > box.x1 - 80;
+/** The ill first; of the others only those whose name covers no point and no name. */
+function paintNames(pen, box, state, colours) {
+  const taken = state.points.length > NAMED ? [] : state.spots.map(({ x, y }) => [x - 5, y - 5, x + 5, y + 5]);
+  for (let at = state.points.length - 1; at >= 0; at -= 1) {
+    const point = state.points[at];
+    const ill = severityRank(point.severity) > 0;
+    if (!ill && state.points.length > NAMED) break;
+    const { x, y } = state.spots[at];
+    const width = Math.min(110, textWidth(point.name));
+    const left = x + width + 12 > box.x1;
+    const room = left ? [x - 9 - width, y - 6, x - 9, y + 6] : [x + 9, y - 6, x + 9 + width, y + 6];
+    if (!ill && taken.some((other) => other[0] < room[2] && other[2] > room[0] && other[1] < room[3] && other[3] > room[1])) continue;
+    taken.push(room);
+    paintName(pen, point, x, y, left, ill, colours);
+  }
+}
+
+function paintName(pen, point, x, y, left, ill, colours) {
   const fill = ill ? readable(severityColour(point.severity), colours) : colours.ink2;
   pen.text(left ? x - 9 : x + 9, y + 4, point.name, { fill, weight: ill ? 600 : 400, anchor: left ? "end" : "start", room: 110, halo: colours.paper });
 }

@@ -22,7 +22,7 @@ export function stackChart(host, options = {}) {
     ...hooks,
     height: () => options.height ?? 140,
     layout: (width, height) => roundBox(width, height, axis),
-    heavy: () => state.rounds.length * state.parts.length > 1500,
+    heavy: () => state.rounds.length * state.parts.length > 4000,
     blank: () => (state.rounds.length && state.parts.length ? null : "Nothing was recorded for this yet."),
     paint: (pen, box) => paint(pen, box, state, options, axis, frame),
     paintHover(pen, box) {
@@ -79,7 +79,7 @@ function paint(pen, box, state, options, axis, frame) {
   const gap = box.step >= 4 ? 1 : 0;
   const width = Math.max(1, box.step - gap);
   pen.clip(box.x0, box.y0 - 2, box.x1 - box.x0, box.y1 - box.y0 + 2, (inner) => {
-    for (const at of shown) bar(inner, state, at, box.x(state.rounds[at]) - width / 2, width, scale, colours);
+    paintBars(inner, box, state, shown, width, scale, colours);
   });
   paintRounds(pen, box, axis, box.y1);
   paintFlags(pen, box, state.flags, box.y1);
@@ -91,14 +91,19 @@ function paint(pen, box, state, options, axis, frame) {
   }
 }
 
-function bar(pen, state, at, x, width, scale, colours) {
-  let sum = 0;
+/** Part by part, from the bottom up: all bars of a part are one stroke. */
+function paintBars(pen, box, state, shown, width, scale, colours) {
+  const below = new Float64Array(shown.length);
   for (const part of state.parts) {
-    const value = positive(part.values[at]);
-    if (!value) continue;
-    const [y0, y1] = [scale.of(sum), scale.of(sum + value)];
-    pen.rect(x, y1, width, Math.max(0.5, y0 - y1), { fill: part.colour ?? partColour(part.name, colours) });
-    sum += value;
+    const flat = [];
+    shown.forEach((at, place) => {
+      const value = positive(part.values[at]);
+      if (!value) return;
+      const [y0, y1] = [scale.of(below[place]), scale.of(below[place] + value)];
+      flat.push(box.x(state.rounds[at]) - width / 2, y1, width, Math.max(0.5, y0 - y1));
+      below[place] += value;
+    });
+    pen.rects(flat, { fill: part.colour ?? partColour(part.name, colours) });
   }
 }
 

@@ -5,7 +5,7 @@ import { partColour, theme } from "../colour.js";
 import { number, seconds } from "../format.js";
 import { createFrame } from "./frame.js";
 import { legend } from "./labels.js";
-import { textWidth } from "./pen.js";
+import { textSize, textWidth } from "./pen.js";
 import { rowNames } from "./rownames.js";
 import { joinAxis, onAxis, paintBrush, paintCrosshair, paintRounds, roundBox } from "./rounds.js";
 
@@ -127,7 +127,7 @@ function paint(pen, box, state, frame) {
   if (!box.narrow) {
     for (let row = first; row < last; row += 1) {
       const end = state.lanes[row].parts.reduce((late, part) => Math.max(late, part.start + part.seconds), 0);
-      pen.text(box.x1 + 8, row * LANE - box.scroll + 13, state.lanes[row].text ?? seconds(end), { fill: colours.ink2, size: 10, room: box.width - box.x1 - 20 });
+      pen.text(box.x1 + 8, row * LANE - box.scroll + 13, state.lanes[row].text ?? seconds(end), { fill: colours.ink2, size: textSize() - 1, room: box.width - box.x1 - 20 });
     }
   }
   if (box.live) legend(frame.dom.extra, state.names.slice(0, NAMED).map((name) => ({ name, colour: partColour(name, colours) })));
@@ -136,6 +136,7 @@ function paint(pen, box, state, frame) {
 
 function paintLane(pen, box, lane, y, colours) {
   let [pixel, colourThere] = [-Infinity, null];
+  const path = []; // of the critical parts: neighbours are one stretch, or outlines would hide what they outline
   for (const part of lane.parts) {
     const [x0, x1] = [box.x(part.start), box.x(part.start + part.seconds)];
     if (x1 < box.x0 || x0 > box.x1) continue;
@@ -144,9 +145,11 @@ function paintLane(pen, box, lane, y, colours) {
     if (x1 < pixel && colour === colourThere && !part.critical) continue;
     const width = Math.max(1, x1 - x0);
     pen.rect(x0, y + 3, width, LANE - 7, { fill: colour });
-    if (part.critical) pen.rect(x0 + 0.5, y + 2.5, Math.max(1, width - 1), LANE - 6, { stroke: colours.ink, width: 1.5 });
+    if (part.critical && x0 - (path.at(-1)?.[1] ?? -Infinity) < 1.5) path.at(-1)[1] = Math.max(path.at(-1)[1], x1);
+    else if (part.critical) path.push([x0, x1]);
     [pixel, colourThere] = [Math.floor(x0) + 1, colour];
   }
+  for (const [x0, x1] of path) pen.rect(x0, y + 2.25, Math.max(2, x1 - x0), LANE - 5.5, { stroke: colours.ink, width: 1.5 });
 }
 
 function paintHover(pen, box, state, axis, hooks) {

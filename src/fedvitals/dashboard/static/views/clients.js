@@ -84,7 +84,7 @@ export function view(root, ctx) {
       sign.show(groupsOf(overview.signs), wanted);
       if (!grid.rows.length) return;
       const known = overview.signs.find((one) => one.name === wanted);
-      chart.with({ title: known?.meaning.replaceAll("*", "").split(/[;:.]/)[0] || wanted, unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
+      chart.with({ title: sentence(known) || wanted, unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
         grid: decodeGrid(grid),
         flags: [],
         marks: overview.cases.filter((one) => one.node && !one.muted && one.since !== null)
@@ -142,6 +142,11 @@ export function view(root, ctx) {
       h("span", { class: "muted", text: page.rows.length ? `${number(page.offset + 1)} to ${number(last)} of ${number(page.matching)}` : "none" }),
       last < page.matching && h("a", { class: "button quiet", href: to(page.offset + PAGE), text: "next →" }));
   }
+}
+
+/** A sign in the catalogue's words; none where those lean on the line above in the catalogue. */
+function sentence(known) {
+  return !known || known.meaning.startsWith("The same") ? "" : known.meaning.replaceAll("*", "").split(/[;:.]/)[0];
 }
 
 function groupsOf(signs) {

@@ -10,7 +10,7 @@ import { chooser, remade } from "../parts/band.js";
 import { nothing } from "../parts/states.js";
 
 export const title = "Map";
-const REACH = 0.6; // of the plane that every round shows: who is compared over rounds must not be moved by the scale
+const REACHES = [0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 2]; // of the plane: in steps, so that rounds share a scale
 const KEEP = `monitor = fv.Monitor("runs.db", privacy=3, probes="standard")`;
 
 export function view(root, ctx) {
@@ -84,14 +84,15 @@ export function view(root, ctx) {
   };
 
   function draw(data, by) {
-    const mine = params.get("client");
+    const furthest = Math.max(...data.points.map((point) => Math.max(Math.abs(point.x), Math.abs(point.y))), 0);
+    const reach = REACHES.find((one) => one >= furthest) ?? furthest;
     points.with({ title: "updates by direction" }).update({
       points: data.points.map((point) => ({
         name: point.name, x: point.x, y: point.y, group: by === "group" ? point.group : null,
         severity: by === "health" ? point.severity : null,
       })),
       trail: data.trail.length ? data.trail : null,
-      reach: { x: [-REACH, REACH], y: [-REACH, REACH] },
+      reach: { x: [-reach, reach], y: [-reach, reach] },
       note: [
         `the plane shows ${percent(data.shares[0] + data.shares[1])} of this round’s spread`,
         data.points.length < data.total ? `${number(data.points.length)} of ${number(data.total)} clients` : `${number(data.total)} clients`,

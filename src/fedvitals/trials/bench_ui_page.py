@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dashboard in a process of its own and a headless browser that looks at it, with a stopwatch inside the page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fedvitals.errors import ConfigError, MissingExtraError
+
+VIEW = {"width": 1440, "height": 1000}
+PATIENCE = 60_000  # milliseconds
+
+# Runs before the page's own scripts. Ready: two frames after the page says that it has shown its data.
+_WATCH = """
+window.__bench = {ready: {}, tasks: [], events: [], input: 0};
+const frames = (then) => requestAnimationFrame(() => requestAnimationFrame(then));
+new MutationObserver(() => {
+  const name = document.documentElement.dataset.ready;
+  if (!name || name in __bench.ready) return;
+  __bench.ready[name] = -1;
+  frames(() => (__bench.ready[name] = performance.now()));
+}).observe(document, {subtree: true, attributes: true, attributeFilter: ["data-ready"]});
+new PerformanceObserver((list) => list.getEntries().forEach((one) => __bench.tasks.push(one.duration)))
+  .observe({type: "longtask", buffered: true});
+new PerformanceObserver((list) => list.getEntries().forEach((one) => __bench.events.push([one.name, one.duration])))
+  .observe({type: "event", buffered: true, durationThreshold: 16});
+for (const kind of ["pointerdown", "pointerup", "keydown", "click", "wheel"]) {
+  addEventListener(kind, (event) => (__bench.input = event.timeStamp), {capture: true, passive: true});
+}
+// Milliseconds from the last input to the frame in which something holds.
+__bench.since = (holds) => new Promise((done) => {
+  const look = () => (holds() ? done(performance.now() - __bench.input) : requestAnimationFrame(look));
+  look();
+});
+__bench.opened = (view) => new Promise((done) => {
+  const look = () => (__bench.ready[view] > 0 ? done(__bench.ready[view]) : requestAnimationFrame(look));
+  look();
+});
+__bench.when = (holds) => new Promise((done) => {
+  const look = () => (holds() ? frames(() => done(Date.now())) : requestAnimationFrame(look));
+  look();
+});
+"""
+
+
+def browser_path() -> str | None:
+    """Chromium of this machine; None: the one that Playwright has installed, if any."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@contextlib.contextmanager
+def serving(store: Path) -> Iterator[str]:
+    """The address of a dashboard over this store, started anew: it remembers nothing."""
+    command = [sys.executable, "-m", "fedvitals.cli", "ui", "--no-open", "--port", "0", "--store", str(store)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})  # noqa: S603
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        found = re.search(r"(http://\S+)", line)
+        if found is None:
+            raise ConfigError(f"The dashboard did not start: {line.strip() or 'it said nothing'}.")
+        yield found[1].rstrip("/")
+    finally:
+        process.terminate()
+        process.wait(20)
+        if process.stdout:
+            process.stdout.close()
+
+
+@contextlib.contextmanager
+def browsing() -> Iterator[Any]:
+    try:
+        from playwright.sync_api import Error, sync_playwright  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise MissingExtraError("playwright", "test", "`fedvitals bench ui`") from None
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(
+                executable_path=browser_path(), args=["--no-sandbox", "--disable-gpu", "--enable-precise-memory-info"]
+            )
+        except Error as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(f"No Chromium could be started: {first} Debian: apt install chromium.") from error
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Visitor:
+    """A page in a fresh browser, and all that it has asked of the server."""
+
+    def __init__(self, browser: Any, url: str) -> None:
+        self.url = url
+        self._context = browser.new_context(viewport=VIEW)
+        self.page = self._context.new_page()
+        self.page.set_default_timeout(PATIENCE)
+        self.page.add_init_script(_WATCH)
+        self.weight = 0
+        self.strangers: set[str] = set()
+        self.calls: list[tuple[str, float]] = []
+        self.errors: list[str] = []
+        self.longest: list[float] = []
+        self.events: list[tuple[str, float]] = []
+        self._asked: dict[str, tuple[str, float]] = {}
+        session = self._context.new_cdp_session(self.page)
+        session.on("Network.requestWillBeSent", self._sent)
+        session.on("Network.dataReceived", self._received)
+        session.on("Network.loadingFinished", self._finished)
+        session.send("Network.enable")
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def _sent(self, event: Any) -> None:
+        address = urlsplit(event["request"]["url"])
+        self._asked[event["requestId"]] = (f"{address.path}?{address.query}".rstrip("?"), event["timestamp"])
+        if address.scheme in ("http", "https", "ws", "wss") and address.hostname not in ("127.0.0.1", "localhost"):
+            self.strangers.add(event["request"]["url"])
+
+    def _received(self, event: Any) -> None:
+        self.weight += event["dataLength"]
+
+    def _finished(self, event: Any) -> None:
+        path, began = self._asked.pop(event["requestId"], ("", 0.0))
+        if path.startswith("/api/"):
+            self.calls.append((path, 1000 * (event["timestamp"] - began)))
+
+    def open(self, path: str, view: str) -> float:
+        """Milliseconds from the beginning of the navigation until the view's data are on the screen."""
+        self.gather()
+        self.page.goto(self.url + path, wait_until="commit")
+        return float(self.page.evaluate(f"__bench.opened('{view}')"))
+
+    def settle(self, seconds: float = 0.5) -> None:
+        """Wait until the page asks for nothing more."""
+        count = -1
+        while count != len(self.calls):
+            count = len(self.calls)
+            self.page.wait_for_timeout(1000 * seconds)
+
+    def gather(self) -> None:
+        """Take over what the page has counted so far: a navigation forgets it."""
+        found = self.page.evaluate("window.__bench ? {tasks: __bench.tasks, events: __bench.events} : null")
+        if found:
+            self.longest += found["tasks"]
+            self.events += [(name, duration) for name, duration in found["events"]]
+            self.page.evaluate("() => { __bench.tasks = []; __bench.events = []; }")
+
+    def since_input(self, holds: str) -> float:
+        """Milliseconds from the newest input until a frame in which the expression holds."""
+        return float(self.page.evaluate(f"__bench.since(() => {holds})"))
+
+    def memory(self) -> dict[str, float]:
+        """Bytes: of the script's heap after a collection, and of the process that draws the page (its fair share)."""
+        session = self._context.new_cdp_session(self.page)
+        session.send("HeapProfiler.collectGarbage")
+        session.send("Performance.enable")
+        metrics = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+        session.detach()
+        return {"heap": metrics["JSHeapUsedSize"], "nodes": metrics["Nodes"], "process": renderer_bytes()}
+
+    def close(self) -> None:
+        self.gather()
+        self._context.close()
+
+
+def renderer_bytes() -> float:
+    """Memory of the largest process that draws a page for this process (its fair share of what is shared); NaN unknown.
+
+    The pages of one bench are drawn one after the other, so there is one.
+    """
+    largest = float("nan")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if b"--type=renderer" not in (process / "cmdline").read_bytes() or not _is_ours(int(process.name)):
+                continue
+            found = re.search(r"^Pss:\s+(\d+) kB", (process / "smaps_rollup").read_text(), re.MULTILINE)
+            size = 1024.0 * int(found[1]) if found else 0.0
+            largest = size if not largest >= size else largest
+    return largest
+
+
+def _is_ours(process: int) -> bool:
+    """Whether it descends from this process: others on this machine may run browsers, too."""
+    while process > 1:
+        if process == os.getpid():
+            return True
+        status = Path(f"/proc/{process}/stat").read_text()
+        process = int(status.rpartition(")")[2].split()[1])
+    return False
+
+
+def now() -> float:
+    """Milliseconds, as the page counts them."""
+    return 1000 * time.time()
