@@ -4,9 +4,8 @@
 import time
 from dataclasses import replace
 
-from timed_run import STARTED, begin, stored
-
 from fedvitals.records import Finding, Metric, Where
+from timed_run import STARTED, begin, stored
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 JUDGED = {"fedvitals": {"detectors": 34}}

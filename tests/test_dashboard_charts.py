@@ -329,6 +329,12 @@ def test_a_chart_out_of_sight_is_not_drawn(page: Any, gallery: str) -> None:
     assert page.evaluate("window.gallery.charts.bigMatrix.frame.box.cell") > 0
 
 
+def test_what_is_printed_is_drawn(page: Any, gallery: str) -> None:
+    draw(page, gallery, "map")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("window.gallery.charts.bigMatrix.frame.box.cell") > 0
+
+
 @pytest.mark.parametrize("page", [{"viewport": {"width": 390, "height": 800}}], indirect=True)
 def test_nothing_is_wider_than_a_phone(page: Any, gallery: str) -> None:
     for section in SECTIONS:

@@ -4,13 +4,16 @@
 import random
 
 import pytest
-from runs_by_hand import HOSTILE, course, find
 from starlette.testclient import TestClient
-from timed_run import STARTED, stored
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.records import Metric, Where
+from fedvitals.profiling.traffic import traffic_of
+from fedvitals.records import Metric, Transfer, Where
+from fedvitals.store import open_reader, queries
 from fedvitals.views.compare_page import POINTS
+from fedvitals.views.sums import traffic_sums
+from runs_by_hand import HOSTILE, course, find
+from timed_run import STARTED, stored
 
 HOME = "http://127.0.0.1:8321"
 
@@ -31,7 +34,12 @@ def client(tmp_path_factory):
     find(two, "c1")
     late = course("late", "late", rate=0.1)
     for record in late.records:  # as `one`, but for one client from round 2 on
-        if isinstance(record, Metric) and record.name == "update.norm" and record.where.node == "c2" and record.where.round >= 2:
+        if (
+            isinstance(record, Metric)
+            and record.name == "update.norm"
+            and record.where.node == "c2"
+            and record.where.round >= 2
+        ):
             object.__setattr__(record, "value", 5.0)
     hostile = course(f"h,{HOSTILE}%2", HOSTILE, rate=0.3, config={HOSTILE: HOSTILE})
     find(hostile, HOSTILE, severity="critical")
@@ -119,7 +127,12 @@ def test_settings_that_differ_come_first_and_the_others_are_there_too(client):
 
 def test_findings_side_by_side(client):
     (trouble,) = compare(client, "one", "two")["troubles"]
-    assert (trouble["issue"], trouble["place"], trouble["severity"], trouble["runs"]) == ("LABEL_NOISE", "c1", "warning", [0, 1])
+    assert (trouble["issue"], trouble["place"], trouble["severity"], trouble["runs"]) == (
+        "LABEL_NOISE",
+        "c1",
+        "warning",
+        [0, 1],
+    )
     assert trouble["title"]
 
 
@@ -131,7 +144,14 @@ def test_hostile_names_stay_text(client):
 
 @pytest.mark.parametrize(
     ("runs", "status"),
-    [(["one"], 422), ([], 422), (["one", "one"], 422), (["one", "nobody"], 404), (["one"] * 7, 422), (["one", ""], 422)],
+    [
+        (["one"], 422),
+        ([], 422),
+        (["one", "one"], 422),
+        (["one", "nobody"], 404),
+        (["one"] * 7, 422),
+        (["one", ""], 422),
+    ],
 )
 def test_what_cannot_be_compared(client, runs, status):
     answer = client.get("/api/compare", params={"runs": runs})
@@ -159,3 +179,29 @@ def test_long_runs_come_in_buckets_that_keep_their_extremes(tmp_path):
         line = picture(compare(client, "one", "two"), "accuracy")["lines"][0]
     assert len(line["rounds"]) <= POINTS
     assert (max(line["high"]), line["total"]) == (9.0, 3000)
+
+
+@pytest.mark.parametrize("groups", [None, {"c0": "edge-0", "c1": "edge-0", "c2": "edge-1"}])
+def test_the_database_adds_up_the_same_traffic_as_we_do(tmp_path, groups):
+    """By round and by direction; with edges, telemetry, a message without a round and one between clients."""
+    told = course("r", rounds=0)
+    for size in (100, 900):
+        told.round({f"c{i}": (1.0, 2.0, 1.0) for i in range(3)}, groups=groups, sent={"c0": size})
+    messages = (
+        (0, "c0", "server", 50, "telemetry"),
+        (None, "server", "c1", 7, "model"),
+        (1, "c1", "c2", 11, "model"),
+        (1, "edge-0", "server", 13, "update"),
+        (1, "edge-box-1", "server", 17, "update"),
+        (0, "c0", "server", -5, "update"),
+    )
+    for number, sender, receiver, size, kind in messages:
+        told.add(Transfer(Where("r", number, "c0"), STARTED, sender, receiver, size, 2 * size, None, kind))
+    path = stored(tmp_path / "runs.db", told)
+    with open_reader(path) as reader:
+        ours, theirs = traffic_of(queries.records(reader, "r", Transfer)), traffic_sums(reader, "r")
+    flow = lambda one: (one.bytes, one.raw_bytes, one.messages)  # noqa: E731
+    for name in ("up", "down", "between"):
+        assert flow(getattr(theirs, name)) == flow(getattr(ours, name)), name
+    assert (theirs.bytes, theirs.telemetry_bytes) == (ours.bytes, ours.telemetry_bytes)
+    assert [(one.round, one.bytes) for one in theirs.rounds] == [(one.round, one.bytes) for one in ours.rounds]

@@ -6,12 +6,12 @@ import time
 
 import pytest
 from playwright.sync_api import expect
-from runs_by_hand import HOSTILE, course, find
-from served import judge, ready, serve
-from timed_run import STARTED, stored
 
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_store
+from runs_by_hand import HOSTILE, course, find
+from served import judge, ready, serve
+from timed_run import STARTED, stored
 
 pytestmark = pytest.mark.browser
 STRANGE = f"h,{HOSTILE}%2/x"  # an id that is a list, a tag, an escape and a path

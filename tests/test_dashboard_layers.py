@@ -2,19 +2,21 @@
 """The page of layers: statistics through the depth and over the rounds, against numbers that are known beforehand."""
 
 import base64
+from typing import get_args
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
+from fedvitals.dashboard.routes_layers import Family, Statistic
 from fedvitals.errors import ConfigError
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Where
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT
 from fedvitals.store import open_reader
 from fedvitals.views import layer_history as history_module
 from fedvitals.views.layer_history import layer_history
-from fedvitals.views.layers import chosen_rounds, layers_page
+from fedvitals.views.layers import FAMILIES, WORDS, chosen_rounds, layers_page
 from fedvitals.views.ridges import distribution
 from served import judge, ready, serve
 from timed_run import STARTED, begin, stored
@@ -200,8 +202,10 @@ def test_no_shape_is_made_up(reader):
     assert 'probes="deep"' in found.note
     assert found.spread.mean[0] == pytest.approx(0.00025)
     assert found.spread.largest[0] == pytest.approx(0.001)
-    with pytest.raises(ConfigError, match="layer"):
-        distribution(reader, "plain", "nowhere")
+    nowhere = distribution(reader, "plain", "relu")
+    assert "'relu' has no gradient of its own" in nowhere.note
+    assert nowhere.spread is None
+    assert "privacy level 3" in distribution(reader, "plain", node="server").note
 
 
 def test_a_large_history_is_thinned_and_says_so(reader, monkeypatch):
@@ -214,6 +218,11 @@ def test_a_large_history_is_thinned_and_says_so(reader, monkeypatch):
     assert few.total == 20
     monkeypatch.setattr(history_module, "AT_ONCE", 3)
     assert np.array_equal(layer_history(reader, "deep", "gradient").matrix, whole.matrix)
+
+
+def test_the_routes_offer_what_the_view_knows():
+    assert set(get_args(Family)) == set(FAMILIES)
+    assert set(get_args(Statistic)) == set(WORDS)
 
 
 def test_steps_and_edges_are_not_the_whole(tmp_path):
@@ -232,8 +241,8 @@ def test_answers_and_says_when_nothing_changed(tmp_path, path):
         first = client.get(f"/api/runs/deep/{path}")
         assert first.status_code == 200
         assert client.get(f"/api/runs/deep/{path}", headers={"If-None-Match": first.headers["ETag"]}).status_code == 304
-        for bad in ("layers?statistic=beauty", "layers?family=noble", "layers?node=x", "layers/distribution?layer=x"):
-            assert client.get(f"/api/runs/deep/{bad}").status_code == 422
+        for bad, status in (("statistic=beauty", 422), ("family=noble", 422), ("node=x", 404)):
+            assert client.get(f"/api/runs/deep/layers?{bad}").status_code == status
 
 
 # -- in a browser -----------------------------------------------------------------------------------------------------

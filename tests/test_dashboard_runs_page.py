@@ -6,14 +6,14 @@ import time
 
 import pytest
 from playwright.sync_api import expect
-from runs_by_hand import HOSTILE, course, find, ward
-from served import judge, ready, serve
-from timed_run import STARTED, stored
 
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.queries import list_runs
+from runs_by_hand import HOSTILE, course, find, ward
+from served import judge, ready, serve
+from timed_run import STARTED, stored
 
 pytestmark = pytest.mark.browser
 
@@ -42,7 +42,10 @@ def test_shows_at_a_glance_which_run_is_ill(home, page):
     assert names(page) == ["goes on", HOSTILE, "fell quiet", "good one", "ill one"]
     ill = row(page, "ill one")
     assert ill.locator(".health").inner_text() == "▲ill"
-    assert "c1 sends updates like a client with wrong labels, since round 1 (96 %)" in ill.locator(".headline").inner_text()
+    assert (
+        "c1 sends updates like a client with wrong labels, since round 1 (96 %)"
+        in ill.locator(".headline").inner_text()
+    )
     assert row(page, "good one").locator(".health").inner_text().endswith("healthy")
     assert row(page, "goes on").locator(".run-state").inner_text() == "● live"
     assert row(page, "goes on").locator(".progress-cell").inner_text().startswith("4/10")

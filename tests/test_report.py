@@ -200,9 +200,12 @@ def test_what_is_no_report_is_not_written_over(name, words, store, tmp_path, cap
 
 def test_force_writes_over_a_file(store, tmp_path, capsys):
     (tmp_path / "notes.html").write_text("<p>mine</p>")
-    arguments = ("report", pictured.EMPTY, "-o", tmp_path / "notes.html", "--store", store, "--force")
-    assert run(capsys, *arguments)[0] == 0
+    arguments = ("report", pictured.EMPTY, "--store", store, "--force", "-o")
+    assert run(capsys, *arguments, tmp_path / "notes.html")[0] == 0
     assert "fedvitals" in (tmp_path / "notes.html").read_text(encoding="utf-8")
+    (tmp_path / "store.html").write_bytes(Path(store).read_bytes())  # but never a store
+    code, _, error = run(capsys, *arguments, tmp_path / "store.html")
+    assert (code, "is a store" in error) == (2, True)
 
 
 def test_an_unknown_run_is_answered_with_those_there_are(store, tmp_path, capsys):
@@ -221,7 +224,8 @@ def test_a_files_name_is_made_of_plain_letters():
 @pytest.mark.skipif(pdf.browser() is None, reason="no Chromium on this machine (Debian: apt install chromium)")
 def test_a_pdf_is_printed(store, tmp_path):
     with open_reader(store) as reader:
-        report(reader, [pictured.FULL], tmp_path / "x.pdf")
+        for _ in range(2):  # the second time over its own
+            report(reader, [pictured.FULL], tmp_path / "x.pdf")
     data = (tmp_path / "x.pdf").read_bytes()
     assert data.startswith(b"%PDF")
     assert len(re.findall(rb"/Type\s*/Page\b", data)) > 1
@@ -258,8 +262,8 @@ def test_without_matplotlib_the_error_names_the_extra(store, tmp_path):
 
 
 NASTY_TEXTS = (
-    pictured.NASTY, pictured.MARKED, pictured.MATHS, "- a list", "1. one", "# head", "> quote", "a | b", "\\", "\\|", "`",
-    "**", "*a*", "``` fence", "<!-- x -->", "~~x~~", "![x](http://evil.example/x.png)", "trailing\\",
+    pictured.NASTY, pictured.MARKED, pictured.MATHS, "- a list", "1. one", "# head", "> quote", "a | b", "\\", "\\|",
+    "`", "**", "*a*", "``` fence", "<!-- x -->", "~~x~~", "![x](http://evil.example/x.png)", "trailing\\",
 )  # fmt: skip
 
 

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
-from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.routes_rounds import named
 from fedvitals.dashboard.routes_status import RunPath
 from fedvitals.views.layers import LayersPage, layers_page
 from fedvitals.views.ridges import Distribution, distribution
 
 router = APIRouter(tags=["layers"])
 FURTHEST = 2**53  # the largest whole number that a browser can say
+Family = Literal["gradient", "gradient.full", "update", "weight", "activation"]
+Statistic = Literal["rms", "l2", "mean_magnitude", "mean", "std", "absmax", "sparsity", "nans", "infs"]
 Node = Annotated[str | None, Query(max_length=300, description="A node; none: the federation as a whole.")]
 Round = Annotated[int | None, Query(alias="round", ge=-FURTHEST, le=FURTHEST, description="That must be shown.")]
 First = Annotated[int | None, Query(alias="from", ge=-FURTHEST, le=FURTHEST, description="First round.")]
@@ -25,8 +27,8 @@ Last = Annotated[int | None, Query(alias="to", ge=-FURTHEST, le=FURTHEST, descri
 def get_layers(
     request: Request,
     run: RunPath,
-    family: Annotated[str, Query(max_length=100)] = "gradient",
-    statistic: Annotated[str, Query(max_length=100)] = "rms",
+    family: Family = "gradient",
+    statistic: Statistic = "rms",
     node: Node = None,
     selected: Round = None,
     every_layer: Annotated[bool, Query(alias="all", description="Also biases and norms in the profile.")] = False,
@@ -35,7 +37,7 @@ def get_layers(
     last: Last = None,
 ) -> Response:
     """Statistics through the depth and over the rounds; average gradients; dead and saturated units."""
-    return answer(
+    return named(
         request,
         run,
         lambda reader, run: layers_page(
@@ -62,4 +64,4 @@ def get_distribution(
     selected: Round = None,
 ) -> Response:
     """How a layer's gradient was distributed, round by round; where that was not measured, its spread."""
-    return answer(request, run, lambda reader, run: distribution(reader, run, layer, node, selected))
+    return named(request, run, lambda reader, run: distribution(reader, run, layer, node, selected))

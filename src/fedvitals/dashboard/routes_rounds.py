@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, HTTPException, Path, Query, Request
 from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.routes_status import RunPath
+from fedvitals.errors import ConfigError
+from fedvitals.store.reader import Reader
 from fedvitals.views.costs import Costs, costs
 from fedvitals.views.round import RoundPage, RoundTable, round_page, round_table
 from fedvitals.views.spending import Changes, Spending, changes, spending
@@ -24,12 +27,24 @@ Number = Annotated[int, Path(alias="number", ge=-FURTHEST, le=FURTHEST, descript
 Offset = Annotated[int, Query(ge=0, le=FURTHEST)]
 
 
+def named(request: Request, run: str, work: Callable[[Reader, str], Any]) -> Response:
+    """As `answer`; a round, node, metric or clock that the run does not have is not found."""
+
+    def found(reader: Reader, run: str) -> Any:
+        try:
+            return work(reader, run)
+        except ConfigError as error:
+            raise HTTPException(404, str(error)) from error
+
+    return answer(request, run, found)
+
+
 @router.get("/api/runs/{run}/profile", response_model=Spending)
 def get_profile(
     request: Request, run: RunPath, clock: Clock = None, first: First = None, last: Last = None
 ) -> Response:
     """What some rounds are bound by, what their time went to, and who held them up; without `from`, the newest."""
-    return answer(request, run, lambda reader, run: spending(reader, run, clock=clock, first=first, last=last))
+    return named(request, run, lambda reader, run: spending(reader, run, clock=clock, first=first, last=last))
 
 
 @router.get("/api/runs/{run}/profile/changes", response_model=Changes)
@@ -37,13 +52,13 @@ def get_changes(
     request: Request, run: RunPath, clock: Clock = None, first: First = None, last: Last = None
 ) -> Response:
     """What would have made these rounds shorter: the what-if table and the remedies."""
-    return answer(request, run, lambda reader, run: changes(reader, run, clock=clock, first=first, last=last))
+    return named(request, run, lambda reader, run: changes(reader, run, clock=clock, first=first, last=last))
 
 
 @router.get("/api/runs/{run}/costs", response_model=Costs)
 def get_costs(request: Request, run: RunPath) -> Response:
     """Memory by what it is for, traffic by client and kind, and what the machine did."""
-    return answer(request, run, costs)
+    return named(request, run, costs)
 
 
 @router.get("/api/runs/{run}/rounds/{number}", response_model=RoundPage)
@@ -57,7 +72,7 @@ def get_round(
     offset: Offset = 0,
 ) -> Response:
     """One round: what every node did and when, its critical path, and who waited for whom."""
-    return answer(
+    return named(
         request,
         run,
         lambda reader, run: round_page(reader, run, number, clock=clock, sort=sort, limit=limit, offset=offset),
@@ -78,7 +93,7 @@ def get_round_metrics(
     offset: Offset = 0,
 ) -> Response:
     """The round's metrics, a row a node."""
-    return answer(
+    return named(
         request,
         run,
         lambda reader, run: round_table(reader, run, number, names, sort=sort, limit=limit, offset=offset),
@@ -97,4 +112,4 @@ def get_topology(
     ] = None,
 ) -> Response:
     """Who talked to whom in a round, how much, and who was ill."""
-    return answer(request, run, lambda reader, run: topology_page(reader, run, number, most=most))
+    return named(request, run, lambda reader, run: topology_page(reader, run, number, most=most))

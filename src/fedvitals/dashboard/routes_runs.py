@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from fedvitals.views.run_list import Order, RunList, RunsAsked, RunsPage, RunSta
 from fedvitals.views.verdict import State
 
 router = APIRouter(tags=["runs"])
+_DELETING = threading.Lock()  # a store's own lock is between processes
 MOST_TAGS = 20  # of a run
 CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": Failure}}
 RunPath = Annotated[str, Path(max_length=300, description="Id of a run.")]
@@ -105,7 +107,8 @@ def delete(request: Request, run: RunPath) -> Response:
     """Delete a run for good and give its space back. Only by its whole id; refused while it is being written."""
     found = _exact(request, run)
     try:
-        cleared = retention.delete(request.app.state.shelf.target, [found])
+        with _DELETING:
+            cleared = retention.delete(request.app.state.shelf.target, [found])
     except StoreError as error:
         if "being written" not in str(error):
             raise

@@ -21,7 +21,7 @@ figcaption{color:var(--quiet);font-size:13px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;line-height:1.4}
 caption{text-align:left;font-weight:600;padding:1rem 0 .25rem}
 th,td{text-align:left;vertical-align:top;padding:.25rem .75rem .25rem 0;border-bottom:1px solid var(--hair)}
-th.num,td.num{text-align:right}
+td,th{overflow-wrap:break-word;max-width:28rem}th.num,td.num{text-align:right;white-space:nowrap}
 th{color:var(--quiet);font-weight:600}code,pre{font:13px/1.5 ui-monospace,monospace}
 pre{border:1px solid var(--hair);padding:.5rem .75rem;overflow-x:auto;white-space:pre-wrap}
 .quiet{color:var(--quiet);font-size:13px}.lead{font-size:1.1rem}

@@ -48,7 +48,8 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
         beside = tuple(_beside(target, blocks))
     else:
         html = html_of(blocks)
-        data = html.encode() if kind == ".html" else pdf_of(html)
+        # Behind a PDF's end, comments are allowed: by it we know our own again.
+        data = html.encode() if kind == ".html" else pdf_of(html) + b"\n% " + OURS + b"\n"
     target.write_bytes(data)
     return Written(str(target), kind[1:], len(data), beside, tuple(ids), tuple(verdicts))
 
@@ -75,13 +76,15 @@ def check(target: Path, *, force: bool) -> None:
     """A report may be written over a report; over anything else only when told so, and never over a store."""
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"'{target}' cannot be written: {'it is a folder' if target.is_dir() else 'no such folder'}.")
-    if not target.exists() or force:
+    if not target.exists():
         return
     with target.open("rb") as old:
-        start = old.read(5)
+        start = old.read(6)
         old.seek(max(0, target.stat().st_size - 4096))
         end = old.read()
-    if OURS not in end and start != b"%PDF-":
+    if start == b"SQLite":
+        raise ConfigError(f"'{target}' is a store. Name another file.")
+    if OURS not in end and not force:
         raise ConfigError(
             f"'{target}' is there and no report of ours. Name another file, or write over it with --force."
         )

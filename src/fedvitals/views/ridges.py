@@ -7,11 +7,10 @@ not made up: mean, standard deviation, smallest and largest are all that can be 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, Array, derive
 from fedvitals.store.reader import Reader
@@ -60,26 +59,23 @@ class Distribution:
 def distribution(
     reader: Reader, run: str, layer: str | None = None, node: Node | None = None, selected: int | None = None
 ) -> Distribution:
-    """Of a layer's gradient; without a name, of the first layer."""
+    """Of a layer's gradient; without a name, of the first layer. `note` says why where there is nothing to show."""
     sums = layer_history(reader, run, "gradient", node)
-    if not sums.layers:
-        raise ConfigError(
-            f"The run {run} has no gradients of layers here: they need privacy level 3, and probes from «standard» up."
-        )
-    chosen = sums.layers[0] if layer is None else layer
+    chosen = layer or next(iter(sums.layers), "")
+    nothing = Distribution(run, chosen, node, sums.layers, False, "", (), (), (), None, 0)
+    if not sums.rounds:
+        why = "No gradient of a layer was stored here: they need privacy level 3, and probes from «standard» up."
+        return replace(nothing, note=why)
     if chosen not in sums.layers:
-        raise ConfigError(unknown("layer", chosen, sums.layers))
+        return replace(nothing, note=f"'{chosen}' has no gradient of its own: it is none of the parameters.")
+    place = sums.layers.index(chosen)
     histograms = layer_history(reader, run, "gradient.histogram", node)
-    zeros = dict(
-        zip(sums.rounds, derive("gradient", sums.matrix, "sparsity")[:, sums.layers.index(chosen)], strict=True)
-    )
     if not histograms.rounds or chosen not in histograms.layers:
-        place = sums.layers.index(chosen)
-        return Distribution(
-            run, chosen, node, sums.layers, False,
-            'Shape not measured: mean ± standard deviation, smallest and largest. Monitor(probes="deep") measures it.',
-            (), (), (), _spread(sums.rounds, sums.matrix[:, place]), len(sums.rounds),
-        )  # fmt: skip
+        note = 'Shape not measured: mean ± standard deviation, smallest and largest. Monitor(probes="deep") has it.'
+        known = _spread(sums.rounds, sums.matrix[:, place])
+        return replace(nothing, note=note, spread=known, rounds=len(sums.rounds))
+    sparsity = derive("gradient", sums.matrix, "sparsity")[:, place].tolist()
+    zeros = dict(zip(sums.rounds, sparsity, strict=True))
     counts = histograms.matrix[:, histograms.layers.index(chosen)]
     wanted = chosen_rounds(histograms.rounds, selected, RIDGES)
     shares = _shares(counts[[histograms.rounds.index(number) for number in wanted]])

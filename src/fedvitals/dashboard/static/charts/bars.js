@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lengths side by side: one bar a thing, its name a link, its value in words.
 
-import { severityColour, severityFill, severityRank, SHAPES, theme } from "../colour.js";
+import { severityColour, severityFill, severityRank, theme } from "../colour.js";
 import { exact, withUnit } from "../format.js";
 import { createFrame } from "./frame.js";
 import { picking } from "./picking.js";
 import { shape } from "./pen.js";
 import { rowNames } from "./rownames.js";
+import { severityRow } from "./tip.js";
 
 const ROW = 22;
 
@@ -34,7 +35,7 @@ export function bars(host, options = {}) {
       if (hooks.chosen < 0) return;
       pen.rect(box.x0 - 1, hooks.chosen * ROW - box.scroll + 2, box.x1 - box.x0 + 2, ROW - 4, { stroke: theme().ink2, opacity: 0.6 });
     },
-    rows: (node, box) => rowNames(node, inSight(state, box).map(([bar, at]) => ({ name: bar.name, href: bar.href, y: at * ROW - box.scroll, height: ROW, room: box.x0 - 10 }))),
+    rows: (node, box) => rowNames(node, namesOf(state, box)),
     tip: () => (hooks.chosen < 0 ? null : tip(state.bars[hooks.chosen], options)),
     summary: () => `${options.title ?? "Bars"}; ${state.bars.slice(0, 5).map((bar) => `${bar.name} ${said(bar, options)}`).join(", ")}`,
     csv: () => [["name", "value", "of", "severity"], ...state.bars.map((bar) => [bar.name, bar.value, bar.of, bar.severity])],
@@ -57,6 +58,11 @@ export function bars(host, options = {}) {
 const size = (value) => (Number.isFinite(value ?? NaN) ? Math.abs(value) : 0);
 const said = (bar, options) => bar.text ?? withUnit(bar.value, options.unit);
 
+function namesOf(state, box) {
+  const name = ([bar, at]) => ({ name: bar.name, href: bar.href, y: at * ROW - box.scroll, height: ROW, room: box.x0 - 10 });
+  return inSight(state, box).map(name);
+}
+
 function inSight(state, box) {
   const [first, last] = [Math.floor(box.scroll / ROW), Math.ceil((box.scroll + box.height) / ROW)];
   return state.bars.slice(first, last).map((bar, at) => [bar, first + at]);
@@ -73,7 +79,8 @@ function paint(pen, box, state, options) {
     const colour = bar.colour ?? (ill ? severityFill(bar.severity, colours) : colours.accent);
     if (length > 0) pen.rect(box.x0, y + 5, Math.max(1, length), ROW - 10, { fill: colour });
     const x = box.x1 + 8;
-    if (ill) shape(pen, bar.severity, x + 4, y + ROW / 2, 9, { fill: severityFill(bar.severity, colours), stroke: severityColour(bar.severity, colours) });
+    const sign = { fill: severityFill(bar.severity, colours), stroke: severityColour(bar.severity, colours) };
+    if (ill) shape(pen, bar.severity, x + 4, y + ROW / 2, 9, sign);
     pen.text(ill ? x + 14 : x, y + ROW / 2 + 4, said(bar, options), { fill: colours.ink, room: box.width - x - (ill ? 16 : 2) });
     if (!box.live) pen.text(box.x0 - 10, y + ROW / 2 + 4, bar.name, { fill: colours.ink2, anchor: "end", room: box.x0 - 14 });
   }
@@ -83,6 +90,5 @@ function paint(pen, box, state, options) {
 function tip(bar, options) {
   const rows = [{ name: "value", value: exact(bar.value) }];
   if (size(bar.of)) rows.push({ name: "of", value: withUnit(bar.of, options.unit) });
-  if (severityRank(bar.severity)) rows.push({ shape: SHAPES[bar.severity], colour: severityColour(bar.severity), name: bar.severity, value: "" });
-  return { head: bar.name, rows, foot: bar.text ?? "" };
+  return { head: bar.name, rows: [...rows, ...severityRow(bar.severity)], foot: bar.text ?? "" };
 }

@@ -77,7 +77,8 @@ export function paintCells(grid, scale, [row0, row1], [column0, column1], { orde
       const to = width === count ? from + 1 : Math.max(from + 1, column0 + Math.floor(((x + 1) * count) / width));
       const at = to - from === 1 ? start + from : worst(grid, start + from, start + to, share, middle);
       const state = grid.state[at];
-      pixels[line + x] = state === VALUE ? paints.map[Math.max(0, Math.min(255, Math.round(share(grid.values[at]) * 255)))] : paints.states[state];
+      const place = state === VALUE ? Math.max(0, Math.min(255, Math.round(share(grid.values[at]) * 255))) : 0;
+      pixels[line + x] = state === VALUE ? paints.map[place] : paints.states[state];
     }
   }
   context.putImageData(image, 0, 0);

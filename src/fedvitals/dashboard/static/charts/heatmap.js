@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows × rounds on canvas: clients or layers against time. Only the rows in sight are drawn; names are links.
 
-import { severityColour, SHAPES, theme } from "../colour.js";
+import { theme } from "../colour.js";
 import { brief, exact, number, withUnit } from "../format.js";
 import { ABSENT, hatching, paintCells, SAID, scaleFor, VALUE } from "./cells.js";
 import { shortest32 } from "./download.js";
 import { createFrame } from "./frame.js";
 import { paintMarks, paintOddities } from "./heatmap_marks.js";
 import { textSize, textWidth } from "./pen.js";
-import { rowNames } from "./rownames.js";
+import { paintRowNames, rowNames } from "./rownames.js";
 import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, paintRounds, roundBox } from "./rounds.js";
 import { colourStrip } from "./strip.js";
+import { severityRow } from "./tip.js";
 import { firstAt } from "./tracks.js";
 
 const FOOT = 24;
@@ -130,7 +131,7 @@ function paint(pen, box, state, frame, options) {
   });
   if (!box.narrow) paintLast(pen, box, state, rows, options);
   if (box.live) colourStrip(frame.dom.extra, state.scale, { unit: options.unit, smallest: grid.smallest, largest: grid.largest });
-  else for (const row of namesOf(state, box, options)) pen.text(box.x0 - 8, row.y + rowHeight / 2 + 4, row.name, { fill: colours.ink2, anchor: "end", room: box.x0 - 12 });
+  else paintRowNames(pen, box, namesOf(state, box, options));
 }
 
 /** Runs of columns that follow each other in equal steps: each is one stretched picture. */
@@ -175,7 +176,8 @@ function paintLast(pen, box, state, rows, options) {
     if (column < 0) continue;
     const at = row * grid.columns.length + column;
     const said = grid.state[at] === VALUE ? brief(shortest32(grid.values[at]), options.unit) : SAID[grid.state[at]];
-    pen.text(box.x1 + 8, row * rowHeight - box.scroll + rowHeight / 2 + 4, said, { fill: colours.ink2, size: textSize() - 1, room: box.width - box.x1 - 20 });
+    const y = row * rowHeight - box.scroll + rowHeight / 2 + 4;
+    pen.text(box.x1 + 8, y, said, { fill: colours.ink2, size: textSize() - 1, room: box.width - box.x1 - 20 });
   }
 }
 
@@ -233,7 +235,8 @@ function tip(state, axis, options) {
   for (const mark of state.marks) {
     const row = typeof mark.row === "number" ? mark.row : state.names.get(mark.row);
     if (row === state.row && mark.from <= axis.hover && axis.hover <= (mark.to ?? Infinity)) {
-      rows.push({ shape: SHAPES[mark.severity] ?? "·", colour: severityColour(mark.severity), name: mark.label ?? mark.severity, value: `since ${number(mark.from)}` });
+      const [sign] = severityRow(mark.severity);
+      rows.push({ ...sign, name: mark.label ?? mark.severity, value: `since ${number(mark.from)}` });
     }
   }
   const foot = cell.last > cell.first ? "the most unusual value of these rounds" : "";

@@ -41,7 +41,11 @@ function around(nodes, found, { x = 0, y = 0, radius = 0.95, from = -TURN / 4 } 
 function star(nodes) {
   const found = new Map();
   const hubs = nodes.filter(isHub);
-  hubs.forEach((node, at) => found.set(node.name, hubs.length === 1 ? { x: 0, y: 0 } : { x: 0.2 * Math.cos((TURN * at) / hubs.length), y: 0.2 * Math.sin((TURN * at) / hubs.length) }));
+  const away = hubs.length === 1 ? 0 : 0.2;
+  hubs.forEach((node, at) => {
+    const angle = (TURN * at) / hubs.length;
+    found.set(node.name, { x: away * Math.cos(angle), y: away * Math.sin(angle) });
+  });
   around(nodes.filter((node) => !isHub(node)), found);
   return found;
 }

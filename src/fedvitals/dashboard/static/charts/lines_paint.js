@@ -108,7 +108,8 @@ function endLabels(state, box, scale, colours) {
 
 function named(state, colours) {
   const lines = state.series.filter((one) => !one.faint || state.series.length <= 8);
-  const found = [...lines.map((one) => ({ name: one.name, colour: colourOf(one, colours), href: one.href })), ...state.bands.map((one) => ({ name: one.name, colour: one.colour ?? colours.ink2 }))];
+  const found = lines.map((one) => ({ name: one.name, colour: colourOf(one, colours), href: one.href }));
+  found.push(...state.bands.map((one) => ({ name: one.name, colour: one.colour ?? colours.ink2 })));
   return found.length > 1 || state.bands.length ? found.slice(0, 12) : [];
 }
 

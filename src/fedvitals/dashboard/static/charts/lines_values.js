@@ -22,9 +22,11 @@ function within(one, name, low, high) {
 /** The ends of the value axis: all lines and the bulk of the cohort; its extremes as far as they let the rest be seen. */
 function domain(state, { low, high }, scale) {
   const pick = (one, ...names) => names.map((name) => within(one, name, low, high));
-  const positive = scale === "linear" ? (lists) => lists : (lists) => lists.map((values) => Array.from(values, (value) => (value > 0 ? value : null)));
-  const inner = positive([...state.series.flatMap((one) => pick(one, "values", "low", "high")), ...state.bands.flatMap((one) => pick(one, "p5", "median", "p95")), state.threshold ? [state.threshold.value] : []]);
-  let [from, to] = extent(...inner);
+  const above = (values) => Array.from(values, (value) => (value > 0 ? value : null));
+  const positive = (lists) => (scale === "linear" ? lists : lists.map(above));
+  const lines = state.series.flatMap((one) => pick(one, "values", "low", "high"));
+  const bulk = state.bands.flatMap((one) => pick(one, "p5", "median", "p95"));
+  let [from, to] = extent(...positive([...lines, ...bulk, state.threshold ? [state.threshold.value] : []]));
   const [least, most] = extent(...positive(state.bands.flatMap((one) => pick(one, "min", "max"))));
   if (!(from <= to)) [from, to] = [least, most];
   if (!(from <= to)) return { from: scale === "linear" ? 0 : 0.1, to: 1, beyond: null };
@@ -51,7 +53,8 @@ export function scaleOf(state, box, options) {
 /** The last value that is there, within the view. */
 export function lastOf(rounds, values, high) {
   for (let at = Math.min(rounds.length - 1, firstAt(rounds, high)); at >= 0; at -= 1) {
-    if (rounds[at] <= high && typeof values[at] === "number" && Number.isFinite(values[at])) return { round: rounds[at], value: values[at] };
+    const value = values[at];
+    if (rounds[at] <= high && typeof value === "number" && Number.isFinite(value)) return { round: rounds[at], value };
   }
   return null;
 }

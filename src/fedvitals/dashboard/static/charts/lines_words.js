@@ -52,9 +52,11 @@ function withPlain(value, unit) {
 export function spoken(state, axis, unit) {
   if (axis.hover === null) return `${axis.label}s ${axis.view[0]} to ${axis.view[1]}`;
   const one = state.series[state.chosen] ?? null;
-  const value = one ? valueAt(one, one.values, axis.hover) : valueAt(state.bands[0] ?? { rounds: [] }, state.bands[0]?.median ?? [], axis.hover);
+  const [band] = state.bands;
+  const value = one ? valueAt(one, one.values, axis.hover) : band && valueAt(band, band.median, axis.hover);
   const flags = flagRows(state.flags, axis.hover).map((row) => row.name);
-  return [roundName(state, axis, axis.hover), one?.name, value === undefined ? "no value" : withUnit(value, unit), ...flags].filter(Boolean).join(", ");
+  const said = [roundName(state, axis, axis.hover), one?.name, value === undefined ? "no value" : withUnit(value, unit)];
+  return [...said, ...flags].filter(Boolean).join(", ");
 }
 
 export function summary(state, axis, options) {

@@ -17,12 +17,14 @@ export function matrix(host, options = {}) {
   const state = { rows: [], columns: [], grid: null, groups: null, scale: null, row: -1, column: -1 };
   const there = () => state.row >= 0 && state.column >= 0;
   const value = () => shortest32(state.grid.values[state.row * state.columns.length + state.column]);
-  const pick = () => there() && options.onCell?.(state.rows[state.row], state.columns[state.column], { row: state.row, column: state.column });
+  const pair = () => [state.rows[state.row], state.columns[state.column]];
+  const pick = () => there() && options.onCell?.(...pair(), { row: state.row, column: state.column });
   const chart = {
     height: (width) => side(state, width) * (state.rows.length / Math.max(1, state.columns.length)) + 8 + names(state.columns, width),
     layout: (width) => {
       const [left, across] = [names(state.rows, width), side(state, width)];
-      return { x0: left, x1: left + across, y0: 4, y1: 4 + across * (state.rows.length / state.columns.length), cell: across / state.columns.length, below: names(state.columns, width) };
+      const cell = across / state.columns.length;
+      return { x0: left, x1: left + across, y0: 4, y1: 4 + cell * state.rows.length, cell, below: names(state.columns, width) };
     },
     heavy: () => true,
     blank: () => (state.rows.length && state.columns.length ? null : "There is nothing to compare yet."),
@@ -35,10 +37,10 @@ export function matrix(host, options = {}) {
     },
     leave: () => Object.assign(state, { row: -1, column: -1 }),
     click: pick,
-    key: (event) => walk(event, state, pick, () => frame.say(`${state.rows[state.row]}, ${state.columns[state.column]}, ${number(value())}`)),
-    readout: () => (there() ? `${state.rows[state.row]} · ${state.columns[state.column]}  ${number(value())}` : ""),
-    tip: () => (there() ? { head: `${state.rows[state.row]} · ${state.columns[state.column]}`, rows: [{ name: options.unit || "value", value: exact(value()) }] } : null),
-    summary: () => `${options.title ?? "Matrix"}, ${number(state.rows.length)} by ${number(state.columns.length)}; values ${number(state.grid.smallest)} to ${number(state.grid.largest)}`,
+    key: (event) => walk(event, state, pick, () => frame.say([...pair(), number(value())].join(", "))),
+    readout: () => (there() ? `${pair().join(" · ")}  ${number(value())}` : ""),
+    tip: () => (there() ? { head: pair().join(" · "), rows: [{ name: options.unit || "value", value: exact(value()) }] } : null),
+    summary: () => summary(state, options),
     csv: () => csv(state),
     spot: () => ({ x: frame.box.x0 + (state.column + 1) * frame.box.cell, y: frame.box.y0 + (state.row + 1) * frame.box.cell }),
   };
@@ -49,12 +51,18 @@ export function matrix(host, options = {}) {
       const state32 = Uint8Array.from(values, (one) => (Number.isFinite(one) ? 0 : NAN));
       const [smallest, largest] = extent(values).map((one) => (Number.isFinite(one) ? one : 0));
       const grid = { columns, values, state: state32, low: low ?? smallest, high: high ?? largest, smallest, largest };
-      Object.assign(state, { rows, columns, groups, grid, scale: scaleFor(grid, { colours: options.colours }), row: -1, column: -1, picture: null });
+      const scale = scaleFor(grid, { colours: options.colours });
+      Object.assign(state, { rows, columns, groups, grid, scale, row: -1, column: -1, picture: null });
       frame.setNote(note);
       frame.redraw();
     },
     destroy: () => frame.destroy(),
   };
+}
+
+function summary({ rows, columns, grid }, options) {
+  const size = `${number(rows.length)} by ${number(columns.length)}`;
+  return `${options.title ?? "Matrix"}, ${size}; values ${number(grid.smallest)} to ${number(grid.largest)}`;
 }
 
 const inside = (at, count) => (at >= 0 && at < count ? at : -1);
@@ -125,7 +133,8 @@ function paintGroups(pen, box, state, colours) {
     if (state.groups[at] === state.groups[at - 1]) continue;
     const shift = at * box.cell;
     pen.line(box.x0, box.y0 + shift, box.x1, box.y0 + shift, { stroke: colours.paper, width: 2 });
-    if (state.columns.length === state.rows.length) pen.line(box.x0 + shift, box.y0, box.x0 + shift, box.y1, { stroke: colours.paper, width: 2 });
+    if (state.columns.length !== state.rows.length) continue;
+    pen.line(box.x0 + shift, box.y0, box.x0 + shift, box.y1, { stroke: colours.paper, width: 2 });
   }
 }
 
@@ -144,6 +153,6 @@ function* csv(state) {
   yield ["", ...state.columns];
   const width = state.columns.length;
   for (let row = 0; row < state.rows.length; row += 1) {
-    yield [state.rows[row], ...Array.from(state.grid.values.subarray?.(row * width, (row + 1) * width) ?? state.grid.values.slice(row * width, (row + 1) * width), shortest32)];
+    yield [state.rows[row], ...Array.from(state.grid.values.slice(row * width, (row + 1) * width), shortest32)];
   }
 }

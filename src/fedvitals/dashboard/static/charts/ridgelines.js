@@ -31,7 +31,7 @@ export function ridgelines(host, options = {}) {
     paintHover: (pen, box) => paintHover(pen, box, state, hooks.chosen),
     readout: () => (hooks.chosen < 0 ? "" : state.ridges[hooks.chosen].name),
     tip: () => (hooks.chosen < 0 ? null : tip(state, hooks.chosen, frame.box)),
-    summary: () => `${options.title ?? "Ridgelines"}, ${number(state.ridges.length)} distributions from ${state.ridges[0].name} to ${state.ridges.at(-1).name}; the last: ${peak(state.ridges.at(-1), state)}`,
+    summary: () => summary(state, options),
     csv: () => [["name", "x", "height"], ...state.ridges.flatMap((one) => Array.from(one.xs, (x, at) => [one.name, x, one.heights[at]]))],
   };
   const frame = createFrame(host, "ridgelines", options, chart);
@@ -45,6 +45,12 @@ export function ridgelines(host, options = {}) {
     },
     destroy: () => frame.destroy(),
   };
+}
+
+function summary(state, options) {
+  const [first, last] = [state.ridges[0], state.ridges.at(-1)];
+  const what = `${options.title ?? "Ridgelines"}, ${number(state.ridges.length)} distributions`;
+  return `${what} from ${first.name} to ${last.name}; the last: ${peak(last, state)}`;
 }
 
 function peak(ridge, state) {

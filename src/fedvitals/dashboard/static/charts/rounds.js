@@ -56,7 +56,8 @@ export function paintRounds(pen, box, axis, y, whole) {
   for (const tick of ticks) {
     const x = box.x(tick);
     pen.line(x, y, x, y + 4, { stroke: colours.line });
-    pen.text(x, y + 15, tickText(axis, tick, labels), { fill: colours.ink2, anchor: "middle", room: labels ? Math.max(room, box.step) - 6 : undefined });
+    const most = labels ? Math.max(room, box.step) - 6 : undefined;
+    pen.text(x, y + 15, tickText(axis, tick, labels), { fill: colours.ink2, anchor: "middle", room: most });
   }
   if (!labels && !box.narrow && !axis.continuous) pen.text(box.x0 - 8, y + 15, axis.label, { fill: colours.ink2, anchor: "end" });
 }

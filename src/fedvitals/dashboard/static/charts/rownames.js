@@ -2,12 +2,20 @@
 // Names beside the rows that are in sight, as real links: found by the eye, the tab key and a screen reader alike.
 
 import { h, keyed } from "../dom.js";
+import { theme } from "../colour.js";
 import { fitted, textSize } from "./pen.js";
 
 /** rows: [{name, y, height, href, chosen, room}]; only those in sight are nodes. */
 export function rowNames(parent, rows) {
   // The link is part of the key, so that every address goes through the check in `h`.
   keyed(parent, rows, (row) => `${row.href ?? ""} ${row.name}`, make, update);
+}
+
+/** The same names in a picture that is saved. */
+export function paintRowNames(pen, box, rows) {
+  for (const row of rows) {
+    pen.text(box.x0 - 8, row.y + row.height / 2 + 4, row.name, { fill: theme().ink2, anchor: "end", room: box.x0 - 12 });
+  }
 }
 
 function make(row) {

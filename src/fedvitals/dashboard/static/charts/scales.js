@@ -31,6 +31,7 @@ export function linear(low, high, bottom, top, count = 4) {
 function widened(low, high) {
   if (!Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
   if (high > low) return [low, high];
+  if (low === 0) return [0, 1]; // nothing but zeros: they lie on the floor
   const room = Math.abs(low) * 0.1 || 0.5;
   return [low - room, high + room];
 }
@@ -45,7 +46,8 @@ export function log(low, high, bottom, top, { zero = false, count = 4 } = {}) {
     if (value > 0) return floor + ((Math.log10(value) - from) / (to - from)) * (top - floor);
     return zero && value === 0 ? bottom - 4 : NaN;
   };
-  return { kind: zero ? "log0" : "log", low, high, of, bottom, top, floor, ticks: logTicks(low, high, count), zero: zero ? bottom - 4 : null };
+  const ticks = logTicks(low, high, count);
+  return { kind: zero ? "log0" : "log", low, high, of, bottom, top, floor, ticks, zero: zero ? bottom - 4 : null };
 }
 
 function logTicks(low, high, count) {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Points in the plane: who behaves alike. Colour is the group, shape and ring the severity; names where there is trouble.
 
-import { readable, seriesColour, severityColour, severityFill, severityRank, SHAPES, theme } from "../colour.js";
-import { exact, number } from "../format.js";
+import { readable, seriesColour, severityColour, severityFill, severityRank, theme } from "../colour.js";
+import { number } from "../format.js";
 import { createFrame } from "./frame.js";
 import { legend } from "./labels.js";
 import { shape, textWidth } from "./pen.js";
 import { nearest, picking } from "./picking.js";
 import { extent } from "./scales.js";
+import { severityRow, troubled } from "./tip.js";
 
 const NAMED = 30; // up to this many points, all bear their names
 
@@ -86,7 +87,8 @@ function paint(pen, box, state, options, frame) {
   if (options.xLabel) pen.text((box.x0 + box.x1) / 2, box.y1 + 16, options.xLabel, { fill: colours.ink2, anchor: "middle" });
   if (options.yLabel) pen.text(box.x0 + 6, box.y0 + 14, options.yLabel, { fill: colours.ink2 });
   if (box.live) {
-    legend(frame.dom.extra, state.groups.length > 1 && state.groups.length <= 8 ? state.groups.map((group, at) => ({ name: String(group || "none"), colour: seriesColour(at, colours) })) : []);
+    const told = state.groups.length > 1 && state.groups.length <= 8 ? state.groups : [];
+    legend(frame.dom.extra, told.map((group, at) => ({ name: String(group || "none"), colour: seriesColour(at, colours) })));
   }
 }
 
@@ -109,7 +111,8 @@ function paintNames(pen, box, state, colours) {
 
 function paintName(pen, point, x, y, left, ill, colours) {
   const fill = ill ? readable(severityColour(point.severity), colours) : colours.ink2;
-  pen.text(left ? x - 9 : x + 9, y + 4, point.name, { fill, weight: ill ? 600 : 400, anchor: left ? "end" : "start", room: 110, halo: colours.paper });
+  const style = { fill, weight: ill ? 600 : 400, anchor: left ? "end" : "start", room: 110, halo: colours.paper };
+  pen.text(left ? x - 9 : x + 9, y + 4, point.name, style);
 }
 
 /** A way through the rounds: faint at its beginning, an open ring where it is now. */
@@ -117,7 +120,8 @@ function paintTrail(pen, trail, place, colours) {
   const points = trail.filter((one) => Number.isFinite(one.x ?? NaN) && Number.isFinite(one.y ?? NaN));
   for (let at = 1; at < points.length; at += 1) {
     const [from, to] = [points[at - 1], points[at]];
-    pen.line(place.x(from.x), place.y(from.y), place.x(to.x), place.y(to.y), { stroke: colours.ink2, width: 1.25, opacity: 0.2 + (0.7 * at) / points.length });
+    const style = { stroke: colours.ink2, width: 1.25, opacity: 0.2 + (0.7 * at) / points.length };
+    pen.line(place.x(from.x), place.y(from.y), place.x(to.x), place.y(to.y), style);
   }
   const last = points.at(-1);
   if (last) pen.disc(place.x(last.x), place.y(last.y), 7, { stroke: colours.ink2, width: 1.25 });
@@ -128,21 +132,23 @@ function paintHover(pen, box, state, chosen) {
   if (!spot) return;
   const colours = theme();
   pen.disc(spot.x, spot.y, 9, { stroke: colours.ink, width: 1.5 });
-  pen.text(Math.min(spot.x, box.x1 - 80), Math.max(12, spot.y - 13), state.points[chosen].name, { fill: colours.ink, weight: 600, room: 160, halo: colours.paper });
+  const style = { fill: colours.ink, weight: 600, room: 160, halo: colours.paper };
+  pen.text(Math.min(spot.x, box.x1 - 80), Math.max(12, spot.y - 13), state.points[chosen].name, style);
 }
 
 function tip(point) {
   const rows = [{ name: "x", value: number(point.x) }, { name: "y", value: number(point.y) }];
   if (point.group !== undefined && point.group !== null && point.group !== "") rows.unshift({ name: "group", value: String(point.group) });
-  if (severityRank(point.severity)) rows.unshift({ shape: SHAPES[point.severity], colour: severityColour(point.severity), name: point.severity, value: "" });
-  return { head: point.name, rows, foot: point.detail ?? "" };
+  return { head: point.name, rows: [...severityRow(point.severity), ...rows], foot: point.detail ?? "" };
 }
 
 function spoken(point) {
-  return [point.name, point.group, severityRank(point.severity) ? point.severity : "", `x ${exact(Number(point.x.toPrecision(3)))}, y ${exact(Number(point.y.toPrecision(3)))}`].filter(Boolean).join(", ");
+  const severity = severityRank(point.severity) ? point.severity : "";
+  return [point.name, point.group, severity, `x ${number(point.x)}, y ${number(point.y)}`].filter(Boolean).join(", ");
 }
 
 function summary(state, options) {
   const ill = state.points.filter((one) => severityRank(one.severity) > 1).map((one) => one.name);
-  return `${options.title ?? "Scatter"}, ${number(state.points.length)} points in ${number(state.groups.length)} groups; ${ill.length ? `in trouble: ${ill.slice(0, 5).join(", ")}` : "none in trouble"}`;
+  const size = `${number(state.points.length)} points in ${number(state.groups.length)} groups`;
+  return `${options.title ?? "Scatter"}, ${size}; ${troubled(ill)}`;
 }

@@ -22,7 +22,8 @@ export function sparkline(values, { width = 96, height = 20, label = "" } = {}) 
   const places = Array.from(list, (_, at) => at);
   const { lines, dots } = track(places, list, { x, y, low: 0, high: list.length, step });
   const round = (value) => Math.round(value * 10) / 10;
-  const path = lines.map((points) => points.reduce((text, value, at) => text + (at % 2 ? ` ${round(value)}` : `${at ? "L" : "M"}${round(value)}`), "")).join("");
+  const drawn = (text, value, at) => text + (at % 2 ? ` ${round(value)}` : `${at ? "L" : "M"}${round(value)}`);
+  const path = lines.map((points) => points.reduce(drawn, "")).join("");
   svg.append(s("path", { d: path, fill: "none", stroke: "currentColor", "stroke-width": 1.25, "stroke-linejoin": "round", opacity: 0.75 }));
   for (const [px, py] of dots) svg.append(s("circle", { cx: round(px), cy: round(py), r: 1.25, fill: "currentColor" }));
   for (let at = list.length - 1; at >= 0; at -= 1) {

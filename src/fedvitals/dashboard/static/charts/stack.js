@@ -32,7 +32,7 @@ export function stackChart(host, options = {}) {
     readout: () => readout(state, axis, options),
     tip: () => tip(state, axis, options),
     summary: () => summary(state, axis, options),
-    csv: () => [["round", ...state.parts.map((part) => part.name)], ...state.rounds.map((round, at) => [round, ...state.parts.map((part) => part.values[at])])],
+    csv: () => csv(state),
     spot: () => (axis.hover === null ? null : { x: frame.box.x(axis.hover), y: 16 }),
   };
   const frame = createFrame(host, "stack", { ...options, axis }, chart);
@@ -140,7 +140,8 @@ function tip(state, axis, options) {
   const rows = parts.filter((part) => part.size).reverse().map((part) => ({
     ...part, value: `${withUnit(part.size, options.unit)}${total ? `  ${Math.round((100 * positive(part.size)) / total)} %` : ""}`,
   }));
-  return { head: `${axis.label} ${number(axis.hover)} · ${withUnit(total, options.unit)}`, rows: [...rows, ...flagRows(state.flags, axis.hover)] };
+  const head = `${axis.label} ${number(axis.hover)} · ${withUnit(total, options.unit)}`;
+  return { head, rows: [...rows, ...flagRows(state.flags, axis.hover)] };
 }
 
 function spoken(state, axis, options) {
@@ -151,7 +152,13 @@ function spoken(state, axis, options) {
   return `round ${axis.hover}, ${withUnit(state.totals[index], options.unit)}${most}`;
 }
 
+function csv({ rounds, parts }) {
+  const rows = rounds.map((round, at) => [round, ...parts.map((part) => part.values[at])]);
+  return [["round", ...parts.map((part) => part.name)], ...rows];
+}
+
 function summary(state, axis, options) {
-  const last = state.totals.at(-1);
-  return `${options.title ?? "Stacked bars"}, rounds ${axis.view[0]} to ${axis.view[1]}; parts ${state.parts.map((part) => part.name).join(", ")}; last ${withUnit(last, options.unit)}; ${state.flags.length || "no"} findings marked`;
+  const parts = state.parts.map((part) => part.name).join(", ");
+  const what = `${options.title ?? "Stacked bars"}, rounds ${axis.view[0]} to ${axis.view[1]}; parts ${parts}`;
+  return `${what}; last ${withUnit(state.totals.at(-1), options.unit)}; ${state.flags.length || "no"} findings marked`;
 }

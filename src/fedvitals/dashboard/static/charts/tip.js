@@ -2,6 +2,7 @@
 // The one tooltip of the page: exact values beside the pointer. Built of text nodes, placed without measuring.
 
 import { fill, h } from "../dom.js";
+import { severityColour, severityRank, SHAPES } from "../colour.js";
 
 const AWAY = 14; // pixels from the pointer
 let node = null;
@@ -28,6 +29,17 @@ function rows(list) {
     h("span", { class: "chart-tip-name", text: row.name }),
     h("span", { class: "chart-tip-value", text: row.value }),
   ]));
+}
+
+/** The row that tells a severity, by its shape and its word; none for those who are well. */
+export function severityRow(severity) {
+  if (!severityRank(severity)) return [];
+  return [{ shape: SHAPES[severity], colour: severityColour(severity), name: severity, value: "" }];
+}
+
+/** «in trouble: c7, c3», for a summary. */
+export function troubled(names) {
+  return names.length ? `in trouble: ${names.slice(0, 5).join(", ")}` : "none in trouble";
 }
 
 /** A sample of a colour, or a shape in it. */

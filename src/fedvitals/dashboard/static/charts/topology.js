@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who talks to whom: nodes in the colour and shape of their health, edges as wide as what went over them.
 
-import { readable, severityColour, severityFill, severityRank, SHAPES, theme } from "../colour.js";
+import { readable, severityColour, severityFill, severityRank, theme } from "../colour.js";
 import { bytes, number, percent } from "../format.js";
 import { createFrame } from "./frame.js";
 import { isHub, isTree, placed } from "./layouts.js";
 import { shape } from "./pen.js";
 import { nearest, picking } from "./picking.js";
+import { severityRow, troubled } from "./tip.js";
 
 const NAMED = 36;
 const WIDEST = 4.5;
@@ -23,7 +24,10 @@ export function topologyPicture(host, options = {}) {
   const chart = {
     ...hooks,
     height: (width) => options.height ?? Math.max(280, Math.min(620, width * 0.6)),
-    layout: (width, height) => ({ cx: width / 2, cy: height / 2, rx: (width - (width < 560 ? 90 : 150)) / 2, ry: (height - (isTree(state.kind) ? 110 : 60)) / 2 }),
+    layout(width, height) {
+      const [beside, below] = [width < 560 ? 90 : 150, isTree(state.kind) ? 110 : 60]; // for the names
+      return { cx: width / 2, cy: height / 2, rx: (width - beside) / 2, ry: (height - below) / 2 };
+    },
     heavy: () => state.nodes.length + state.edges.length > 1500,
     blank: () => (state.nodes.length ? null : "No node has been seen yet."),
     paint: (pen, box) => paint(pen, box, state),
@@ -131,7 +135,9 @@ function paintName(pen, box, node, { x, y }, ill, colours) {
   const away = Math.abs(x - box.cx) < 8 || hub ? "middle" : x > box.cx ? "start" : "end";
   const shift = away === "middle" ? 0 : away === "start" ? 11 : -11;
   const down = away === "middle" ? (y < box.cy && !hub ? -13 : 23) : 4;
-  pen.text(x + shift, y + down, node.name, { anchor: away, fill: ill ? readable(severityColour(node.health), colours) : colours.ink2, weight: ill || hub ? 600 : 400, room: 120, halo: colours.paper });
+  const fill = ill ? readable(severityColour(node.health), colours) : colours.ink2;
+  const weight = ill || hub ? 600 : 400;
+  pen.text(x + shift, y + down, node.name, { anchor: away, fill, weight, room: 120, halo: colours.paper });
 }
 
 function paintHover(pen, box, state, chosen) {
@@ -139,15 +145,15 @@ function paintHover(pen, box, state, chosen) {
   if (!spot) return;
   const colours = theme();
   const { name } = state.nodes[chosen];
-  for (const edge of state.edges) if (edge.from === name || edge.to === name) paintEdge(pen, state, edge, { stroke: colours.accent, opacity: 0.9 });
+  const own = state.edges.filter((edge) => edge.from === name || edge.to === name);
+  for (const edge of own) paintEdge(pen, state, edge, { stroke: colours.accent, opacity: 0.9 });
   pen.disc(spot.x, spot.y, 11, { stroke: colours.ink, width: 1.5 });
 }
 
 function tip(state, chosen) {
   const node = state.nodes[chosen];
   const own = state.edges.filter((edge) => edge.from === node.name || edge.to === node.name);
-  const rows = [];
-  if (severityRank(node.health)) rows.push({ shape: SHAPES[node.health], colour: severityColour(node.health), name: node.health, value: "" });
+  const rows = severityRow(node.health);
   if (node.role) rows.push({ name: "role", value: String(node.role) });
   if (node.group !== null && node.group !== undefined && node.group !== "") rows.push({ name: "group", value: String(node.group) });
   if (node.bytes !== null && node.bytes !== undefined) rows.push({ name: "sent and received", value: bytes(node.bytes) });
@@ -160,10 +166,12 @@ function tip(state, chosen) {
 }
 
 function spoken(node) {
-  return [node.name, node.role, node.health, node.bytes === null || node.bytes === undefined ? "" : bytes(node.bytes)].filter(Boolean).join(", ");
+  const moved = node.bytes === null || node.bytes === undefined ? "" : bytes(node.bytes);
+  return [node.name, node.role, node.health, moved].filter(Boolean).join(", ");
 }
 
 function summary(state, options) {
   const ill = state.nodes.filter((node) => severityRank(node.health) > 1).map((node) => node.name);
-  return `${options.title ?? "Topology"}, ${state.kind}, ${number(state.nodes.length)} nodes, ${number(state.edges.length)} links; ${ill.length ? `in trouble: ${ill.slice(0, 5).join(", ")}` : "none in trouble"}`;
+  const size = `${number(state.nodes.length)} nodes, ${number(state.edges.length)} links`;
+  return `${options.title ?? "Topology"}, ${state.kind}, ${size}; ${troubled(ill)}`;
 }

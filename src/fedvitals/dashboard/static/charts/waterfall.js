@@ -6,7 +6,7 @@ import { number, seconds } from "../format.js";
 import { createFrame } from "./frame.js";
 import { legend } from "./labels.js";
 import { textSize, textWidth } from "./pen.js";
-import { rowNames } from "./rownames.js";
+import { paintRowNames, rowNames } from "./rownames.js";
 import { joinAxis, onAxis, paintBrush, paintCrosshair, paintRounds, roundBox } from "./rounds.js";
 
 const LANE = 18;
@@ -38,7 +38,7 @@ export function waterfall(host, options = {}) {
     rows: (node, box) => rowNames(node, namesOf(state, box)),
     readout: () => (state.part ? `${state.part.name} ${seconds(state.part.seconds)}` : axis.hover === null ? "" : seconds(axis.hover)),
     tip: () => tip(state),
-    summary: () => `${options.title ?? "Waterfall"}, ${number(state.lanes.length)} nodes in ${seconds(state.seconds)}; critical path ${critical(state) || "not known"}`,
+    summary: () => summary(state, options),
     csv: () => csv(state.lanes),
     spot: () => ({ x: frame.box.x(axis.hover ?? 0), y: (state.row + 1) * LANE - frame.box.scroll }),
     key(event) {
@@ -70,6 +70,11 @@ export function waterfall(host, options = {}) {
     },
     destroy: () => frame.destroy(),
   };
+}
+
+function summary(state, options) {
+  const what = `${options.title ?? "Waterfall"}, ${number(state.lanes.length)} nodes in ${seconds(state.seconds)}`;
+  return `${what}; critical path ${critical(state) || "not known"}`;
 }
 
 function critical(state) {
@@ -110,7 +115,8 @@ function walk(state, frame, axis, down, along) {
 function namesOf(state, box) {
   const [first, last] = sight(state, box);
   return state.lanes.slice(first, last).map((lane, at) => ({
-    name: lane.name, href: lane.href, y: (first + at) * LANE - box.scroll, height: LANE, room: box.x0 - 8, chosen: lane.parts.some((part) => part.critical),
+    name: lane.name, href: lane.href, y: (first + at) * LANE - box.scroll, height: LANE, room: box.x0 - 8,
+    chosen: lane.parts.some((part) => part.critical),
   }));
 }
 
@@ -127,11 +133,13 @@ function paint(pen, box, state, frame) {
   if (!box.narrow) {
     for (let row = first; row < last; row += 1) {
       const end = state.lanes[row].parts.reduce((late, part) => Math.max(late, part.start + part.seconds), 0);
-      pen.text(box.x1 + 8, row * LANE - box.scroll + 13, state.lanes[row].text ?? seconds(end), { fill: colours.ink2, size: textSize() - 1, room: box.width - box.x1 - 20 });
+      const said = state.lanes[row].text ?? seconds(end);
+      const room = box.width - box.x1 - 20;
+      pen.text(box.x1 + 8, row * LANE - box.scroll + 13, said, { fill: colours.ink2, size: textSize() - 1, room });
     }
   }
   if (box.live) legend(frame.dom.extra, state.names.slice(0, NAMED).map((name) => ({ name, colour: partColour(name, colours) })));
-  else for (const row of namesOf(state, box)) pen.text(box.x0 - 8, row.y + 13, row.name, { fill: colours.ink2, anchor: "end", room: box.x0 - 12 });
+  else paintRowNames(pen, box, namesOf(state, box));
 }
 
 function paintLane(pen, box, lane, y, colours) {
@@ -157,8 +165,10 @@ function paintHover(pen, box, state, axis, hooks) {
   paintCrosshair(pen, box, axis, { top: 0, bottom: box.height, number: false });
   if (!state.part) return;
   const colours = theme();
-  const [x0, x1] = [box.x(state.part.start), box.x(state.part.start + state.part.seconds)];
-  pen.rect(Math.max(box.x0, x0) - 0.5, state.row * LANE - box.scroll + 1.5, Math.max(2, Math.min(x1, box.x1) - Math.max(box.x0, x0)) + 1, LANE - 4, { stroke: colours.accent, width: 2 });
+  const { start, seconds: length } = state.part;
+  const [x0, x1] = [Math.max(box.x0, box.x(start)), Math.min(box.x1, box.x(start + length))];
+  const y = state.row * LANE - box.scroll + 1.5;
+  pen.rect(x0 - 0.5, y, Math.max(2, x1 - x0) + 1, LANE - 4, { stroke: colours.accent, width: 2 });
 }
 
 function tip(state) {
@@ -169,13 +179,15 @@ function tip(state) {
     { name: "from", value: seconds(part.start) },
     { name: "to", value: seconds(part.start + part.seconds) },
   ];
-  return { head: state.lanes[state.row].name, rows, foot: [part.critical ? "on the critical path" : "", part.detail ?? ""].filter(Boolean).join(" · ") };
+  const foot = [part.critical ? "on the critical path" : "", part.detail ?? ""].filter(Boolean).join(" · ");
+  return { head: state.lanes[state.row].name, rows, foot };
 }
 
 function spoken(state) {
   const { part } = state;
   if (!part) return "";
-  return `${state.lanes[state.row].name}, ${part.name}, ${seconds(part.seconds)}, from ${seconds(part.start)}${part.critical ? ", on the critical path" : ""}`;
+  const said = `${state.lanes[state.row].name}, ${part.name}, ${seconds(part.seconds)}, from ${seconds(part.start)}`;
+  return part.critical ? `${said}, on the critical path` : said;
 }
 
 function* csv(lanes) {

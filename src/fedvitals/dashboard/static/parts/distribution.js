@@ -19,22 +19,17 @@ export function distributionPanel(ctx) {
   return {
     node,
 
-    async load(signal) {
-      try {
-        return await ctx.api.get(of(run, "layers", "distribution"), { layer: params.get("layer"), node: params.get("node"), round: params.get("round") }, signal);
-      } catch (error) {
-        // A layer of activations has no gradient of its own, and privacy may have kept them all: no reason to show nothing.
-        if (error.status === 422) return { trouble: error.message };
-        throw error;
-      }
+    load(signal) {
+      return ctx.api.get(of(run, "layers", "distribution"), { layer: params.get("layer"), node: params.get("node"), round: params.get("round") }, signal);
     },
 
     show(found) {
       ridges.hidden = !found.measured;
       spread.hidden = !found.spread;
-      fill(none, found.trouble && empty("No distribution here.", found.trouble));
-      layer.node.hidden = !found.layers;
-      if (found.layers) layer.show([["", found.layers.map((name) => [name, name])]], found.layer);
+      fill(none, !found.measured && !found.spread && empty("No distribution here.", found.note));
+      layer.node.hidden = !found.layers.length;
+      const known = found.layers.includes(found.layer) || !found.layer ? found.layers : [found.layer, ...found.layers];
+      layer.show([["", known.map((name) => [name, name])]], found.layer);
       if (found.measured) {
         shapes.update({
           ridges: found.ridges.map((one) => ({ name: `round ${one.round}`, xs: found.bins, heights: one.heights })),

@@ -40,7 +40,20 @@ export function view(root, ctx) {
     h("section", { class: "panel" }, h("h2", { text: "memory" }), memory.node),
     h("section", { class: "panel" }, h("h2", { text: "traffic" }), traffic.node),
     machine.node);
+  let underWay = {};
   const time = stackChart(stack, { title: "round time by phase", unit: "seconds", axis, height: 190, onRound: (round) => go(runLink(run, "rounds", round)) });
+
+  /** What takes longer: a page with its verdict is worth more than a full one later. No two of the same under way. */
+  function slow(asked, signal) {
+    const key = JSON.stringify(asked);
+    if (underWay.key === key) return underWay.promise;
+    const promise = Promise.all([ctx.api.get(of(run, "profile", "changes"), asked, signal), ctx.api.get(of(run, "costs"), {}, signal)]);
+    underWay = { key, promise };
+    promise.catch(() => {}).finally(() => {
+      if (underWay.promise === promise) underWay = {};
+    });
+    return promise;
+  }
 
   function drawPhases(found) {
     const joined = Math.max(...found.rounds.map((_, i) => found.last[i] - found.first[i] + 1), 1);
@@ -72,9 +85,7 @@ export function view(root, ctx) {
   return {
     async load(signal) {
       const asked = { clock: params.get("clock"), from: params.get("from"), to: params.get("to") };
-      // The quick answers first: a page with its verdict is worth more than a full one a second later.
-      const later = Promise.all([ctx.api.get(of(run, "profile", "changes"), asked, signal), ctx.api.get(of(run, "costs"), {}, signal)]);
-      later.catch(() => {});
+      const later = slow(asked, signal);
       const [phases, profile] = await Promise.all([
         ask(ctx, "phases", { points: COLUMNS, ...closer(axis, COLUMNS) }, signal), ctx.api.get(of(run, "profile"), asked, signal),
       ]);
