@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import mimetypes
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -64,10 +63,7 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
     app.state.shelf, app.state.live = shelf, live
     answer_failures(app)
     for name in ROUTES:
-        try:  # lead: temporary
-            app.include_router(importlib.import_module(f"fedvitals.dashboard.routes_{name}").router)
-        except ImportError:
-            pass
+        app.include_router(importlib.import_module(f"fedvitals.dashboard.routes_{name}").router)
     app.mount("/static", _Static(directory=STATIC), name="static")
 
     @app.get("/favicon.ico", include_in_schema=False)

@@ -39,7 +39,11 @@ for (const kind of ["pointerdown", "pointerup", "keydown", "click", "wheel"]) {
 }
 // Milliseconds from the last input to the frame in which something holds.
 __bench.since = (holds) => new Promise((done) => {
-  const look = () => (holds() ? done(performance.now() - __bench.input) : requestAnimationFrame(look));
+  const look = () => {
+    const since = performance.now() - __bench.input;
+    if (holds() || since > 20000) done(since);
+    else requestAnimationFrame(look);
+  };
   look();
 });
 __bench.opened = (view) => new Promise((done) => {
@@ -47,7 +51,8 @@ __bench.opened = (view) => new Promise((done) => {
   look();
 });
 __bench.when = (holds) => new Promise((done) => {
-  const look = () => (holds() ? frames(() => done(Date.now())) : requestAnimationFrame(look));
+  const began = Date.now();
+  const look = () => (holds() || Date.now() - began > 20000 ? frames(() => done(Date.now())) : requestAnimationFrame(look));
   look();
 });
 """

@@ -44,7 +44,7 @@ export function view(root, ctx) {
   const time = stackChart(stack, { title: "round time by phase", unit: "seconds", axis, height: 190, onRound: (round) => go(runLink(run, "rounds", round)) });
 
   /** What takes longer: a page with its verdict is worth more than a full one later. No two of the same under way. */
-  function slow(asked, signal) {
+  function rest(asked, signal) {
     const key = JSON.stringify(asked);
     if (underWay.key === key) return underWay.promise;
     const promise = Promise.all([ctx.api.get(of(run, "profile", "changes"), asked, signal), ctx.api.get(of(run, "costs"), {}, signal)]);
@@ -85,7 +85,7 @@ export function view(root, ctx) {
   return {
     async load(signal) {
       const asked = { clock: params.get("clock"), from: params.get("from"), to: params.get("to") };
-      const later = slow(asked, signal);
+      const later = rest(asked, signal);
       const [phases, profile] = await Promise.all([
         ask(ctx, "phases", { points: COLUMNS, ...closer(axis, COLUMNS) }, signal), ctx.api.get(of(run, "profile"), asked, signal),
       ]);
