@@ -7,9 +7,9 @@ import pytest
 
 from fedvitals.cli.bars import SEVERAL, log_plot, shares_of
 from fedvitals.records import Finding, Metric, Where
+from fedvitals.store import open_reader
 from fedvitals.views.chance import change, pairing, student
 from fedvitals.views.compare import compare, flattened
-from fedvitals.store import open_reader
 from timed_run import STARTED, begin, stored
 from verbs import result, run
 

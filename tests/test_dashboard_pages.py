@@ -13,6 +13,7 @@ from fedvitals.dashboard.example import unpack
 from fedvitals.store import open_reader
 from fedvitals.store.queries import find_run
 from served import judge, ready, serve
+from shown_runs import LARGE, invented
 
 pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 GOLDEN = Path(__file__).with_name("golden") / "pages"
@@ -40,14 +41,8 @@ def example(session_folder: Path):
 
 @pytest.fixture(scope="module")
 def large(session_folder: Path):
-    from fedvitals.trials.synthetic import write
-
-    store = session_folder / "large.db"
-    write(store, clients=300, rounds=120, layers=24)
-    with open_reader(store) as reader:
-        ((run,),) = reader.database.rows("SELECT id FROM runs")
-    with serve(store) as url:
-        yield url, [run, run]
+    with serve(invented(session_folder / "large.db", LARGE)) as url:
+        yield url, [LARGE.run, LARGE.run]
 
 
 def _address(site, view: str) -> str:

@@ -349,7 +349,7 @@ def test_the_topology_is_of_the_round_that_is_chosen(site, page):
     page.locator("#topology-round").focus()
     page.keyboard.press("ArrowRight")
     page.wait_for_url("**round=1")
-    assert "Round 1 of rings" in page.locator(".said").inner_text()
+    page.locator(".said", has_text="Round 1 of rings").wait_for()
     assert judge(page) == []
 
 

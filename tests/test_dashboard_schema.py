@@ -5,25 +5,38 @@ from pathlib import Path
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from shown_runs import SMALL, invented
 
 from fedvitals.dashboard.app import create_app
-from shown_runs import small
 
 pytestmark = pytest.mark.thorough
+# Deletions last: the others need the run.
+ASKED = sorted(
+    ((method, path) for path, methods in create_app("none.db").openapi()["paths"].items() for method in methods),
+    key=lambda asked: (asked == ("delete", "/api/runs/{run}"), asked),
+)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def api(session_folder: Path):
-    app = create_app(small(session_folder / "schema.db"))
+    app = create_app(invented(session_folder / "schema.db", SMALL), hosts=("testserver",))
     return schemathesis.openapi.from_asgi("/api/openapi.json", app)
 
 
-schema = schemathesis.pytest.from_fixture("api")
+@pytest.mark.parametrize(("method", "path"), ASKED, ids=[f"{method} {path}" for method, path in ASKED])
+def test_what_it_says_it_answers_it_answers(api, method: str, path: str) -> None:
+    """Half of the questions are about the run that is there: the others would only be told that theirs is not."""
 
+    @given(case=api[path][method].as_strategy())
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    def ask(case) -> None:
+        if "run" in (case.path_parameters or {}) and len(str(case.path_parameters["run"])) % 2:
+            case.path_parameters["run"] = SMALL.run
+        case.headers = {**(case.headers or {}), "X-Fedvitals": "1"}
+        # Which letters can be seen is Unicode's to say, and more than a schema can.
+        left_out = [positive_data_acceptance] if path.endswith("/tags/{tag}") else []
+        case.call_and_validate(excluded_checks=left_out)
 
-@schema.parametrize()
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_it_says_it_answers_it_answers(case) -> None:
-    case.headers = {**(case.headers or {}), "Host": "127.0.0.1", "X-Fedvitals": "1"}
-    case.call_and_validate()
+    ask()

@@ -88,6 +88,7 @@ def test_k_is_chosen():
         "probes": "standard",
         "detectors": len(DETECTORS),
         "cure": {"all": "suggest"},
+        "false_alarms": 1.0,
         "privacy": 1,
         "cohort": 4,
         "tracebacks": True,

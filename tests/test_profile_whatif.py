@@ -17,8 +17,8 @@ from fedvitals.profiling.timeline import of_clock, timeline
 from fedvitals.profiling.verdict import judge
 from fedvitals.profiling.whatif import latencies, what_if
 from fedvitals.records import Run, Span, Transfer, Where
-from fedvitals.views.links import latency_of
 from fedvitals.testing import MemorySink
+from fedvitals.views.links import latency_of
 from spans_by_hand import in_turn, journey, server, side_by_side, whole
 
 

@@ -159,10 +159,14 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
         ("src/fedvitals/long.py", SPDX + "x = 1\n" * 500, "long.py:501: the file has 501 lines"),
         ("tests/test_long.py", SPDX + "def f():\n" + "    x = 1\n" * 60, "test_long.py:2: f() has 61 lines"),
         ("src/fedvitals/a/b/deep.py", SPDX, "deep.py:1: lies too deep"),
-        ("src/fedvitals/a/b/c/page.css", "", "page.css:1: lies too deep"),
+        ("src/fedvitals/a/b/c/d/page.css", "/* " + SPDX, "page.css:1: lies too deep"),
+        ("src/fedvitals/a/page.css", "a {}", "page.css:1: the first line must have"),
+        ("src/fedvitals/a/long.js", "//" + SPDX + "1;\n" * 500, "long.js:501: the file has 501 lines"),
+        ("src/fedvitals/a/page.js", "//" + SPDX + "x.innerHTML = y;", "page.js:2: makes markup or code of a string"),
+        ("src/fedvitals/a/page.js", "//" + SPDX + "eval(x);", "page.js:2: makes markup or code of a string"),
         ("src/fedvitals/a/utils.py", SPDX, "utils.py:1: 'utils' says nothing"),
         ("src/fedvitals/core/name.py", SPDX, "name.py:1: 'core' says nothing"),
-        ("src/fedvitals/bare.py", "", "bare.py:1: the first line must be"),
+        ("src/fedvitals/bare.py", "", "bare.py:1: the first line must have"),
         ("tests/test_later.py", SPDX + "\n# TO" + "DO: more\n", "test_later.py:3: do it"),
     ],
 )
@@ -179,7 +183,8 @@ def test_broken_rule_is_told_with_its_place(tmp_path, path, text, said):
 def test_allowed_files_break_no_rule(tmp_path):
     file = tmp_path / "src/fedvitals/dashboard/static/page.css"
     file.parent.mkdir(parents=True)
-    file.write_text("", encoding="utf-8")
+    file.write_text("/* " + SPDX.strip() + " */", encoding="utf-8")
+    file.with_name("picture.svg").write_text("", encoding="utf-8")
     assert rules(str(tmp_path)).returncode == 0
 
 

@@ -31,8 +31,8 @@ def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str |
     A run is an id, the beginning of one, or a name (its newest run). Runs that differ by their seed only are repeats
     of each other.
     """
-    from fedvitals.views.compare import compare
     from fedvitals.store import open_reader
+    from fedvitals.views.compare import compare
 
     with open_reader(store) as reader:
         found = compare(reader, runs, repeats=repeats)

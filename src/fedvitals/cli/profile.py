@@ -57,8 +57,8 @@ def command(
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
     from fedvitals.cli import profile_lab
-    from fedvitals.views.profile import as_data, plain, profile_of
     from fedvitals.store import open_reader, queries
+    from fedvitals.views.profile import as_data, plain, profile_of
 
     with open_reader(store) as reader, _uncollected():
         profile = profile_of(reader, queries.find_run(reader, run), number, clock=clock, target_seconds=target)

@@ -11,8 +11,8 @@ from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.fits import Row
-    from fedvitals.views.profile import Profile
     from fedvitals.trials.bottlenecks_rerun import Tried
+    from fedvitals.views.profile import Profile
 
 COSTLY = 0.05  # of accuracy: less may be chance, with one seed
 

@@ -11,8 +11,8 @@ import click
 from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
-    from fedvitals.views.card import Card
     from fedvitals.store.reader import Reader
+    from fedvitals.views.card import Card
 
 ROWS = 8  # of clients and layers, unless --all
 COLUMNS = {
@@ -36,8 +36,8 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
 
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
-    from fedvitals.views.card import health_card
     from fedvitals.store import open_reader, queries
+    from fedvitals.views.card import health_card
 
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)

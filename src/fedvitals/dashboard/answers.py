@@ -115,8 +115,11 @@ def answer_failures(app: FastAPI) -> None:
         return failure(422, f"The request cannot be answered: {told}.", "GET /api/openapi.json says what can be asked.")
 
     @app.exception_handler(FedvitalsError)
-    def ours(_: Request, error: FedvitalsError) -> Response:
-        return failure(503 if isinstance(error, StoreError) else 422, str(error))
+    def ours(request: Request, error: FedvitalsError) -> Response:
+        if isinstance(error, StoreError):
+            return failure(503, str(error))
+        # Who reads has named something that is not there; who writes has said something that cannot be.
+        return failure(404 if request.method in ("GET", "HEAD") else 422, str(error))
 
     @app.exception_handler(Exception)
     def unforeseen(request: Request, error: Exception) -> Response:

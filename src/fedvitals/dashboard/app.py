@@ -46,6 +46,7 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        shelf.warming.want()
         async with live.watching():
             yield
         shelf.close()

@@ -19,6 +19,7 @@ from fedvitals.dashboard.tokens import Tokens
 OWN = {"localhost", "127.0.0.1", "::1"}
 LARGEST_BODY = 65_536
 LONGEST_URL = 8192
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
 OPEN = {"/login", "/api/login", "/favicon.ico"}  # to anybody, with the static files: the way in
 
 HEADERS = {
@@ -56,7 +57,8 @@ class Guard:
 
         refused = self._refused(scope, Headers(scope=scope))
         if refused is not None:
-            await failure(*refused)(scope, receive, with_headers)
+            told = {"Allow": ", ".join(METHODS)} if refused[0] == 405 else None
+            await failure(*refused, told)(scope, receive, with_headers)
         elif scope["path"] == "/api/login" and scope["method"] == "POST":
             await (await self._login(scope, receive))(scope, receive, with_headers)
         else:
@@ -116,6 +118,8 @@ def _foreign(scope: Scope, headers: Headers) -> Refusal | None:
     """A form of another site can set no header of its own, and a browser tells where a request comes from."""
     if scope["path"].startswith("/api/") and headers.get("sec-fetch-site") == "cross-site":
         return 403, "Another site's page asked; only our own page may.", None
+    if scope["method"] not in METHODS:
+        return 405, "This address cannot be asked in that way.", None
     origin = headers.get("origin")
     ours = headers.get("x-fedvitals") == "1" and (origin is None or _netloc(origin) == headers.get("host"))
     if scope["method"] not in ("GET", "HEAD", "OPTIONS") and not ours:

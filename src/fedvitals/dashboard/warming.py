@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from fedvitals.errors import FedvitalsError
 from fedvitals.store import queries
+from fedvitals.views.tally import bytes_sent
 
 if TYPE_CHECKING:
     from fedvitals.dashboard.shelf import Shelf
@@ -47,7 +48,10 @@ class Warming:
     def asked(self, run: str | None) -> None:
         """A request has come, or has been answered. Who asks for the list of runs is likely to open the newest."""
         self._asked = time.monotonic()
-        run = NEWEST if run is None else run
+        self.want(NEWEST if run is None else run)
+
+    def want(self, run: str = NEWEST) -> None:
+        """Read ahead for that run, without a word the newest."""
         if run in self._runs or self._closed:
             return
         with self._lock:
@@ -72,6 +76,7 @@ class Warming:
             if run == NEWEST:
                 found = reader.database.rows("SELECT id FROM runs ORDER BY started DESC LIMIT 1")
                 run = str(found[0][0]) if found else ""
+            bytes_sent(reader, run)
             told = set(queries.metric_names(reader, run))
         for name in WANTED:
             if name not in told:

@@ -39,8 +39,8 @@ def plain_tables(reader: Reader, run: str, round_: int | None = None) -> Iterato
     """
     for table in TABLES:
         columns = {column.name: PLAIN[column.type] for column in table.columns}
-        if table.name == "run":
-            yield PlainTable(table.view, columns, [_run(reader, run, table)])
+        if table.name in ("run", "mark"):
+            yield PlainTable(table.view, columns, [_whole(reader, run, table)])
         elif table.name == "layer":
             yield PlainTable(table.view, columns, [_layers(reader, run, table)])
         elif table.view:
@@ -59,9 +59,11 @@ def plain_tables(reader: Reader, run: str, round_: int | None = None) -> Iterato
             yield PlainTable(f"layer_{family.replace('.', '_')}", PLACE | dict.fromkeys(named, "real"), batches)
 
 
-def _run(reader: Reader, run: str, table: Table) -> list[Row]:
+def _whole(reader: Reader, run: str, table: Table) -> list[Row]:
+    """A small table at once: it has no order of arrival."""
     columns = ", ".join(quoted(column.name) for column in table.columns)
-    return reader.database.rows(f"SELECT {columns} FROM {table.view} WHERE id = ?", (run,))  # noqa: S608
+    key = "id" if table.name == "run" else "run"
+    return reader.database.rows(f"SELECT {columns} FROM {table.view} WHERE {key} = ?", (run,))  # noqa: S608
 
 
 def _layers(reader: Reader, run: str, table: Table) -> list[Row]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.errors import ConfigError
 
 VIEW = {"width": 1440, "height": 1000}
 PATIENCE = 60_000  # milliseconds
@@ -37,24 +37,15 @@ new PerformanceObserver((list) => list.getEntries().forEach((one) => __bench.eve
 for (const kind of ["pointerdown", "pointerup", "keydown", "click", "wheel"]) {
   addEventListener(kind, (event) => (__bench.input = event.timeStamp), {capture: true, passive: true});
 }
-// Milliseconds from the last input to the frame in which something holds.
-__bench.since = (holds) => new Promise((done) => {
-  const look = () => {
-    const since = performance.now() - __bench.input;
-    if (holds() || since > 20000) done(since);
-    else requestAnimationFrame(look);
-  };
+const until = (holds, give) => new Promise((done) => {
+  const end = performance.now() + 20000; // a page that shows nothing by then never will
+  const look = () => (holds() || performance.now() > end ? done(give()) : requestAnimationFrame(look));
   look();
 });
-__bench.opened = (view) => new Promise((done) => {
-  const look = () => (__bench.ready[view] > 0 ? done(__bench.ready[view]) : requestAnimationFrame(look));
-  look();
-});
-__bench.when = (holds) => new Promise((done) => {
-  const began = Date.now();
-  const look = () => (holds() || Date.now() - began > 20000 ? frames(() => done(Date.now())) : requestAnimationFrame(look));
-  look();
-});
+__bench.opened = (view) => until(() => __bench.ready[view] > 0, () => __bench.ready[view] || performance.now());
+// Milliseconds from the last input to the frame in which something holds; and when something is drawn that holds.
+__bench.since = (holds) => until(holds, () => performance.now() - __bench.input);
+__bench.when = (holds) => until(holds, () => null).then(() => new Promise((done) => frames(() => done(Date.now()))));
 """
 
 
@@ -87,7 +78,7 @@ def browsing() -> Iterator[Any]:
     try:
         from playwright.sync_api import Error, sync_playwright  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MissingExtraError("playwright", "test", "`fedvitals bench ui`") from None
+        raise ConfigError("`fedvitals bench ui` needs Playwright, which is not installed: pip install playwright.") from None
     with sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(
@@ -120,6 +111,7 @@ class Visitor:
         self._asked: dict[str, tuple[str, float]] = {}
         session = self._context.new_cdp_session(self.page)
         session.on("Network.requestWillBeSent", self._sent)
+        session.on("Network.responseReceived", self._answered)
         session.on("Network.dataReceived", self._received)
         session.on("Network.loadingFinished", self._finished)
         session.send("Network.enable")
@@ -131,6 +123,13 @@ class Visitor:
         self._asked[event["requestId"]] = (f"{address.path}?{address.query}".rstrip("?"), event["timestamp"])
         if address.scheme in ("http", "https", "ws", "wss") and address.hostname not in ("127.0.0.1", "localhost"):
             self.strangers.add(event["request"]["url"])
+
+    def _answered(self, event: Any) -> None:
+        """From when it was sent: a browser lets requests wait while six others are under way."""
+        timing = event["response"].get("timing")
+        if timing and event["requestId"] in self._asked:
+            began = timing["requestTime"] + timing["sendStart"] / 1000
+            self._asked[event["requestId"]] = (self._asked[event["requestId"]][0], began)
 
     def _received(self, event: Any) -> None:
         self.weight += event["dataLength"]
@@ -165,18 +164,30 @@ class Visitor:
         """Milliseconds from the newest input until a frame in which the expression holds."""
         return float(self.page.evaluate(f"__bench.since(() => {holds})"))
 
-    def memory(self) -> dict[str, float]:
-        """Bytes: of the script's heap after a collection, and of the process that draws the page (its fair share)."""
-        session = self._context.new_cdp_session(self.page)
-        session.send("HeapProfiler.collectGarbage")
-        session.send("Performance.enable")
-        metrics = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
-        session.detach()
-        return {"heap": metrics["JSHeapUsedSize"], "nodes": metrics["Nodes"], "process": renderer_bytes()}
-
     def close(self) -> None:
         self.gather()
         self._context.close()
+
+
+@contextlib.contextmanager
+def unwatched(browser: str, url: str, folder: Path) -> Iterator[int]:
+    """A browser with nobody at its debugger, which would keep a copy of every answer; the port where one may ask later.
+
+    It draws the page on a screen that nobody sees.
+    """
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--mute-audio",
+               "--disable-background-timer-throttling", "--remote-debugging-port=0", f"--user-data-dir={folder}",
+               f"--window-size={VIEW['width']},{VIEW['height']}", url]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603
+    try:
+        told = folder / "DevToolsActivePort"
+        until = time.monotonic() + 30
+        while not (told.exists() and told.read_text().strip()) and time.monotonic() < until:
+            time.sleep(0.1)
+        yield int(told.read_text().split()[0])
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 def renderer_bytes() -> float:

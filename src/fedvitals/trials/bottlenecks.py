@@ -21,11 +21,11 @@ from fedvitals.profiling.timeline import RoundTime, of_clock, timeline
 from fedvitals.profiling.verdict import RunVerdict, judge
 from fedvitals.profiling.whatif import what_if
 from fedvitals.records import Span, Transfer
-from fedvitals.views.links import latency_in
 from fedvitals.store import open_reader, queries
 from fedvitals.trials.bottlenecks_lab import Plant, controls, latent, plants
 from fedvitals.trials.bottlenecks_real import RealFederation, RealPlant, real_plants
 from fedvitals.trials.bottlenecks_rerun import Tried, try_remedies
+from fedvitals.views.links import latency_in
 
 STRONGLY = 0.45  # share of a round from which a verdict on a control is an accusation
 LOCAL = "local.accuracy"  # on the clients' own tests: the server's test set has as many samples as it has to be slow

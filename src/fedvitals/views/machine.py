@@ -12,9 +12,9 @@ from typing import Any
 from fedvitals.catalog import CATALOG
 from fedvitals.profiling.timeline import RoundTime
 from fedvitals.records import Event, is_client
-from fedvitals.views.courses import Course, courses
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
+from fedvitals.views.courses import Course, courses
 
 SHARES = ("model", "buffers", "gradients", "optimizer", "activations", "telemetry")  # metrics memory.* that add up
 ROOM = ("memory.limit", "machine.memory_free")  # of which little is the trouble

@@ -19,6 +19,8 @@ from fedvitals.profiling.traffic import Needed, Reached, Traffic, needed, reache
 from fedvitals.profiling.verdict import RunVerdict, judge
 from fedvitals.profiling.whatif import Row, latencies, what_if
 from fedvitals.records import Event, Run, Span, Transfer
+from fedvitals.store import queries
+from fedvitals.store.reader import Reader
 from fedvitals.views.figures import federation
 from fedvitals.views.links import latency_of
 from fedvitals.views.machine import (
@@ -31,8 +33,6 @@ from fedvitals.views.machine import (
     operators_of,
     throughput_of,
 )
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
 
 ORDER = (*WORK, *REST, "unaccounted")  # of parts, wherever they are shown
 
