@@ -60,7 +60,7 @@ def _first_case(url: str, run: str) -> str:
     import httpx2
 
     found = httpx2.get(f"{url}/api/runs/{run}/findings").json()
-    return quote(found["findings"][0]["key"], safe="")
+    return quote(found["cases"][0]["key"], safe="")
 
 
 @pytest.mark.parametrize("view", EVERY)

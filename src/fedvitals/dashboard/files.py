@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end's own files: out of memory, and announced at once.
+
+A page consists of some forty small modules. A browser learns of a module only when it has read the one that imports it:
+without a word from us they would come in five or six waves, each as long as the server needs to look at a disk. So the
+page itself names all that its view is made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import Response
+
+STATIC = Path(__file__).with_name("static")
+TYPES = {
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+}
+# With one more name behind it, a list becomes one of its entries: as in app.js.
+ENTRIES = {"clients": "client", "rounds": "round", "findings": "finding"}
+_IMPORT = re.compile(r"""^\s*(?:import|export)\b(?:[^"';]*?\bfrom)?\s*["'](\.[^"']+)["']""", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    body: bytes
+    type: str
+    etag: str
+    state: tuple[int, int]  # when it was changed, and its size
+
+    def answer(self, request: Request) -> Response:
+        headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
+        if self.etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.type, headers=headers)
+
+
+class Files:
+    """All files of a folder, each read once, and again when it was changed. Nothing else can be asked for."""
+
+    def __init__(self, folder: Path = STATIC) -> None:
+        self._folder = folder
+        self._files: dict[str, File] = {}
+        self._pages: dict[str, File] = {}
+
+    def get(self, name: str) -> File | None:
+        """A file by its path in the folder, written plainly; None where there is none."""
+        kind = TYPES.get(PurePosixPath(name).suffix)
+        if kind is None or PurePosixPath(name).is_absolute() or ".." in name or "\\" in name or "\x00" in name:
+            return None
+        path = self._folder / name
+        try:
+            found = path.stat()
+            state = found.st_mtime_ns, found.st_size
+            known = self._files.get(name)
+            if known is None or known.state != state:
+                known = self._files[name] = _file(path.read_bytes(), kind, state)
+        except OSError:
+            return None
+        return known
+
+    def page(self, view: str) -> File:
+        """The one page of the dashboard, with the modules of a view announced."""
+        index = self.get("index.html")
+        assert index is not None  # noqa: S101 - it is a part of the package
+        names = self.modules("app.js", f"views/{view}.js")
+        known = self._pages.get(view)
+        links = "".join(f'    <link rel="modulepreload" href="/static/{name}">\n' for name in names)
+        body = index.body.replace(b"  </head>", links.encode() + b"  </head>", 1)
+        if known is None or known.body != body:
+            known = self._pages[view] = _file(body, index.type, (0, len(body)))
+        return known
+
+    def modules(self, *names: str) -> list[str]:
+        """These and all that they import, and what that imports, without what waits for its moment («import()»)."""
+        found: dict[str, None] = {}
+        todo = list(names)
+        while todo:
+            name = todo.pop(0)
+            file = self.get(name)
+            if file is None or name in found:
+                continue
+            found[name] = None
+            folder = PurePosixPath(name).parent
+            todo += [_plain(folder / target) for target in _IMPORT.findall(file.body.decode())]
+        return list(found)
+
+
+def _file(body: bytes, kind: str, state: tuple[int, int]) -> File:
+    return File(body, kind, f'"{hashlib.blake2b(body, digest_size=8).hexdigest()}"', state)
+
+
+def _plain(path: PurePosixPath) -> str:
+    """Without «.» and «..»."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and parts:
+            parts.pop()
+        elif part != ".":
+            parts.append(part)
+    return "/".join(parts)
+
+
+def view_of(path: str) -> str:
+    """Which view the page will show at an address."""
+    parts = [part for part in path.split("/") if part]
+    if not parts:
+        return "runs"
+    if parts[0] == "compare":
+        return "compare"
+    view = parts[2] if len(parts) > 2 else "overview"
+    return ENTRIES.get(view, view) if len(parts) > 3 else view
+
+
+def routes() -> APIRouter:
+    """Files and pages. Without threads: they are in memory, and a page asks for forty of them at once."""
+    router, files = APIRouter(include_in_schema=False), Files()
+
+    @router.get("/static/{name:path}")
+    async def static(name: str, request: Request) -> Response:
+        return _named(files, name, request)
+
+    @router.get("/favicon.ico")
+    async def icon(request: Request) -> Response:
+        return _named(files, "icon.svg", request)
+
+    @router.get("/login")
+    async def login(request: Request) -> Response:
+        return _named(files, "login.html", request)
+
+    @router.get("/")
+    @router.get("/compare")
+    @router.get("/runs/{path:path}")
+    async def page(request: Request) -> Response:
+        view = view_of(request.url.path)
+        return files.page(view if re.fullmatch(r"[a-z]+", view) else "overview").answer(request)
+
+    return router
+
+
+def _named(files: Files, name: str, request: Request) -> Response:
+    found = files.get(name)
+    if found is None:
+        raise HTTPException(404, "There is no such file.")
+    return found.answer(request)
