@@ -29,7 +29,8 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
     live = Live(shelf)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        _prepare(app)
         shelf.warming.want()
         async with live.watching():
             yield
@@ -49,6 +50,12 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
     answer_failures(app)
     for name in ROUTES:
         app.include_router(importlib.import_module(f"fedvitals.dashboard.routes_{name}").router)
-    app.include_router(files.routes())
+    app.router.routes[:0] = files.routes()  # before all others: these are asked for most
     app.add_middleware(Guard, token=token, hosts=hosts)
     return app
+
+
+def _prepare(app: FastAPI) -> None:
+    """FastAPI makes what a route needs when it first looks for one: 0.3 s that the first page would wait for."""
+    for route in app.routes:
+        route.matches({"type": "http", "method": "GET", "path": "/api/", "root_path": "", "headers": []})

@@ -13,8 +13,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {
@@ -34,6 +36,7 @@ class File:
     type: str
     etag: str
     state: tuple[int, int]  # when it was changed, and its size
+    imports: tuple[str, ...] = ()  # as they are written in it
 
     def answer(self, request: Request) -> Response:
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
@@ -89,12 +92,13 @@ class Files:
                 continue
             found[name] = None
             folder = PurePosixPath(name).parent
-            todo += [_plain(folder / target) for target in _IMPORT.findall(file.body.decode())]
+            todo += [_plain(folder / target) for target in file.imports]
         return list(found)
 
 
 def _file(body: bytes, kind: str, state: tuple[int, int]) -> File:
-    return File(body, kind, f'"{hashlib.blake2b(body, digest_size=8).hexdigest()}"', state)
+    imports = tuple(_IMPORT.findall(body.decode())) if kind == TYPES[".js"] else ()
+    return File(body, kind, f'"{hashlib.blake2b(body, digest_size=8).hexdigest()}"', state, imports)
 
 
 def _plain(path: PurePosixPath) -> str:
@@ -119,30 +123,29 @@ def view_of(path: str) -> str:
     return ENTRIES.get(view, view) if len(parts) > 3 else view
 
 
-def routes() -> APIRouter:
+def routes() -> list[Route]:
     """Files and pages. Without threads: they are in memory, and a page asks for forty of them at once."""
-    router, files = APIRouter(include_in_schema=False), Files()
+    files = Files()
 
-    @router.get("/static/{name:path}")
-    async def static(name: str, request: Request) -> Response:
-        return _named(files, name, request)
+    async def static(request: Request) -> Response:
+        return _named(files, request.path_params["name"], request)
 
-    @router.get("/favicon.ico")
     async def icon(request: Request) -> Response:
         return _named(files, "icon.svg", request)
 
-    @router.get("/login")
     async def login(request: Request) -> Response:
         return _named(files, "login.html", request)
 
-    @router.get("/")
-    @router.get("/compare")
-    @router.get("/runs/{path:path}")
     async def page(request: Request) -> Response:
         view = view_of(request.url.path)
         return files.page(view if re.fullmatch(r"[a-z]+", view) else "overview").answer(request)
 
-    return router
+    return [
+        Route("/static/{name:path}", static),
+        Route("/favicon.ico", icon),
+        Route("/login", login),
+        *(Route(path, page) for path in ("/", "/compare", "/runs/{path:path}")),
+    ]
 
 
 def _named(files: Files, name: str, request: Request) -> Response:
