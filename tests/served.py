@@ -21,6 +21,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 MISSING = "no Chromium on this machine (Debian: apt install chromium)"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+_ENDED: set[int] = set()  # ports of servers that are gone
 VIEW = {"width": 1440, "height": 1000}
 
 
@@ -39,14 +40,18 @@ def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple
         [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
     )
     said: list[str] = []
+    url = ""
     reading = threading.Thread(target=lambda: said.extend(process.stderr), daemon=True)
     reading.start()
     try:
         line = process.stdout.readline()
         found = re.search(r"(http://\S+)", line)
         assert found, f"the dashboard did not start: {line}{''.join(said)}"
-        yield found[1].rstrip("/"), process
+        url = found[1].rstrip("/")
+        _ENDED.discard(urlsplit(url).port)
+        yield url, process
     finally:
+        _ENDED.add(urlsplit(url).port)
         process.terminate()
         process.wait(10)
         process.stdout.close()
@@ -86,7 +91,7 @@ def page(chromium: object, request: pytest.FixtureRequest) -> Iterator[object]:
     yield page
     context.close()
     # A server that a test has ended before its page: that the page then tries to reach it is as it should be.
-    ended = [text for text in troubles if "net::ERR_" in text]
+    ended = [text for text in troubles if "net::ERR_" in text and any(f":{port}/" in text for port in _ENDED)]
     left = [text for text in troubles if text not in ended and not any(part in text for part in page.expected_errors)]
     assert not left, "\n".join(left)
 

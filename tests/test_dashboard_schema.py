@@ -7,9 +7,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from shown_runs import SMALL, invented
 
 from fedvitals.dashboard.app import create_app
+from shown_runs import SMALL, invented
 
 pytestmark = pytest.mark.thorough
 # Deletions last: the others need the run.

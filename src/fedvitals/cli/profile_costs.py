@@ -156,16 +156,16 @@ def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
     from fedvitals.cli.bars import in_lines, percent
     from fedvitals.cli.screen import size
 
-    if not traffic.bytes and not traffic.clients:
+    moved = traffic.bytes
+    if not moved and not traffic.telemetry_bytes and not traffic.clients:
         return
-    moved = traffic.bytes - traffic.telemetry_bytes
     untold = "no model and no update was told of: Monitor.transfer() does"
-    console.print(f"[bold]Traffic[/bold]  {f'{size(traffic.bytes)} in all' if moved else untold}", soft_wrap=not moved)
+    console.print(f"[bold]Traffic[/bold]  {f'{size(moved)} in all' if moved else untold}", soft_wrap=not moved)
     for title, flow in (("up", traffic.up), ("down", traffic.down), ("between servers", traffic.between)):
         if flow.bytes:
             console.print(f"  {title:20} {size(flow.bytes):>9}  [dim]{_flow(flow)}[/dim]")
     if traffic.telemetry_bytes:
-        share = f"{percent(traffic.telemetry_share or 0.0)} of all" if moved else "fedvitals' own"
+        share = f"not in these, {percent(traffic.telemetry_share or 0.0)} of all" if moved else "fedvitals' own"
         console.print(f"  {'telemetry':20} {size(traffic.telemetry_bytes):>9}  [dim]{share}[/dim]")
     if traffic.retries:
         console.print(f"  {'sent again':20} {traffic.retries:>9}  [dim]the same message twice in a round[/dim]")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from fedvitals.errors import FedvitalsError
 from fedvitals.store import queries
-from fedvitals.views.tally import bytes_sent
+from fedvitals.views.tally import traffic_total
 
 if TYPE_CHECKING:
     from fedvitals.dashboard.shelf import Shelf
@@ -76,7 +76,7 @@ class Warming:
             if run == NEWEST:
                 found = reader.database.rows("SELECT id FROM runs ORDER BY started DESC LIMIT 1")
                 run = str(found[0][0]) if found else ""
-            bytes_sent(reader, run)
+            traffic_total(reader, run)
             told = set(queries.metric_names(reader, run))
         for name in WANTED:
             if name not in told:

@@ -36,7 +36,7 @@ def traffic(run: Which, *, store: Target = None) -> Figure:
 
 @drawn
 def draw_traffic(found: Traffic) -> Figure:
-    moved = [one for one in found.rounds if one.bytes]
+    moved = [one for one in found.rounds if one.bytes or one.telemetry_bytes]
     if not moved:
         return nothing("No transfer was told.", "`monitor.transfer(...)` tells of them; the lab does by itself.")
     figure, grid = sheet(1, 2.0)
@@ -52,7 +52,7 @@ def draw_traffic(found: Traffic) -> Figure:
         if any(values):
             axes.bar(rounds, values, 0.88, below, color=colour, label=name, linewidth=0)
             below += np.array(values, float)
-    head(axes, "bytes of a round", f"{size(found.bytes)} in all")
+    head(axes, "bytes of a round", f"{size(found.bytes)} in all{', without telemetry' if found.telemetry_bytes else ''}")
     value_axis(axes, "bytes")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7, handlelength=1, reverse=True)
     round_axis(axes, rounds.tolist())

@@ -99,10 +99,7 @@ class RoundTraffic:
     telemetry_bytes: int
     retries: int | None
     troubles: Mapping[str, int]  # «late» → 2
-
-    @property
-    def bytes(self) -> int:
-        return self.up.bytes + self.down.bytes + self.between.bytes + self.telemetry_bytes
+    bytes: int  # of the training, without telemetry: every message once, also one that a client sent to a client
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +127,14 @@ class Traffic:
 
     @property
     def bytes(self) -> int:
-        return self.up.bytes + self.down.bytes + self.between.bytes + self.telemetry_bytes
+        """Of the training, without telemetry; every message once."""
+        return sum(one.bytes for one in self.rounds)
 
     @property
     def telemetry_share(self) -> float | None:
-        return self.telemetry_bytes / self.bytes if self.bytes else None
+        """Of all that went over the wire."""
+        whole = self.bytes + self.telemetry_bytes
+        return self.telemetry_bytes / whole if whole else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +198,7 @@ class _Books:
         self.between: dict[tuple[str, int], list[float]] = {}
         self.telemetry: Counter[tuple[str, int]] = Counter()
         self.twice: Counter[tuple[str, int]] = Counter()
+        self.once: Counter[int] = Counter()  # bytes of each round, every message once
         self._seen: set[tuple[str, str, str, int, int]] = set()
 
     def enter(self, one: Transfer) -> None:
@@ -207,6 +208,7 @@ class _Books:
         if one.kind == TELEMETRY:
             self.telemetry[client, number] += size
             return
+        self.once[number] += size
         lasted = one.seconds if one.seconds is not None and 0 < one.seconds < math.inf else 0.0
         flow = (size, max(0, one.raw_bytes), int(size > 0), size if lasted else 0, lasted)
         if sends:
@@ -294,6 +296,7 @@ def _by_round(books: _Books, outcomes: Mapping[str, Mapping[int, str]], again: b
             sum(telemetry.get(number, ())),
             sum(twice.get(number, ())) if again else None,
             dict(troubles.get(number, {})),
+            books.once[number],
         )
         for number in sorted({*up, *down, *between, *telemetry, *troubles})
     )

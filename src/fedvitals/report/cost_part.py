@@ -30,7 +30,8 @@ def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) ->
     if profile.traffic.bytes:
         up, down = profile.traffic.up, profile.traffic.down
         pressed = f", compressed {up.compression:.3g} times" if up.compression and up.compression > 1.005 else ""
-        share = f"; {profile.traffic.telemetry_share:.2%} of it telemetry" if profile.traffic.telemetry_bytes else ""
+        own = profile.traffic.telemetry_bytes
+        share = f". Telemetry, {size(own)}, is not in these" if own else ""
         both = f"{size(up.bytes)} up{pressed}, {size(down.bytes)} down{share}"
         blocks.append(Text(f"{size(profile.traffic.bytes)} on the wire: {both}."))
         blocks.append(pictures.of("traffic", "bytes of each round, up and down", lambda: draw_traffic(profile.traffic)))

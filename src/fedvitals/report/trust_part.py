@@ -35,11 +35,15 @@ def facts_part(reader: Reader, run: str, card: HealthCard) -> Facts:
         ("host, topology", f"{literal(status.host)}, {literal(status.topology or 'not told')}"),
         ("accuracy, loss", f"{with_unit(status.accuracy, 'share')}, {number(status.loss)}"),
         ("a round", seconds(status.round_seconds)),
-        ("bytes", size(status.bytes)),
+        ("bytes", f"{size(status.bytes)}{_beside(status.telemetry_bytes)}"),
         ("records lost", str(status.lost)),
         ("measuring took", "–" if card.cost_percent is None else f"{number(card.cost_percent)} % of the rounds' time"),
     ]
     return Facts(tuple(shown))
+
+
+def _beside(telemetry: int | None) -> str:
+    return f", and {size(telemetry)} of telemetry" if telemetry else ""
 
 
 def configuration_part(card: HealthCard) -> list[Block]:

@@ -238,9 +238,9 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
         ("memory", "growth over the run", "bytes", "lower", lambda f: f.growth_bytes),
         ("bytes", "up, a round", "bytes", "lower", lambda f: f.traffic.up.bytes / max(1, f.rounds) or None),
         ("bytes", "down, a round", "bytes", "lower", lambda f: f.traffic.down.bytes / max(1, f.rounds) or None),
-        ("bytes", "all in all", "bytes", "lower", lambda f: f.traffic.bytes or None),
+        ("bytes", "all in all, without telemetry", "bytes", "lower", lambda f: f.traffic.bytes or None),
         ("bytes", "compression, up", "times", "higher", lambda f: f.traffic.up.compression),
-        ("bytes", "of it telemetry", "share", "lower", lambda f: f.traffic.telemetry_share or None),
+        ("bytes", "telemetry, of all bytes", "share", "lower", lambda f: f.traffic.telemetry_share or None),
         ("findings", "issues", "cases", "lower", lambda f: len(f.cases) if f.judged else None),
         (
             "findings",

@@ -34,7 +34,7 @@ def _what_changed(found: Comparison, place: int, side: Side) -> str:
     round_time = next((row for row in found.rows if row.topic == "time"), None)
     for row, noun in (
         (round_time, "round time"),
-        (rows.get("all in all"), "bytes"),
+        (rows.get("all in all, without telemetry"), "bytes"),
         (rows.get("peak memory"), "memory"),
     ):
         if row is not None and (said := _of_amount(row, place, noun)):

@@ -21,6 +21,7 @@ from fedvitals.views.cohort import Matrix, Reals, buckets
 from fedvitals.views.machine import ROOM, SHARES, Machine, machine_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Numbers, json_numbers
+from fedvitals.views.tally import traffic_total
 
 POINTS = 400  # of a course
 NAMED = 20  # clients in a list
@@ -100,6 +101,8 @@ class ReachedAt:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPage:
+    total: float | None  # of the training, every message once
+    telemetry: float | None  # fedvitals' own, beside it
     sent: float  # by clients
     received: float
     between: float  # sent by the server and by edges, clusters and rings
@@ -242,7 +245,10 @@ def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
     clients = _clients(sent, received)
     every = {n: up.get(n, 0.0) + others.get(n, 0.0) for n in sorted({*up, *others})}
     named = (("sent by clients", up), ("received by clients", down))
+    total = traffic_total(reader, run)
     return TrafficPage(
+        None if total is None else float(total.bytes),
+        None if total is None else float(total.telemetry),
         sum(up.values()),
         sum(down.values()),
         sum(others.values()),

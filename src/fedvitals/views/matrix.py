@@ -105,6 +105,12 @@ def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there
 def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_Held, Whole]:
     """The same with room for these nodes and rounds, and the rounds as an array."""
     before = np.asarray(held.matrix.rounds, np.int64)
+    if len(before) and rounds[0] > before[-1] and np.isin(nodes, held.nodes).all():  # one more round, as a rule
+        room = (len(held.nodes), len(rounds))
+        values = np.concatenate([held.matrix.values, np.full(room, np.nan, np.float32)], axis=1)
+        there = np.concatenate([held.matrix.there, np.zeros(room, bool)], axis=1)
+        kept = Matrix(held.matrix.nodes, (*held.matrix.rounds, *rounds.tolist()), values, there)
+        return _Held(held.nodes, kept), np.append(before, rounds)
     columns = np.union1d(before, rounds)
     numbers = np.concatenate([held.nodes, np.setdiff1d(nodes, held.nodes)])
     values = np.full((len(numbers), len(columns)), np.nan, np.float32)
@@ -115,10 +121,10 @@ def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_H
         names = reader.names.texts(numbers.tolist())
         order = by_name(names)
         numbers, values, there = numbers[order], values[order], there[order]
-        kept = tuple(names[i] for i in order)
+        labels = tuple(names[i] for i in order)
     else:
-        kept = held.matrix.nodes
-    return _Held(numbers, Matrix(kept, tuple(columns.tolist()), values, there)), columns
+        labels = held.matrix.nodes
+    return _Held(numbers, Matrix(labels, tuple(columns.tolist()), values, there)), columns
 
 
 def _cell(reader: Reader, run: int, name: int, node: int, round_: int, until: int) -> float:
@@ -163,6 +169,7 @@ class _Run:
         self.lock = threading.Lock()
         self.until = -1
         self.metrics: dict[int, _Held] = {}
+        self.waiting: dict[int, list[Reals]] = {}  # what has come of a metric since somebody asked for it
         self.readings: dict[int, threading.Lock] = {}  # a metric is read once, also when many ask for it
 
     def matrix(self, reader: Reader, run: int, name: int) -> Matrix:
@@ -175,10 +182,9 @@ class _Run:
                 # Long, hence without the lock of the run: several metrics are read at once.
                 read = _read(reader, run, name, until)
                 with self.lock:
-                    if until == self.until:
-                        held = self.metrics[name] = read
-                    elif until < self.until:
+                    if until <= self.until:
                         held = self.metrics[name] = _updated(reader, (run, name), read, until, self.until)
+                        self.waiting.pop(name, None)
                 if held is None:  # rows were removed meanwhile
                     held, until = self._known(reader, run, name)
         return held.matrix
@@ -189,14 +195,18 @@ class _Run:
             newest = _newest(reader, run, self.until)
             if newest < self.until:
                 self.metrics.clear()
+                self.waiting.clear()
             elif newest > self.until and self.metrics:
                 news = _news(reader, run, self.until, newest)
-                for one, held in list(self.metrics.items()):
+                for one in list(self.metrics):
                     mine = news[news[:, 0] == one][:, 1:]
                     if len(mine):
-                        self.metrics[one] = _added(reader, (run, one), held, mine, newest)
+                        self.waiting.setdefault(one, []).append(mine)
             self.until = newest
-            return self.metrics.get(name), newest
+            held, mine = self.metrics.get(name), self.waiting.pop(name, [])
+            if held is not None and mine:
+                held = self.metrics[name] = _added(reader, (run, name), held, np.concatenate(mine), newest)
+            return held, newest
 
 
 def _news(reader: Reader, run: int, since: int, until: int) -> Reals:
@@ -206,6 +216,8 @@ def _news(reader: Reader, run: int, since: int, until: int) -> Reals:
 
 
 def _updated(reader: Reader, key: tuple[int, int], held: _Held, since: int, until: int) -> _Held:
+    if since == until:
+        return held
     news = _news(reader, key[0], since, until)
     mine = news[news[:, 0] == key[1]][:, 1:]
     return _added(reader, key, held, mine, until) if len(mine) else held

@@ -17,7 +17,7 @@ from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import cost_percent
-from fedvitals.views.tally import bytes_sent
+from fedvitals.views.tally import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
 SILENT = 600.0  # seconds without a record after which nobody should wait for the next one
@@ -66,7 +66,8 @@ class Status:
     accuracy: float | None
     loss: float | None
     round_seconds: float | None  # of the newest round
-    bytes: float | None  # on the wire so far
+    bytes: int | None  # of the training, on the wire so far
+    telemetry_bytes: int | None  # fedvitals' own, beside these
     findings: int
     lost: int
     cost_percent: float | None  # measuring, of the rounds' time
@@ -88,7 +89,7 @@ def status_of(reader: Reader, run: str) -> Status:
     rounds = history.rounds()
     last_record = _last_record(reader, run)
     _, times = history.series("time.round", None)
-    level = privacy_level(described)
+    level, sent = privacy_level(described), traffic_total(reader, run)
     return Status(
         id=run,
         name=described.name,
@@ -108,7 +109,8 @@ def status_of(reader: Reader, run: str) -> Status:
         accuracy=_finite(summary.accuracy),
         loss=_finite(summary.loss),
         round_seconds=_finite(times[-1]) if times else None,
-        bytes=bytes_sent(reader, run),
+        bytes=None if sent is None else sent.bytes,
+        telemetry_bytes=None if sent is None else sent.telemetry,
         findings=summary.findings,
         lost=summary.lost,
         cost_percent=cost_percent(history),

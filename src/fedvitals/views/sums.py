@@ -6,6 +6,8 @@ The same sums as `profiling.traffic.traffic_of` makes from the messages themselv
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fedvitals.profiling.traffic import TELEMETRY, Flow, RoundTraffic, Traffic
 from fedvitals.records import is_client
 from fedvitals.store.reader import Reader
@@ -27,12 +29,13 @@ def traffic_sums(reader: Reader, run: str) -> Traffic:
     )
     # Up, down, between, telemetry, each by round.
     books: tuple[dict[int, list[list[float]]], ...] = ({}, {}, {}, {})
+    once: Counter[int] = Counter()
     for when, telemetry, sends, receives, *flow in found:
         where = [3] if telemetry else [i for i, there in enumerate((sends, receives)) if there] or [2]
+        place = -1 if when is None else int(when)
+        once[place] += 0 if telemetry else int(flow[0] or 0)
         for i in where:
-            books[i].setdefault(-1 if when is None else int(when), []).append(
-                [*(float(one or 0) for one in flow), 0.0, 0.0]
-            )
+            books[i].setdefault(place, []).append([*(float(one or 0) for one in flow), 0.0, 0.0])
     rounds = sorted({number for book in books for number in book})
     by_round = [[Flow.of(book.get(number, ())) for book in books] for number in rounds]
     flows = [Flow.of(flow for own in book.values() for flow in own) for book in books]
@@ -44,7 +47,7 @@ def traffic_sums(reader: Reader, run: str) -> Traffic:
         None,
         (),
         tuple(
-            RoundTraffic(number, up, down, between, telemetry.bytes, None, {})
+            RoundTraffic(number, up, down, between, telemetry.bytes, None, {}, once[number])
             for number, (up, down, between, telemetry) in zip(rounds, by_round, strict=True)
         ),
         (),

@@ -19,7 +19,12 @@ function apply(node, props) {
 
 /** Links lead into this page, or download what it made; never into a script. */
 function safe(href) {
-  return /^(\/(?!\/)|#|\?|blob:)/.test(href);
+  if (!/^([/#?]|blob:)/.test(href)) return false;
+  try {
+    return href.startsWith("blob:") || new URL(href, location.href).origin === location.origin;
+  } catch {
+    return false;
+  }
 }
 
 function add(node, children) {

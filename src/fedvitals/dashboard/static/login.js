@@ -8,10 +8,19 @@ const told = new URLSearchParams(location.hash.slice(1)); // a fragment is never
 const back = told.get("back") ?? "/";
 history.replaceState(null, "", location.pathname);
 
+/** Whether an address stays here: a browser reads «/⇥/evil.example» as another site's. */
+function inside(address) {
+  try {
+    return new URL(address, location.origin).origin === location.origin;
+  } catch {
+    return false;
+  }
+}
+
 async function enter(token) {
   try {
     await api.send("POST", "/api/login", { token });
-    location.replace(/^\/(?![/\\])/.test(back) ? back : "/");
+    location.replace(inside(back) ? back : "/");
   } catch (error) {
     document.getElementById("said").textContent = error.message;
     document.getElementById("token").focus();

@@ -42,12 +42,12 @@ export function header(node) {
         })), h("a", { href: compareLink([page.run]), text: "compare" }));
       }
       if (!status) return fill(facts);
-      const rounds = status.last_round === null ? "no round yet" : `round ${status.last_round}${status.rounds_planned ? `/${status.rounds_planned - 1}` : ""}`;
+      const rounds = status.last_round === null ? "no round yet" : `round ${status.last_round}${status.rounds_planned ? `/${status.first_round + status.rounds_planned - 1}` : ""}`;
       fill(facts,
         h("span", { class: `run-state ${status.state}`, text: STATES[status.state] ?? status.state }),
         h("span", { text: rounds }),
         status.round_seconds !== null && h("span", { title: "the newest round took", text: `${seconds(status.round_seconds)} a round` }),
-        status.bytes !== null && h("span", { title: "bytes on the wire so far", text: `${bytes(status.bytes)} sent` }),
+        status.bytes !== null && h("span", { title: `bytes of the training on the wire so far${status.telemetry_bytes ? `; telemetry took ${bytes(status.telemetry_bytes)} more` : ""}`, text: `${bytes(status.bytes)} sent` }),
         h("span", { class: status.lost ? "sev-warning" : "muted", title: "records that the monitor could not keep", text: `lost ${number(status.lost)}` }));
     },
 
