@@ -341,3 +341,34 @@ def test_nothing_of_sqlite_slips_into_what_postgresql_is_given():
     assert not re.search(r"REAL|BLOB|AUTOINCREMENT|WITHOUT ROWID|json_each|fedvitals_|PRAGMA", text)
     assert postgresql.sql("SELECT ? + ? LIKE 'a%'") == "SELECT %s + %s LIKE 'a%%'"
     assert SQLITE.sql("SELECT ? + ?") == "SELECT ? + ?"
+
+
+WRITES = """
+import sys
+from fedvitals.records import Metric, Where
+from fedvitals.store import open_store
+store = open_store(sys.argv[1])
+store.write([Metric(Where("r", int(sys.argv[2])), 1.0, "loss", 1.0, "child", int(sys.argv[2]))])
+print("written", flush=True)
+sys.stdin.readline()
+store.close()
+"""
+
+
+def test_looking_at_a_store_takes_no_lock_away_from_its_readers(path):
+    """POSIX drops a process's locks on a file when it closes that file anywhere: then a writer removes the log."""
+
+    def writing(number):
+        command = [sys.executable, "-c", WRITES, str(path), str(number)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "written\n"
+        return child
+
+    first = writing(0)
+    with open_reader(path) as reader:
+        assert reader.history("r").rounds() == [0]
+        open_reader(path).close()  # looks at the file, too
+        first.communicate("\n")  # ends, and would fold the log into the store
+        second = writing(1)
+        assert reader.history("r").rounds() == [0, 1]
+        second.communicate("\n")

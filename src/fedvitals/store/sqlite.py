@@ -27,17 +27,28 @@ APPLICATION = 0x66656476  # «fedv» in the file's header, so that no other prog
 PAGE = 8192  # bytes; blobs of some ten kilobytes are the bulk of a store
 
 
+_looked_at: set[tuple[int, int]] = set()  # device and number of files that were seen to be SQLite's, or empty
+
+
 def check_file(path: Path) -> None:
-    """Refuse what is no SQLite file, without opening it in a way that could change it."""
+    """Refuse what is no SQLite file, without opening it in a way that could change it.
+
+    Once for each file: closing it would drop every lock that SQLite holds on it for this process (so POSIX wants it),
+    and the next writer to leave would take the log away from under our readers.
+    """
     if path.is_dir():
         raise StoreError(f"The store '{path}' is a folder. Name a file, for example '{path / 'runs.db'}'.")
     try:
+        found = path.stat()
+        if (found.st_dev, found.st_ino) in _looked_at:
+            return
         with path.open("rb") as file:
             start = file.read(16)
     except OSError as error:
         raise StoreError(f"The store '{path}' cannot be opened: {error.strerror}.") from error
     if start and start != b"SQLite format 3\x00":
         raise StoreError(f"'{path}' is not a store: it is no SQLite database. Nothing was changed. Name another file.")
+    _looked_at.add((found.st_dev, found.st_ino))
 
 
 def check_version(database: Database) -> int:
