@@ -188,7 +188,7 @@ def test_keys_move_and_are_announced(page: Any, gallery: str) -> None:
     page.keyboard.press("ArrowRight")
     assert page.locator("#announcer").inner_text().startswith("c0, round ")
     summary = ask(page, "labels")[0]
-    assert summary.startswith("Accuracy, rounds 1 to 40; last value 0.5")
+    assert summary.startswith("Accuracy, rounds 1 to 40; last value 5")
     assert summary.endswith("3 findings marked")
 
 
@@ -244,6 +244,14 @@ def test_svg_needs_nothing_but_itself(page: Any, gallery: str, tmp_path: Path, s
     assert not re.search(r'href="(?!data:image/png|/)', text)
     words = "".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
     assert title in words
+
+
+def test_a_saved_waterfall_has_its_legend(page: Any, gallery: str, tmp_path: Path) -> None:
+    draw(page, gallery, "round")
+    root = ET.fromstring(saved(page, "Round 12", "SVG", tmp_path).decode())
+    words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    for part in page.locator("#main figure").first.locator(".chart-legend").all_inner_texts():
+        assert part in words
 
 
 def test_png_is_one(page: Any, gallery: str, tmp_path: Path) -> None:
@@ -348,8 +356,8 @@ def test_numbers_are_written_as_people_read_them(page: Any, gallery: str) -> Non
         ("number", 0.8712): "0.871", ("number", -1234567.8): "−1.23×10⁶", ("number", 12345): "12 345",
         ("number", 0.00012): "1.2×10⁻⁴", ("number", None): "–", ("number", math.nan): "NaN", ("number", -0.0): "0",
         ("seconds", 0.0123): "12.3 ms", ("seconds", 125): "2 min 5 s", ("seconds", 4000): "1 h 7 min",
-        ("bytes", 4.1e6): "4.1 MB", ("bytes", 999_999): "1 MB", ("percent", 0.96): "96 %",
-        ("withUnit", 3, "nats"): "3 nats", ("withUnit", 3, "share"): "3", ("brief", 3, "nats"): "3",
+        ("bytes", 4.1e6): "4.1 MB", ("bytes", 999_999): "1 MB", ("percent", 0.96): "96 %", ("percent", 9.99e-6): "< 0.001 %",
+        ("withUnit", 3, "nats"): "3 nats", ("withUnit", 0.3, "share"): "30 %", ("brief", 3, "nats"): "3",
         ("exact", -0.1): "−0.1", ("ago", 100, 280): "3 min ago", ("when", math.nan): "–",
     }  # fmt: skip
     assert ask(page, "written", [list(call) for call in said]) == list(said.values())

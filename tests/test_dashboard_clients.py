@@ -129,12 +129,12 @@ def test_muted_troubles_do_not_count(tmp_path):
     path = told(tmp_path / "s.db")
     rosters = Rosters()
     with open_reader(path) as reader:
-        assert clients_page(rosters.roster(reader, charted.RUN)).rows[0].severity == "warning"
+        assert clients_page(rosters.roster(reader, charted.RUN, "1")).rows[0].severity == "warning"
     set_mark(path, charted.RUN, "muted", "LABEL_NOISE~c3~~", "known")
     with open_reader(path) as reader:
-        assert clients_page(rosters.roster(reader, charted.RUN)).health["warning"] == 0
+        assert clients_page(rosters.roster(reader, charted.RUN, "2")).health["warning"] == 0
         # Still in front of those who are well: it lies far from them.
-        assert [row.name for row in rosters.roster(reader, charted.RUN).rows][:2] == [IMAGE, "c3"]
+        assert [row.name for row in rosters.roster(reader, charted.RUN, "2").rows][:2] == [IMAGE, "c3"]
 
 
 def test_a_value_that_is_not_finite_is_told_as_such(tmp_path):

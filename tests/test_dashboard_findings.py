@@ -2,6 +2,7 @@
 """Findings in the dashboard: told as the store has them, marked for good, and names of clients are text."""
 
 import dataclasses
+import math
 import re
 from urllib.parse import quote
 
@@ -153,6 +154,8 @@ def test_one_finding_in_full(asking, store):
     found = asking.get(of("findings", keys(store)["LABEL_NOISE", "c7"])).json()
     assert found["case"]["message"] == TOLD
     assert found["refutation"].startswith("A sample of its labels")
+    raw = {name: found["numbers"][0].pop(name) for name in ("raw_value", "raw_usual")}
+    assert raw == pytest.approx({"raw_value": math.exp(1.2) - 0.05, "raw_usual": math.exp(0.3) - 0.05})
     assert found["numbers"][0] == {
         "name": "loss_before", "title": "fit.loss_before", "compared_as": "log", "value": 1.2, "usual": 0.3,
         "of": "peers", "score": 9.5, "meaning": "Loss of the received model on own samples, before training.",

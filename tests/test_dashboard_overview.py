@@ -107,7 +107,7 @@ def test_hovering_one_band_shows_the_round_in_all(address, page):
     page.mouse.move(at_round(box, 7), box["y"] + 30)
     page.wait_for_selector("[data-band=system] .chart-over line", state="attached")
     told = page.locator("[data-band=learning] .chart-readout").first.inner_text()
-    assert told == "0.35"
+    assert told == "accuracy 35\u202f%"
     xs = {
         round(float(line.get_attribute("x1")), 1)
         for line in page.locator(".bands figure.chart:visible .chart-over > line[x1]").all()
@@ -126,6 +126,11 @@ def test_a_zoom_is_in_the_address_and_comes_back_with_it(address, page):
     page.mouse.up()
     page.wait_for_url(re.compile(r"from=5&to=12"))
     assert page.locator(".follow").is_visible()
+    page.go_back()  # one gesture, one step: the zoom is undone and the page stays
+    page.wait_for_url(re.compile("chart1$"))
+    expect(page.locator(".follow")).to_be_hidden()
+    page.go_forward()
+    page.wait_for_url(re.compile(r"from=5&to=12"))
     page.reload()
     page.wait_for_selector("html[data-ready=overview]", state="attached")
     expect(page.locator("[data-band=learning] .chart-plot").first).to_have_attribute(
@@ -136,15 +141,38 @@ def test_a_zoom_is_in_the_address_and_comes_back_with_it(address, page):
     assert not page.locator(".follow").is_visible()
 
 
+def test_what_is_out_of_sight_holds_the_data_all_the_same(address, page):
+    page.set_viewport_size({"width": 1440, "height": 400})
+    drawn(page, address)
+    expect(page.locator("[data-band=system] .chart-base > *").first).to_be_attached()
+    assert page.get_by_text("Nothing was recorded").count() == 0
+    assert page.get_by_text("Not loaded yet").count() == 0
+
+
+def test_a_saved_picture_names_its_run_and_rounds(address, page, tmp_path):
+    drawn(page, address)
+    band = page.locator("[data-band=clients]")
+    band.locator(".chart-menu-button").click()
+    with page.expect_download() as waiting:
+        band.get_by_role("menuitem", name="SVG").click()
+    name = page.locator(".run-name").inner_text()
+    assert waiting.value.suggested_filename == f"{name}-overview-training-loss.svg"
+    waiting.value.save_as(tmp_path / "x.svg")
+    words = (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert f"{name} · rounds " in words
+    assert "in trouble, then furthest from the others" in words
+    assert words.count("data:image/png") >= 3  # the hatching, the cells, the colour scale
+
+
 def test_the_sign_is_chosen_in_the_catalogues_words(address, page):
     drawn(page, address)
     select = page.locator("[data-band=clients] select").first
     assert "L2 norm of the client's update (update.norm)" in select.inner_text()
     select.select_option("update.norm")
     page.wait_for_url(re.compile("sign=update.norm"))
-    expect(page.locator("[data-band=clients] .chart-title")).to_have_text("update.norm")
+    expect(page.locator("[data-band=clients] .chart-title")).to_have_text("L2 norm of the client's update")
     page.go_back()
-    expect(page.locator("[data-band=clients] .chart-title")).to_have_text("loss")
+    expect(page.locator("[data-band=clients] .chart-title")).to_have_text("Training loss")
 
 
 def test_a_cell_leads_to_that_client_in_that_round(address, page):

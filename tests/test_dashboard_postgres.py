@@ -5,7 +5,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.store.postgres import PostgresStore
+from fedvitals.dashboard.pulse import Pulse
+from fedvitals.store import open_reader, retention
+from fedvitals.store.ddl import quoted
+from fedvitals.store.postgres import PostgresStore, write_postgres
+from fedvitals.store.schema import TABLE
+from fedvitals.views.matrix import Matrices
 from postgres_server import available, running
 from runs_by_hand import HOSTILE, course, find
 from timed_run import STARTED
@@ -47,3 +52,34 @@ def test_lists_compares_tags_and_deletes(store):
         after = {run["id"]: run for run in client.get("/api/runs", params={"limit": 10}).json()["runs"]}
         assert set(after) == {"a-ill", "c"}
         assert after["c"]["state"] == "silent"
+
+
+def test_a_batch_that_is_seen_late_is_seen(store):
+    """Numbers are given out when a row is written, and seen when its batch is: not in the same order."""
+    columns = ", ".join(quoted(one.name) for one in TABLE["metric"].columns if one.name != "arrival")
+    copied = f"INSERT INTO metric ({columns}) SELECT {columns} FROM metric WHERE run = ? LIMIT 1"
+    watched = Pulse()
+    with open_reader(store.address.url, patience=5) as reader:
+        watched.look(reader)
+        a, b = (reader.names.number(run) for run in ("a-ill", "b"))
+        with write_postgres(store.address.url) as slow, write_postgres(store.address.url) as quick:
+            slow.execute("BEGIN")
+            slow.execute(copied, (a,))
+            quick.execute(copied, (b,))
+            before = watched.version("a-ill"), watched.version("b")
+            watched.look(reader)
+            assert watched.version("a-ill") == before[0]
+            assert watched.version("b") != before[1]
+            slow.execute("COMMIT")
+        watched.look(reader)
+        assert watched.version("a-ill") != before[0]
+        after = watched.versions()
+        watched.look(reader)
+        assert watched.versions() == after
+        kept = Matrices()
+        kept.matrix(reader, "b", "scale.gsc")
+        store.close()
+        retention.delete(store.address.url, ["b"], give_back=False)
+        assert kept.matrix(reader, "b", "scale.gsc").nodes == ()
+        watched.look(reader)
+        assert watched.version("a-ill") != after

@@ -11,12 +11,16 @@ from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
 from fedvitals.lab.experiment import Experiment
-from fedvitals.records import Metric, Where
-from fedvitals.store import open_reader, open_store
+from fedvitals.records import Metric, Transfer, Where
+from fedvitals.store import open_reader, open_store, queries
 from fedvitals.store.marks import set_mark
+from fedvitals.views.costs import traffic_page
+from fedvitals.views.figures import figures_of, last
+from fedvitals.views.profile import profile_of
 from fedvitals.views.run_facts import POINTS, facts_of, thinned
 from fedvitals.views.run_list import RunList, RunsAsked
-from fedvitals.views.status import LAB_ROUNDS
+from fedvitals.views.status import LAB_ROUNDS, status_of
+from fedvitals.views.verdict import facts_of as verdict_facts
 from fedvitals.views.verdict import verdict_of
 from runs_by_hand import HOSTILE, course, ward
 from timed_run import STARTED, stored
@@ -174,15 +178,28 @@ def test_a_run_that_goes_on_moves(store, client):
     assert after["spark"]["values"][-1] == 0.99
 
 
-def test_bytes_of_a_run_that_goes_on_are_not_counted_twice(tmp_path):
-    """Its old rounds are remembered, its newest counted again; the sum is that of counting everything."""
-    told = course("r", rounds=12)
+def test_list_header_report_and_comparison_agree_on_a_run(tmp_path):
+    """One number for the bytes, one for how good it is: of clients alone the median, of messages all but telemetry."""
+    told = course("r", rounds=4)
+    told.records = [one for one in told.records if getattr(one, "name", "") not in ("accuracy", "loss")]
+    values = {"c0": 0.1, "c1": 0.5, "c2": 0.6, "edge-0": 0.9}
+    for j, name in enumerate(("accuracy", "loss")):
+        newest = [Metric(Where("r", 3, n), 9.0, name, values[n], "t", 10 * j + i) for i, n in enumerate(values)]
+        told.records += newest
+    messages = [("c0", "server", 700, "telemetry"), ("c0", "c1", 40, "model"), ("edge-0", "server", -5, "update")]
+    for i, (sender, receiver, size, kind) in enumerate(messages):
+        told.records.append(Transfer(Where("r", 3), 9.0, sender, receiver, size, 50, 0.1, kind, "t", 90 + i))
     path = stored(tmp_path / "runs.db", told)
     with open_reader(path) as reader:
-        first = facts_of(reader, "r")
-        assert first.settled[1] == 6 * 3 * 2 * 1600
-        again = facts_of(reader, "r", before=first)
-        assert first.bytes == again.bytes == 12 * 3 * 2 * 1600
+        listed, header, figures = facts_of(reader, "r"), status_of(reader, "r"), figures_of(reader, "r")
+        profile, (summary,), verdict = profile_of(reader, "r"), queries.list_runs(reader), verdict_facts(reader, "r")
+        page = traffic_page(reader, "r")
+    moved = sum(max(0, one.bytes) for one in told.records if isinstance(one, Transfer) and one.kind != "telemetry")
+    assert {listed.bytes, header.bytes, figures.traffic.bytes, profile.traffic.bytes, page.total} == {moved}
+    assert {header.telemetry_bytes, figures.traffic.telemetry_bytes, page.telemetry} == {700}
+    assert {listed.accuracy, header.accuracy, summary.accuracy, verdict.accuracy, last(figures.accuracy)} == {0.5}
+    assert {listed.loss, header.loss, summary.loss, verdict.loss, last(figures.loss)} == {0.5}
+    assert [one.best for one in page.reached] == [one.best for one in profile.reached] == pytest.approx([0.5] * 3)
 
 
 def test_a_muted_finding_no_longer_makes_a_run_ill(store, client):

@@ -189,7 +189,8 @@ def test_a_run_can_be_named_and_is_told_where_to_look(tmp_path):
     with open_reader(store) as reader:
         (found,) = queries.list_runs(reader)
     assert found.name == "first"
-    assert f"fedvitals profile {found.id} --store {store}" in done.output
+    for verb in ("findings", "ui", "show", "profile", "report"):
+        assert f"fedvitals {verb} {found.id} --store {store}" in done.output
 
 
 def test_the_plan_shows_who_holds_what_and_trains_nothing(tmp_path):

@@ -18,7 +18,7 @@ from fedvitals.diagnosis.kinds import ISSUE_OF, WORDS
 from fedvitals.diagnosis.locate import Locator, by_group, probability, suspicion, verdicts
 from fedvitals.diagnosis.scores import FEWEST, Scorer
 from fedvitals.diagnosis.student import normal_scores
-from fedvitals.diagnosis.vitals import ABSOLUTE, SIGNS, Vitals, vitals
+from fedvitals.diagnosis.vitals import ABSOLUTE, SIGNS, Vitals, as_measured, vitals
 from fedvitals.errors import ConfigError
 from fedvitals.monitor import Monitor
 from fedvitals.records import Finding, Suspect
@@ -246,3 +246,16 @@ def test_what_is_said_of_a_round_does_not_depend_on_which_rounds_were_asked_befo
     assert any(each.values())
     for number in (3, 6, 9):
         assert [(f.where.node, f.issue, f.message) for f in Locator()(history, number)] == each[number]
+
+
+def test_what_signs_are_compared_as_can_be_undone():
+    """Each sign through its own transformation and back; what is a difference of logs comes back as a ratio."""
+    loss, cosine = 1.66, -0.6
+    assert as_measured("loss_after", math.log(loss + 0.05)) == pytest.approx(loss)
+    assert as_measured("cosine_first", math.atanh(cosine)) == pytest.approx(cosine)
+    assert as_measured("nearest", -math.log(1 - 0.97)) == pytest.approx(0.97)
+    assert as_measured("confusion", math.sqrt(0.3)) == pytest.approx(0.3)
+    assert as_measured("gain", math.log(4.0)) == pytest.approx(4.0)
+    assert as_measured("accuracy_after", 0.8) == 0.8
+    assert as_measured("a user's own", -3.0) == -3.0
+    assert as_measured("norm", None) is None

@@ -20,10 +20,11 @@ from fedvitals.store.sqlite import SqliteStore
 from fedvitals.trials.synthetic import Synthetic, records_of_round, write_run
 from fedvitals.views.cohort import buckets, matrix_of
 from fedvitals.views.courses import courses
-from fedvitals.views.grid import ABSENT, FAILED, MINUS, NAN, PLUS, VALUE, failures, make_grid
+from fedvitals.views.grid import ABSENT, FAILED, MINUS, NAN, PLUS, VALUE, make_grid
 from fedvitals.views.matrix import Matrices, metric_matrix, share
 from fedvitals.views.profile import profile_of
-from fedvitals.views.tally import bytes_sent
+from fedvitals.views.tally import Total, traffic_total
+from fedvitals.views.troubles import failures_by_client
 from postgres_server import available, running
 from store_contract import RUN
 
@@ -191,7 +192,7 @@ def test_postgresql_gives_the_same(tmp_path):
             check(metric_matrix(reader, "r-1", "loss"), expected(reader, "loss"))
             assert queries.attendance(reader, "r-1") == {None: list(range(10))}
             share(reader, kept)
-            assert bytes_sent(reader, "r-1") is None
+            assert traffic_total(reader, "r-1") is None
         retention.delete(url, ["r-1"])
         with open_reader(url) as reader:
             assert kept.matrix(reader, "r-1", "loss").nodes == ()
@@ -203,13 +204,13 @@ def test_bytes_are_added_up_as_they_come(tmp_path):
         store.write([RUN])
         with open_reader(tmp_path / "runs.db") as reader:
             share(reader, Matrices())
-            assert bytes_sent(reader, "r-1") is None
+            assert traffic_total(reader, "r-1") is None
             for i in range(4):
                 store.write([Transfer(where, 1.0, "c1", "server", 10 + i, 40, None, "update", "m", i + 1)])
-                assert bytes_sent(reader, "r-1") == sum(10 + j for j in range(i + 1))
-                assert bytes_sent(reader, "r-2") is None
+                assert traffic_total(reader, "r-1") == Total(sum(10 + j for j in range(i + 1)), 0)
+                assert traffic_total(reader, "r-2") is None
     with open_reader(tmp_path / "runs.db") as reader:
-        assert bytes_sent(reader, "r-1") == 46
+        assert traffic_total(reader, "r-1") == Total(46, 0)
 
 
 @pytest.mark.parametrize("share_", [1.0, 0.5])
@@ -365,4 +366,4 @@ def test_failures_are_found_in_the_events(tmp_path):
     with SqliteStore(tmp_path / "runs.db") as store:
         store.write([RUN, *told])
         with open_reader(tmp_path / "runs.db") as reader:
-            assert failures(reader, "r-1") == {("c3", 2), ("c1", 4)}
+            assert failures_by_client(reader, "r-1") == {"c3": [("client.failed", 2)], "c1": [("update.lost", 4)]}

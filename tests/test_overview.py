@@ -3,6 +3,7 @@
 
 import base64
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader
 from fedvitals.store.marks import set_mark
+from fedvitals.views.clients import severities
 from fedvitals.views.cohort import matrix_of
-from fedvitals.views.heat import client_grid, layer_grid, ordered
+from fedvitals.views.heat import client_grid, in_trouble, layer_grid, ordered
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.overview import _for_clients, _for_learning, overview
 from fedvitals.views.phases import phases
 from fedvitals.views.series import band, bucketed, median_series, series
+from fedvitals.views.troubles import case_key, cases_of
 
 
 @pytest.fixture
@@ -91,6 +94,19 @@ def test_who_is_in_trouble_now_comes_before_who_was(tmp_path):
     with open_reader(charted.written(tmp_path / "s.db", rounds=16, findings=[past, now])) as reader:
         assert client_grid(reader, charted.RUN, "loss").rows[:2] == ("c2", "c0")
         assert [line.node for line in overview(reader, charted.RUN).cases] == ["c2", "c0"]
+
+
+def test_muted_troubles_lead_no_row_and_suspects_lead_theirs(tmp_path):
+    """Rows stand as the table of clients has them: by the cases, not by single findings."""
+    path = charted.written(tmp_path / "s.db", rounds=4, findings=[charted.finding("c0", number=3)])
+    with open_reader(path) as reader:
+        assert in_trouble(reader, charted.RUN) == ["c0"]
+        set_mark(path, charted.RUN, "muted", case_key(cases_of(reader, charted.RUN)[0]), "known")
+        assert in_trouble(reader, charted.RUN) == []
+    of_all = replace(charted.finding("c4", number=3), where=Where(charted.RUN, 3))
+    path = charted.written(tmp_path / "t.db", rounds=4, findings=[of_all])
+    with open_reader(path) as reader:
+        assert in_trouble(reader, charted.RUN) == ["c4"] == [*severities(reader, charted.RUN)]
 
 
 def test_a_cell_says_why_it_is_empty(reader):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -12,10 +13,12 @@ import pytest
 pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
 
 import pictured
-from fedvitals import plot
+from fedvitals import dashboard, plot
 from fedvitals.errors import ConfigError, FedvitalsError
+from fedvitals.plot.style import SIGNED
 from fedvitals.plot.svg import for_page, svg_of
-from fedvitals.store import open_reader
+from fedvitals.records import Metric, Run, Where, stamped
+from fedvitals.store import open_reader, open_store
 from fedvitals.views.troubles import case_key, cases_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,6 +42,10 @@ def texts(figure, key="x"):
 def test_every_picture_of_the_package_is_tested():
     others = {"client", "finding", "compare"}
     assert {*OF_A_RUN, *others} == set(plot.__all__)
+
+
+def test_only_pictures_are_listed():
+    assert set(dir(plot)) == set(plot.__all__)
 
 
 @pytest.mark.parametrize("name", OF_A_RUN)
@@ -87,7 +94,11 @@ def test_a_findings_evidence_by_key_and_by_case(store):
             run = case.newest.where.run
             by_case, by_key = (texts(plot.finding((reader, run), which))[1] for which in (case, case_key(case)))
             assert by_case == by_key
+        worst = texts(plot.finding((reader, pictured.FULL)))[1]
+        assert worst == texts(plot.finding((reader, pictured.FULL), found[0]))[1]  # for want of a key
     assert found
+    said, _ = texts(plot.finding(pictured.EMPTY, store=store))
+    assert "Nothing was found in this run." in said
 
 
 def test_runs_on_one_axis(store):
@@ -106,6 +117,34 @@ def test_zero_lies_below_every_power_of_ten(store):
     assert labels[0] == "0"
     assert labels[1].startswith("10")
     assert axes.get_title(loc="left").startswith("scale.gsc = ")
+
+
+def test_one_client_is_no_median(tmp_path):
+    """Where fewer than three clients told, the line breaks and points stand for them; the note counts who told."""
+    told = {0: [2.0, 2.1, 2.2, 2.3], 1: [1.5, 1.6, 1.7], 2: [9.0], 3: [1.0, 1.1, 1.2]}
+    records = [Run("r", "few", started=1.0)]
+    records += [
+        Metric(Where("r", number, f"c{client}"), 2.0 + number, "loss", value)
+        for number, values in told.items()
+        for client, value in enumerate(values)
+    ]
+    sink = open_store(tmp_path / "few.db")
+    sink.write([stamped(record, "test", place + 1) for place, record in enumerate(records)])
+    sink.close()
+    figure = plot.learning("few", store=tmp_path / "few.db")
+    (axes,) = figure.axes
+    lines = [[float(y) for y in one.get_ydata()] for one in axes.lines]
+    assert [9.0] in lines  # a point of its own
+    assert not any(9.0 in heights and len(heights) > 1 for heights in lines)
+    said, _ = texts(figure)
+    assert "median client" in said  # at the line itself
+    assert "band: loss, told by 1 to 4 of 4 clients a round" in said
+
+
+def test_what_has_a_sign_has_the_pages_colours():
+    script = Path(dashboard.__file__).with_name("static") / "colour.js"
+    stops = re.search(r'SIGNED = \{\s*light: "([^"]+)"', script.read_text(encoding="utf-8"))[1]
+    assert tuple(f"#{stop}" for stop in stops.split()) == SIGNED
 
 
 def test_cells_tell_not_there_from_nan(store):

@@ -14,8 +14,10 @@ pytest.importorskip("matplotlib", reason="the report's pictures are drawn with m
 
 import pictured
 from fedvitals.errors import ConfigError
+from fedvitals.records import Layer, LayerTable, Run
 from fedvitals.report import pdf
 from fedvitals.report.markup import Card, Code, Facts, Heading, Points, Table, Text, literal, markdown, page, words_of
+from fedvitals.report.settings import settings_part
 from fedvitals.report.write import default_name, report
 from fedvitals.store import open_reader
 from verbs import result, run
@@ -144,6 +146,42 @@ def test_several_runs_are_compared(pages):
         assert part in words
 
 
+def test_settings_are_flat_paths_and_readable_values():
+    layers = (Layer("0.weight", (3, 2), "float32"), Layer("0.bias", (3,), "float32"))
+    one, two = (
+        Run(name, "x", config={"opt": {"lr": rate}, "faults": [{"kind": "crash", "nodes": ["c1", "c2"]}], "on": True},
+            tables=(LayerTable("parameter", layers[:count]),))
+        for name, rate, count in (("r1", 0.1, 1), ("r2", 0.2, 2))
+    )  # fmt: skip
+    _, differing, same = settings_part([[one], [two]], ["A", "B"])
+    changed = {row[0]: row[1:] for row in differing.rows}
+    assert changed == {
+        "opt.lr": ("0.1", "0.2"),
+        "model": ("1 layers, 6 weights", "2 layers, 9 weights"),
+        "model.0.bias": ("–", "3"),
+    }
+    kept = dict(same.rows)
+    assert kept["faults.0.nodes"] == "c1, c2"
+    assert kept["on"] == "yes"
+    assert not any(mark in text for text in [*kept.values(), *map(str, changed)] for mark in "{}[]")
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(pdf.browser() is None, reason="no Chromium on this machine (Debian: apt install chromium)")
+def test_on_a_telephone_pictures_scroll_in_their_own_box(pages, tmp_path):
+    api = pytest.importorskip("playwright.sync_api")
+    (tmp_path / "x.html").write_text(pages[pictured.FULL], encoding="utf-8")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=pdf.browser(), args=["--no-sandbox"])
+        page_ = browser.new_page(viewport={"width": 390, "height": 800})
+        page_.goto((tmp_path / "x.html").as_uri())
+        widths = page_.evaluate("[...document.querySelectorAll('figure svg')].map((one) => one.clientWidth)")
+        across = page_.evaluate("document.documentElement.scrollWidth")
+        browser.close()
+    assert min(widths) >= 640
+    assert across == 390
+
+
 def test_the_same_run_gives_the_same_bytes(store, pages, tmp_path):
     with open_reader(store) as reader:
         written = report(reader, [pictured.FULL], tmp_path / "again.html")
@@ -196,6 +234,20 @@ def test_what_is_no_report_is_not_written_over(name, words, store, tmp_path, cap
     assert code == 2
     assert words in error
     assert (tmp_path / "notes.html").read_text() == "<p>mine</p>"
+
+
+def test_nor_is_a_picture_of_somebody_elses_beside_it(store, tmp_path):
+    """Pictures get the check that the page gets, and before anything is written."""
+    with open_reader(store) as reader:
+        written = report(reader, [pictured.HOSTILE], tmp_path / "story.md")
+        report(reader, [pictured.HOSTILE], tmp_path / "story.md")  # our own may be written over
+        Path(written.pictures[-1]).write_text("<svg>mine</svg>")
+        (tmp_path / "story.md").unlink()
+        with pytest.raises(ConfigError, match="no report of ours"):
+            report(reader, [pictured.HOSTILE], tmp_path / "story.md")
+        assert not (tmp_path / "story.md").exists()
+        report(reader, [pictured.HOSTILE], tmp_path / "story.md", force=True)
+    assert "mine" not in Path(written.pictures[-1]).read_text(encoding="utf-8")
 
 
 def test_force_writes_over_a_file(store, tmp_path, capsys):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from fedvitals.errors import ConfigError, StoreError
+from fedvitals.errors import ConfigError, StoreError, unknown
 from fedvitals.records import Event, Finding, LayerStats, Run, Where
 from fedvitals.store import compaction, open_reader, open_store, queries
 from fedvitals.store.ask import query
@@ -77,6 +77,7 @@ def test_a_person_names_a_run_by_id_name_or_the_beginning_of_an_id(reader):
 
 def test_the_run_itself(reader):
     assert queries.get_run(reader, "r-1") == RUN
+    assert "Known: a, 'a, b', 'c d'." in unknown("run", "x", ["c d", "a", "a, b"])  # one name does not look like two
     with pytest.raises(ConfigError, match=r"Unknown run 'r-9'. Known: r-1, r-2-older, r-2-other"):
         queries.get_run(reader, "r-9")
 

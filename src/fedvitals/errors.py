@@ -23,6 +23,10 @@ class StoreError(FedvitalsError):
     """A store that cannot be opened, read or written."""
 
 
+class BusyError(StoreError):
+    """A store or run that somebody writes, and that must not be changed meanwhile."""
+
+
 class MissingExtraError(FedvitalsError, ImportError):
     """A part was used whose package is not installed."""
 
@@ -38,4 +42,5 @@ def unknown(what: str, got: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    return f"Unknown {what} '{got}'. Known: {', '.join(names) or 'none'}.{hint}"
+    told = (f"'{name}'" if "," in name or " " in name else name for name in names)  # else one name looks like two
+    return f"Unknown {what} '{got}'. Known: {', '.join(told) or 'none'}.{hint}"

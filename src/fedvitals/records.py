@@ -275,6 +275,16 @@ class Truth:
     sequence: int = 0
 
 
+FAILURES: Mapping[str, str] = {
+    "client.dropped_out": "it was asked and was not there",
+    "client.failed": "its training ended with an error",
+    "update.lost": "its update was lost or unreadable on the way",
+    "update.late": "its update was still under way when the round was closed",
+    "update.refused": "its update could not be used",
+    "worker.lost": "what it measured did not come home",
+}
+"""Events about a client that was asked and of which something did not come: the one list of all that count failures."""
+
 Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding | Action | Snapshot | Truth
 
 

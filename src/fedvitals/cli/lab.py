@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -236,9 +237,12 @@ def _closing(said: dict[str, Any], store: str, alarms: _Alarms) -> None:
     if alarms.count:
         click.echo(f"{alarms.count} warnings and errors; the first: {alarms.first}")
     if said["run"] is not None:
-        click.echo(f"What was found:  fedvitals findings {said['run']} --store {store}")
-        click.echo(f"Look at it:      fedvitals show {said['run']} --store {store}")
-        click.echo(f"Where time went: fedvitals profile {said['run']} --store {store}")
+        run, option = said["run"], "" if store == "runs.db" else f" --store {shlex.quote(store)}"
+        click.echo(f"What was found:  fedvitals findings {run}{option}")
+        click.echo(f"Look at it:      fedvitals ui {run}{option}")
+        click.echo(f"Health card:     fedvitals show {run}{option}")
+        click.echo(f"Where time went: fedvitals profile {run}{option}")
+        click.echo(f"All in one file: fedvitals report {run}{option}")
 
 
 class _Alarms:

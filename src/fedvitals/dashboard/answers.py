@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +54,17 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def answer(request: Request, run: str | None, work: Callable[..., Any], also: str = "") -> Response:
+def answer(
+    request: Request,
+    run: str | None,
+    work: Callable[..., Any],
+    also: str = "",
+    about: Callable[[Reader], Sequence[str]] | None = None,
+) -> Response:
     """What `work(reader, run id)` gives (of the whole store, `work(reader)`), as JSON; 304 where nothing has changed.
 
-    `also`: what else than the store changes the answer, such as the hour.
+    `also`: what else than the store changes the answer, such as the hour. `about(reader)`: of the whole store, the runs
+    that matter; without it, a change of any run does.
     What cost time is remembered until the run changes: a second tab, or a person who comes back, does not wait again.
     """
     shelf: Shelf = request.app.state.shelf
@@ -64,7 +72,7 @@ def answer(request: Request, run: str | None, work: Callable[..., Any], also: st
     with shelf.reader() as reader:
         found = None if run is None else _find(reader, run)
         shelf.warming.asked(found)
-        version = shelf.version(found) + also
+        version = (shelf.version(found) if about is None else _joint(shelf, about(reader))) + also
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
         if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
             return Response(status_code=304, headers=headers)
@@ -77,6 +85,11 @@ def answer(request: Request, run: str | None, work: Callable[..., Any], also: st
                 shelf.remember(asked, version, body)
     shelf.warming.asked(found)
     return Response(body, media_type="application/json", headers=headers)
+
+
+def _joint(shelf: Shelf, runs: Sequence[str]) -> str:
+    told = "\n".join(f"{run} {shelf.version(run)}" for run in runs)
+    return hashlib.blake2b(told.encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
 def encode(value: Any) -> bytes:

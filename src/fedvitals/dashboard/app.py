@@ -51,6 +51,7 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
     for name in ROUTES:
         app.include_router(importlib.import_module(f"fedvitals.dashboard.routes_{name}").router)
     app.router.routes[:0] = files.routes()  # before all others: these are asked for most
+    app.router.routes += files.routes(last=True)
     app.add_middleware(Guard, token=token, hosts=hosts)
     return app
 

@@ -123,8 +123,11 @@ def view_of(path: str) -> str:
     return ENTRIES.get(view, view) if len(parts) > 3 else view
 
 
-def routes() -> list[Route]:
-    """Files and pages. Without threads: they are in memory, and a page asks for forty of them at once."""
+def routes(*, last: bool = False) -> list[Route]:
+    """Files and pages; `last`: what no other route knows.
+
+    Without threads: they are in memory, and a page asks for forty of them at once.
+    """
     files = Files()
 
     async def static(request: Request) -> Response:
@@ -140,6 +143,16 @@ def routes() -> list[Route]:
         view = view_of(request.url.path)
         return files.page(view if re.fullmatch(r"[a-z]+", view) else "overview").answer(request)
 
+    async def lost(request: Request) -> Response:
+        """No such page, which the page itself says; who asks the API is told in its own shape."""
+        if request.url.path.startswith("/api/"):
+            raise HTTPException(404, "Not Found")
+        found = files.page("runs").answer(request)
+        found.status_code = 404
+        return found
+
+    if last:
+        return [Route("/{path:path}", lost)]
     return [
         Route("/static/{name:path}", static),
         Route("/favicon.ico", icon),

@@ -57,12 +57,19 @@ class Guard:
 
         refused = self._refused(scope, Headers(scope=scope))
         if refused is not None:
-            told = {"Allow": ", ".join(METHODS)} if refused[0] == 405 else None
-            await failure(*refused, told)(scope, receive, with_headers)
+            await failure(*refused, self._more(refused, scope))(scope, receive, with_headers)
         elif scope["path"] == "/api/login" and scope["method"] == "POST":
             await (await self._login(scope, receive))(scope, receive, with_headers)
         else:
             await self._app(scope, _bounded(receive), with_headers)
+
+    def _more(self, refused: Refusal, scope: Scope) -> dict[str, str]:
+        """What a refusal says in its headers."""
+        if refused[0] == 405:
+            return {"Allow": ", ".join(METHODS)}
+        if refused[0] == 429 and self._tokens is not None:
+            return {"Retry-After": str(self._tokens.wait(_address(scope)))}
+        return {}
 
     def _refused(self, scope: Scope, headers: Headers) -> Refusal | None:
         return (
@@ -87,6 +94,8 @@ class Guard:
             return None  # the empty page, which then asks for data, is told to log in, and comes back
         if self._tokens.knows(headers.get("cookie", ""), headers.get("authorization", ""), _address(scope)):
             return None
+        if headers.get("authorization") and (wait := self._tokens.wait(_address(scope))):
+            return 429, f"Too many wrong tokens. Wait {wait} s.", "`fedvitals ui` printed it when it started."
         return 401, "This dashboard needs its token.", "Open /login, or send the header Authorization: Bearer ..."
 
     async def _login(self, scope: Scope, receive: Receive) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ from fedvitals.dashboard.answers import encode
 from fedvitals.dashboard.shelf import Shelf
 from fedvitals.errors import FedvitalsError
 
+logger = logging.getLogger("fedvitals.dashboard")
 EVERY = 0.25  # seconds between two looks
 ALIVE = 10.0  # seconds after which a page is told that nothing has happened
 MOST = 200  # pages
@@ -34,25 +36,30 @@ class Live:
                 await task
 
     async def _watch(self) -> None:
-        before, trouble = 0, ""
+        before, told, trouble = ("", 0, 0), dict[str, int](), ""
         while True:
             await asyncio.sleep(EVERY)
             if not self._pages:
                 continue
             try:
                 await asyncio.to_thread(self._shelf.look)
-            except FedvitalsError as error:
+            except Exception as error:
                 if str(error) != trouble:
+                    if not isinstance(error, FedvitalsError):  # our own mistake: the pages shall live on
+                        logger.exception("The look for changes failed.")
                     trouble = str(error)
                     self._tell("trouble", {"message": trouble})
                 continue
             if trouble:
                 trouble = ""
                 self._tell("healed", {})
-            count, versions = self._shelf.versions()
-            if count != before:
-                changed = {run: version for run, version in versions.items() if version > before or count < before}
-                before = count
+            now, versions = self._shelf.versions()
+            if now != before:
+                if now[:2] != before[:2]:  # another store, or rows were removed: nothing of before is known to hold
+                    changed = {**dict.fromkeys(told, 0), **versions}
+                else:
+                    changed = {run: version for run, version in versions.items() if version > before[2]}
+                before, told = now, versions
                 self._tell("change", {"runs": changed, "at": time.time()})
 
     def _tell(self, kind: str, data: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fedvitals.store.lock import writer_of
 from fedvitals.store.postgres import presence
 from fedvitals.store.reader import Reader
 
@@ -27,11 +28,23 @@ def _is_held(store: Path) -> bool:
     """By the file beside the store, which names the process that writes."""
     if sys.platform == "win32":  # where there is no such file, and asking for a process would end it
         return False
+    owner = writer_of(store)
+    if owner is None or owner == os.getpid():
+        return False
     try:
-        owner = int(store.with_name(store.name + ".lock").read_text())
         os.kill(owner, 0)
     except PermissionError:
         return True  # somebody else's process, but there
-    except (OSError, ValueError):
+    except (OSError, OverflowError):
         return False
-    return owner != os.getpid()
+    return True
+
+
+def is_written(reader: Reader, target: Path | str, run: str) -> bool:
+    """Whether somebody is there who may write to that run still."""
+    found = reader.database.rows(
+        "SELECT r.finished, COALESCE(r.started, 0) >= (SELECT MAX(COALESCE(o.started, 0)) FROM run AS o "
+        "WHERE o.finished IS NULL) FROM run AS r WHERE r.id = ?",
+        (reader.names.number(run) or 0,),
+    )
+    return bool(found) and found[0][0] is None and writers(reader, target)(run, bool(found[0][1]))

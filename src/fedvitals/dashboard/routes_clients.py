@@ -12,14 +12,16 @@ from fastapi import APIRouter, HTTPException, Query, Request
 from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer
-from fedvitals.dashboard.routes_overview import First, Last, Points, RunPath
+from fedvitals.dashboard.asked import First, Last, RunPath
+from fedvitals.dashboard.routes_overview import Points
+from fedvitals.dashboard.shelf import Shelf
 from fedvitals.diagnosis.attendance import groups_of
 from fedvitals.store.reader import Reader
 from fedvitals.views.client import ClientPage, client_page
 from fedvitals.views.client_layers import ClientLayers, client_layers
 from fedvitals.views.client_signs import ClientSign, client_signs
 from fedvitals.views.client_times import ClientTimes, client_times
-from fedvitals.views.clients import ClientsPage, Rosters, clients_page, severities
+from fedvitals.views.clients import ClientsPage, Roster, clients_page, severities
 from fedvitals.views.update_map import Kind, Layouts, UpdateMap, update_map
 
 router = APIRouter(tags=["clients"])
@@ -49,17 +51,15 @@ def clients(
         "sort": sort, "descending": descending, "search": search, "group": group, "health": health,
         "limit": limit, "offset": offset,
     }  # fmt: skip
-    rosters: Rosters = request.app.state.shelf.rosters
-    return answer(request, run, lambda reader, found: clients_page(rosters.roster(reader, found), **wanted))
+    return answer(request, run, lambda reader, found: clients_page(_roster(request, reader, found), **wanted))
 
 
 @router.get("/api/runs/{run}/client", response_model=ClientPage)
 def client(request: Request, run: RunPath, node: Node) -> Response:
     """One client: verdict, findings, facts, failures, events, and its neighbours in the order of trouble."""
-    rosters: Rosters = request.app.state.shelf.rosters
 
     def work(reader: Reader, found: str) -> ClientPage:
-        return client_page(reader, _known(reader, found, node), node, rosters.roster(reader, found).rows)
+        return client_page(reader, _known(reader, found, node), node, _roster(request, reader, found).rows)
 
     return answer(request, run, work)
 
@@ -109,9 +109,9 @@ def map_of_updates(
     plane: Annotated[Kind, Query(description="That all rounds share, or the round's own.")] = "run",
 ) -> Response:
     """The updates of a round in a plane, and their cosines."""
-    layouts: Layouts = request.app.state.shelf.layouts
 
     def work(reader: Reader, found: str) -> UpdateMap:
+        layouts: Layouts = request.app.state.shelf.layouts  # here: those of a store that was replaced are gone
         history = reader.history(found)
         rounds = history.rounds()
         groups = groups_of(history, rounds[-1]) if rounds else {}
@@ -127,6 +127,11 @@ def map_of_updates(
         )
 
     return answer(request, run, work)
+
+
+def _roster(request: Request, reader: Reader, run: str) -> Roster:
+    shelf: Shelf = request.app.state.shelf
+    return shelf.rosters.roster(reader, run, shelf.version(run))
 
 
 def _known(reader: Reader, run: str, node: str) -> str:

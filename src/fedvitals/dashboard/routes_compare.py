@@ -15,13 +15,14 @@ from fedvitals.dashboard.answers import answer
 from fedvitals.errors import ConfigError
 from fedvitals.store.queries import find_run
 from fedvitals.store.reader import Reader
-from fedvitals.views.compare import sides_of
+from fedvitals.views.compare import chosen, sides_of
 from fedvitals.views.compare_page import ComparePage, compare_page
 from fedvitals.views.figures import Figures, figures_of
 
 router = APIRouter(tags=["compare"])
 MOST = 6  # sides
-REMEMBERED = 40  # runs
+REPEATS = 10  # runs of a side, the newest
+REMEMBERED = 80  # runs
 Name = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 
 
@@ -56,21 +57,23 @@ def compare(
     """Runs against the `baseline` (else the first), each an id, a name, or the beginning of an id.
 
     Runs of one name and one configuration, which differ by their seeds only, are one side. With `repeats`, all such
-    runs in the store are taken, not only those named.
+    runs in the store are taken, not only those named: of each side the newest ten.
     """
     shelf = request.app.state.shelf
     state = request.app.state
     if not hasattr(state, "compared"):
         state.compared = Remembered()
 
-    def work(reader: Reader) -> ComparePage:
+    def meant(reader: Reader) -> list[str]:
         try:
             ids = list(dict.fromkeys(find_run(reader, run) for run in runs))
             first = ids[0] if baseline is None else find_run(reader, baseline)
         except ConfigError as error:
             raise HTTPException(404, str(error)) from error
-        ordered = [first, *(run for run in ids if run != first)]
-        known = lambda reader, run: state.compared.figures(reader, run, shelf.version(run))  # noqa: E731
-        return compare_page(sides_of(reader, ordered, repeats=repeats, figures=known))
+        return chosen(reader, [first, *(run for run in ids if run != first)], repeats=repeats, most=REPEATS)
 
-    return answer(request, None, work)
+    def work(reader: Reader) -> ComparePage:
+        known = lambda reader, run: state.compared.figures(reader, run, shelf.version(run))  # noqa: E731
+        return compare_page(sides_of(reader, meant(reader), figures=known))
+
+    return answer(request, None, work, about=meant)

@@ -11,16 +11,16 @@ from fastapi import APIRouter, Body, HTTPException, Path, Query, Request
 from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer, encode
-from fedvitals.dashboard.routes_status import RunPath
+from fedvitals.dashboard.asked import RunPath
 from fedvitals.errors import ConfigError
 from fedvitals.store import queries
 from fedvitals.store.marks import clear_mark, set_mark
 from fedvitals.store.reader import Reader
+from fedvitals.views.briefs import Marked
 from fedvitals.views.evidence import Evidence
 from fedvitals.views.findings import (
     Asked,
     Findings,
-    Marked,
     ToldFinding,
     Where,
     evidence_of_key,
@@ -95,7 +95,8 @@ def acknowledge(request: Request, run: RunPath, key: KeyPath) -> Response:
 
 
 @router.delete("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)
-def forget(request: Request, run: RunPath, key: KeyPath) -> Response:
+def take_back(request: Request, run: RunPath, key: KeyPath) -> Response:
+    """As if nobody had acknowledged it."""
     return _unmark(request, run, key, "acknowledged")
 
 

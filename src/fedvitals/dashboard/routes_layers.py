@@ -8,19 +8,16 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from fedvitals.dashboard.asked import FURTHEST, First, Last, RunPath
 from fedvitals.dashboard.routes_rounds import named
-from fedvitals.dashboard.routes_status import RunPath
 from fedvitals.views.layers import LayersPage, layers_page
 from fedvitals.views.ridges import Distribution, distribution
 
 router = APIRouter(tags=["layers"])
-FURTHEST = 2**53  # the largest whole number that a browser can say
 Family = Literal["gradient", "gradient.full", "update", "weight", "activation"]
 Statistic = Literal["rms", "l2", "mean_magnitude", "mean", "std", "absmax", "sparsity", "nans", "infs"]
 Node = Annotated[str | None, Query(max_length=300, description="A node; none: the federation as a whole.")]
 Round = Annotated[int | None, Query(alias="round", ge=-FURTHEST, le=FURTHEST, description="That must be shown.")]
-First = Annotated[int | None, Query(alias="from", ge=-FURTHEST, le=FURTHEST, description="First round.")]
-Last = Annotated[int | None, Query(alias="to", ge=-FURTHEST, le=FURTHEST, description="Last round.")]
 
 
 @router.get("/api/runs/{run}/layers", response_model=LayersPage)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asked import FURTHEST, First, Last, RunPath
 from fedvitals.store.reader import Reader
 from fedvitals.views.grid import Grid
 from fedvitals.views.heat import Sort, client_grid, layer_grid
@@ -18,8 +19,6 @@ from fedvitals.views.phases import Phases, phases
 from fedvitals.views.series import Band, Series, band, median_series, series
 
 router = APIRouter(tags=["overview"])
-FURTHEST = 2**53  # the largest whole number that a browser can say
-RunPath = Annotated[str, Path(max_length=300, description="Id of a run, its name, or the beginning of its id.")]
 Sign = Annotated[str, Query(min_length=1, max_length=300, description="Name of a metric.")]
 Signs = Annotated[
     list[Annotated[str, Query(min_length=1, max_length=300)]],
@@ -30,8 +29,6 @@ Nodes = Annotated[
     Query(max_length=16, description="Nodes whose own values are wanted; none: the federation's."),
 ]
 Points = Annotated[int, Query(ge=1, le=4000, description="At most so many; more rounds share buckets.")]
-First = Annotated[int | None, Query(alias="from", ge=-FURTHEST, le=FURTHEST, description="First round.")]
-Last = Annotated[int | None, Query(alias="to", ge=-FURTHEST, le=FURTHEST, description="Last round.")]
 
 
 @router.get("/api/runs/{run}/overview", response_model=Overview)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, HTTPException, Path, Query, Request
 from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer
-from fedvitals.dashboard.routes_status import RunPath
+from fedvitals.dashboard.asked import FURTHEST, First, Last, RunPath
 from fedvitals.errors import ConfigError
 from fedvitals.store.reader import Reader
 from fedvitals.views.costs import Costs, costs
@@ -19,10 +19,7 @@ from fedvitals.views.spending import Changes, Spending, changes, spending
 from fedvitals.views.topology import TopologyPage, topology_page
 
 router = APIRouter(tags=["rounds"])
-FURTHEST = 2**53  # the largest whole number that a browser can say
 Clock = Annotated[Literal["real", "virtual"] | None, Query(description="Default: the virtual one where there is one.")]
-First = Annotated[int | None, Query(alias="from", ge=-FURTHEST, le=FURTHEST, description="First round.")]
-Last = Annotated[int | None, Query(alias="to", ge=-FURTHEST, le=FURTHEST, description="Last round.")]
 Number = Annotated[int, Path(alias="number", ge=-FURTHEST, le=FURTHEST, description="A round.")]
 Offset = Annotated[int, Query(ge=0, le=FURTHEST)]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,20 +11,22 @@ from fastapi import APIRouter, HTTPException, Path, Query, Request
 from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import Failure, answer, encode
+from fedvitals.dashboard.asked import RunPath
 from fedvitals.dashboard.presence import writers
-from fedvitals.errors import StoreError
+from fedvitals.dashboard.routes_status import this_minute
+from fedvitals.errors import BusyError
 from fedvitals.store import retention
 from fedvitals.store.marks import clear_mark, marks, set_mark
 from fedvitals.store.reader import Reader
 from fedvitals.views.run_contents import Contents, contents_of
-from fedvitals.views.run_list import Order, RunList, RunsAsked, RunsPage, RunState, Sort
+from fedvitals.views.run_list import Order, RunList, RunsAsked, RunsPage, Sort
+from fedvitals.views.status import RunState
 from fedvitals.views.verdict import State
 
 router = APIRouter(tags=["runs"])
 _DELETING = threading.Lock()  # a store's own lock is between processes
 MOST_TAGS = 20  # of a run
 CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": Failure}}
-RunPath = Annotated[str, Path(max_length=300, description="Id of a run.")]
 TagPath = Annotated[str, Path(min_length=1, max_length=40, description="A word or two of a person's own.")]
 Text = Annotated[str, Query(max_length=200)]
 
@@ -41,7 +42,7 @@ class Deleted:
     id: str
     name: str
     records: int
-    bytes: int  # that the store takes less
+    bytes: int  # that its records took
 
 
 @router.get("/api/runs", response_model=RunsPage)
@@ -63,8 +64,7 @@ def runs(
     def work(reader: Reader) -> RunsPage:
         return _list_of(request).page(reader, shelf.version, asked, writers(reader, shelf.target))
 
-    # A run falls silent without a change in the store.
-    return answer(request, None, work, also=f".{int(time.time() // 60)}")
+    return answer(request, None, work, also=this_minute())
 
 
 def _list_of(request: Request) -> RunList:
@@ -104,14 +104,15 @@ def remove_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
 
 @router.delete("/api/runs/{run}", response_model=Deleted, responses=CONFLICT)
 def delete(request: Request, run: RunPath) -> Response:
-    """Delete a run for good and give its space back. Only by its whole id; refused while it is being written."""
+    """Delete a run for good. Only by its whole id; refused while it is being written.
+
+    What is written next takes its room. `fedvitals runs delete` gives room back to the disk, for which others wait.
+    """
     found = _exact(request, run)
     try:
         with _DELETING:
-            cleared = retention.delete(request.app.state.shelf.target, [found])
-    except StoreError as error:
-        if "being written" not in str(error):
-            raise
+            cleared = retention.delete(request.app.state.shelf.target, [found], give_back=False)
+    except BusyError as error:
         raise HTTPException(409, str(error)) from error
     if not cleared.removed:
         raise HTTPException(404, f"There is no run '{found}' any more.")

@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.asked import RunPath
+from fedvitals.dashboard.presence import is_written
+from fedvitals.store.reader import Reader
 from fedvitals.views.status import Status, StoreStatus, status_of, store_status
 
 router = APIRouter(tags=["status"])
-RunPath = Annotated[str, Path(max_length=300, description="Id of a run, its name, or the beginning of its id.")]
+
+
+def this_minute() -> str:
+    """For answers that change without a change in the store: a run falls silent."""
+    return f".{int(time.time() // 60)}"
 
 
 @router.get("/api/store", response_model=StoreStatus)
@@ -25,4 +32,9 @@ def store(request: Request) -> Response:
 @router.get("/api/runs/{run}", response_model=Status)
 def status(request: Request, run: RunPath) -> Response:
     """One run: its state, progress, settings, and what of it was measured."""
-    return answer(request, run, status_of)
+    target = request.app.state.shelf.target
+
+    def work(reader: Reader, found: str) -> Status:
+        return status_of(reader, found, written=is_written(reader, target, found))
+
+    return answer(request, run, work, also=this_minute())

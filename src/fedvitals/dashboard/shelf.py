@@ -9,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedvitals.dashboard.pulse import Pulse
+from fedvitals.dashboard.pulse import Mark, Pulse
 from fedvitals.dashboard.warming import Warming
+from fedvitals.errors import StoreError
 from fedvitals.store import open_reader, store_target
 from fedvitals.store.postgres import address_of
 from fedvitals.store.reader import Reader
@@ -20,6 +21,7 @@ from fedvitals.views.update_map import Layouts
 
 READERS = 8  # that wait for the next request
 REMEMBERED = 64_000_000  # bytes of answers
+PATIENCE = 60.0  # seconds for one statement of a request
 
 
 class Shelf:
@@ -29,6 +31,8 @@ class Shelf:
         self.warming = Warming(self)
         self._pulse = Pulse()
         self._lock = threading.Lock()
+        self._looking = threading.Lock()  # its own: a look may take long, and answers that are known need not wait
+        self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
         self._readers: list[tuple[object, Reader]] = []
         self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` tells of changes
         self._answers: OrderedDict[tuple[str, str], bytes] = OrderedDict()
@@ -50,7 +54,10 @@ class Shelf:
             self._readers = kept
         for _, old in gone:
             old.close()
-        reader = reader or open_reader(self.target)
+        if reader is not None and _is_outdated(reader):
+            reader.close()
+            reader = None
+        reader = reader or open_reader(self.target, patience=PATIENCE)
         share(reader, self.matrices)
         try:
             yield reader
@@ -76,26 +83,35 @@ class Shelf:
 
     def look(self) -> None:
         """Notice what has changed in the store since the last look."""
-        identity = self._identity()
-        with self._lock:
-            if self._watcher is not None and self._watcher[0] != identity:
-                self._watcher[1].close()
-                self._watcher = None
+        came = self._looks
+        with self._looking:
+            if self._looked > came:  # somebody else's look, which began after we came
+                return
+            self._looks += 1
+            self._look(self._identity())
+            self._looked = self._looks
+
+    def _look(self, identity: object) -> None:
+        watcher = self._watcher
+        if watcher is not None and (watcher[0] != identity or _is_outdated(watcher[1])):
+            watcher[1].close()
+            self._watcher = None
+            if watcher[0] != identity:
                 self._pulse = Pulse()
                 self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
-            if self._watcher is None:
-                self._watcher = identity, open_reader(self.target)
-            try:
-                self._pulse.look(self._watcher[1])
-            except BaseException:
-                self._watcher[1].close()
-                self._watcher = None
-                raise
+        if self._watcher is None:
+            self._watcher = identity, open_reader(self.target, patience=PATIENCE)
+        try:
+            self._pulse.look(self._watcher[1])
+        except BaseException:
+            self._watcher[1].close()
+            self._watcher = None
+            raise
 
     def version(self, run: str | None) -> str:
         return self._pulse.version(run)
 
-    def versions(self) -> tuple[int, dict[str, int]]:
+    def versions(self) -> tuple[Mark, dict[str, int]]:
         return self._pulse.versions()
 
     def remembered(self, asked: str, version: str) -> bytes | None:
@@ -116,9 +132,17 @@ class Shelf:
 
     def close(self) -> None:
         self.warming.close()
-        with self._lock:
+        with self._looking, self._lock:
             for _, reader in self._readers:
                 reader.close()
             if self._watcher is not None:
                 self._watcher[1].close()
             self._readers, self._watcher = [], None
+
+
+def _is_outdated(reader: Reader) -> bool:
+    """Also one that can no longer be asked."""
+    try:
+        return reader.is_outdated()
+    except StoreError:
+        return True

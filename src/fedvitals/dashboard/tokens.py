@@ -34,16 +34,17 @@ class Tokens:
 
     def wait_after(self, given: str, address: str) -> int | None:
         """None: it is the token. Else the seconds after which one more try is allowed; 0: at once."""
-        wait = self._wait(address)
+        wait = self.wait(address)
         if wait:
             return wait
         if hmac.compare_digest(given.encode("utf-8", "replace"), self._token):
             return None
         for who in (address, ""):
             self._tries.setdefault(who, deque(maxlen=TRIES_OF_ALL)).append(time.monotonic())
-        return self._wait(address)
+        return self.wait(address)
 
-    def _wait(self, address: str) -> int:
+    def wait(self, address: str) -> int:
+        """Seconds until this address may try again."""
         now = time.monotonic()
         for who in list(self._tries):
             tries = self._tries[who]

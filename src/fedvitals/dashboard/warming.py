@@ -7,15 +7,19 @@ the clients show several; whoever has looked at the run for a moment does not wa
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fedvitals.errors import FedvitalsError
 from fedvitals.store import queries
+from fedvitals.store.reader import Reader
+from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.spending import changes, spending
 from fedvitals.views.tally import traffic_total
 
 if TYPE_CHECKING:
@@ -25,11 +29,12 @@ logger = logging.getLogger("fedvitals.dashboard")
 
 # Those that the most pages want come first.
 WANTED = (
-    "loss", "update.norm", "update.cosine_mean", "steps", "time.client", "time.client_virtual", "traffic.sent",
-    "traffic.received", "gradient.nonfinite", "weight.nonfinite", "gradient.norm", "scale.gsc", "local.loss",
+    "loss", "traffic.sent", "traffic.received", "update.norm", "steps", "update.cosine_mean", "time.client",
+    "time.client_virtual", "gradient.nonfinite", "weight.nonfinite", "gradient.norm", "scale.gsc", "local.loss",
     "local.accuracy", "accuracy", "weight.drift", "memory.resident",
 )  # fmt: skip
 NEWEST = ""  # stands for the newest run
+REMEMBERED = 64  # runs that are not read ahead again
 QUIET = 0.25  # seconds without a request after which we may work
 
 
@@ -44,6 +49,7 @@ class Warming:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._done: dict[str, None] = {}  # in the order in which they were begun
 
     def asked(self, run: str | None) -> None:
         """A request has come, or has been answered. Who asks for the list of runs is likely to open the newest."""
@@ -52,9 +58,9 @@ class Warming:
 
     def want(self, run: str = NEWEST) -> None:
         """Read ahead for that run, without a word the newest."""
-        if run in self._runs or self._closed:
-            return
         with self._lock:
+            if self._closed or run in self._runs or run in self._done:
+                return
             self._runs.append(run)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="dashboard-warming", daemon=True)
@@ -62,31 +68,53 @@ class Warming:
         self._wanted.set()
 
     def _work(self) -> None:
-        done: set[str] = set()
         while not self._closed:
             self._wanted.wait()
             self._wanted.clear()
-            for run in [run for run in self._runs if run not in done]:
-                done.add(run)
-                with contextlib.suppress(FedvitalsError):  # who asks for it will be told
+            while not self._closed and (run := self._next()) is not None:
+                try:
                     self._read(run)
+                except FedvitalsError:
+                    pass  # who asks for it will be told
+                except Exception:
+                    logger.exception("Reading ahead failed; pages are not concerned.")
+
+    def _next(self) -> str | None:
+        with self._lock:
+            run = self._runs.popleft() if self._runs else None
+            if run not in (None, NEWEST):  # which run is the newest changes
+                self._note(run)
+            return run
+
+    def _note(self, run: str) -> None:
+        self._done[run] = None
+        if len(self._done) > REMEMBERED:
+            del self._done[next(iter(self._done))]
 
     def _read(self, run: str) -> None:
         with self._shelf.reader() as reader:
             if run == NEWEST:
                 found = reader.database.rows("SELECT id FROM runs ORDER BY started DESC LIMIT 1")
-                run = str(found[0][0]) if found else ""
+                run = str(found[0][0]) if found else NEWEST
+                with self._lock:
+                    if run in self._done or run == NEWEST:
+                        return
+                    self._note(run)
             traffic_total(reader, run)
             told = set(queries.metric_names(reader, run))
         for name in WANTED:
-            if name not in told:
-                continue
-            while time.monotonic() - self._asked < QUIET and not self._closed:
-                time.sleep(QUIET / 5)
-            if self._closed:
-                return
+            if name in told:
+                self._quietly(functools.partial(_prepared, run=run, name=name))
+        for page in (spending, changes):
+            self._quietly(functools.partial(page, run=run))
+
+    def _quietly(self, work: Callable[[Reader], object]) -> None:
+        """When nobody has asked for anything for a moment."""
+        while time.monotonic() - self._asked < QUIET and not self._closed:
+            time.sleep(QUIET / 5)
+        if not self._closed:
             with self._shelf.reader() as reader:
-                self._shelf.matrices.matrix(reader, run, name)
+                work(reader)
 
     def close(self) -> None:
         """Waits for the metric that is being read."""
@@ -94,3 +122,10 @@ class Warming:
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
+
+
+def _prepared(reader: Reader, run: str, name: str) -> None:
+    """A metric, and what is made from its numbers once and remembered with them."""
+    matrix = metric_matrix(reader, run, name)
+    matrix.band()
+    matrix.worst_first()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.protocols import History, Node
-from fedvitals.records import Event
+from fedvitals.records import FAILURES, Event
 
 SERVER = "server"
 LOOK_BACK = 30  # rounds in which the past of a client is looked for
@@ -90,8 +90,8 @@ def calls(history: History, round: int, names: Iterable[str], most: int = LOOK_B
     return {node: Calls(*zip(*own, strict=True)) for node, own in found.items()}
 
 
-ASKED = ("client.dropped_out", "update.lost", "update.late", "update.refused", "client.failed")
-"""Events about a client that was asked, and from whom nothing of use came."""
+ASKED = tuple(name for name in FAILURES if name != "worker.lost")
+"""Events about a client that was asked, and from whom nothing of use came; its records alone are no answer missed."""
 
 
 def chance_of(wrong: int, asked: int, rate: float) -> float:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which clients and layers stand out: a ranking for the eye, never a finding.
 
-The score is how far a value lies from its peers' median, in robust standard deviations (1.4826 · MAD), for the size of
-the update and for its direction, whichever is more; the median over the newest rounds. It says «look here first»: with
-ten clients somebody exceeds 3.5 in every eighth round (see shared notes on multiplicity), so it accuses nobody. Norms
-are over finite values only, so a client with others comes before all scores.
+The score is how far a value lies from its peers' median, in robust standard deviations (see `robust_scores`), for the
+size of the update and for its direction, whichever is more; the median over the newest rounds. It says «look here
+first»: with ten clients somebody exceeds 3.5 in every eighth round (see shared notes on multiplicity), so it accuses
+nobody. Norms are over finite values only, so a client with others comes before all scores.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ class StandOut:
     why: str
 
 
-def robust_scores(values: Array, floor: float) -> Array:
-    """Distance from the median in robust standard deviations, signed; NaN stays NaN."""
+def robust_scores(values: Array, floor: float, of: Array | None = None) -> Array:
+    """Distance of these values (or of `of`) from their median in robust standard deviations, signed; NaN stays NaN.
+
+    The one meaning of the words wherever a person reads them: √((1.4826 · MAD)² + floor²), the floor being a
+    twentieth of the value (of logarithms and artanh: 0.05).
+    """
     middle = np.nanmedian(values)
     spread = 1.4826 * np.nanmedian(np.abs(values - middle))
-    return np.asarray((values - middle) / np.hypot(spread, floor))
+    return np.asarray(((values if of is None else of) - middle) / np.hypot(spread, floor))
 
 
 def clients_that_stand_out(history: History, rounds: Sequence[int] | None = None) -> list[StandOut]:

@@ -71,6 +71,32 @@ def _closeness(cosines: Array) -> Array:
     return -np.log(np.clip(1 - cosines, 1e-4, 2.0))
 
 
+_LOSS, _SHARE = 0.05, 1e-3  # added before a logarithm, so that 0 has one
+_OFFSET = {
+    **dict.fromkeys(("loss_before", "loss_after", "loss_p90"), _LOSS),
+    **dict.fromkeys(("share_first", "share_head"), _SHARE),
+}
+_COSINES = ("cosine", "cosine_first", "cosine_head", "previous", "step", "back", "classes", "classes_min", "bias")
+_AS_THEY_ARE = ("signs", "class_entropy", "accuracy_before", "accuracy_after")
+
+
+def as_measured(sign: str, compared: float | None) -> float | None:
+    """A sign's value as it was measured, from the one that it is compared by; of a difference of logs, the ratio.
+
+    A name that is none of our signs was not changed.
+    """
+    if compared is None or not np.isfinite(compared) or sign not in SIGNS or sign in _AS_THEY_ARE:
+        return compared
+    if sign in _COSINES:
+        return float(np.tanh(compared))
+    if sign == "nearest":
+        return float(1 - np.exp(-min(max(compared, -1.0), 700.0)))
+    if sign in ("confident_wrong", "confusion"):
+        return float(compared**2)
+    found = float(np.exp(min(compared, 700.0))) - _OFFSET.get(sign, 0.0)
+    return max(0.0, found)
+
+
 def vitals(history: History, number: int) -> Vitals:
     """The signs of every client that sent an update, or trained, in this round."""
     nodes = list(history.latest("update.norm", number)) or clients_of(history, number)
@@ -114,8 +140,8 @@ def _of_update(history: History, number: int, nodes: list[Node], metric: Callabl
     head = _head(history.layers("update.alignment"))
     return {
         "norm": _log(metric("update.norm")),
-        "share_first": _log(shares[:, 0], 1e-3),
-        "share_head": _log(shares[:, head], 1e-3),
+        "share_first": _log(shares[:, 0], _SHARE),
+        "share_head": _log(shares[:, head], _SHARE),
         "cosine": _turn(peers["cosine"]),
         "cosine_first": _turn(peers["first"]),
         "cosine_head": _turn(peers["head"]),
@@ -134,7 +160,7 @@ def _of_update(history: History, number: int, nodes: list[Node], metric: Callabl
 
 def _of_training(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:
     """What the client tells."""
-    before, after = _log(metric("fit.loss_before"), 0.05), _log(metric("fit.loss_after"), 0.05)
+    before, after = _log(metric("fit.loss_before"), _LOSS), _log(metric("fit.loss_after"), _LOSS)
     gradient, last = _log(metric("gradient.norm")), _log(metric("gradient.norm_last"))
     steps, samples = metric("steps"), metric("samples")
     sizes = _aligned(history, "gradient", ("rms",), number, nodes)[:, :, 0]
@@ -142,7 +168,7 @@ def _of_training(history: History, number: int, nodes: list[Node], metric: Calla
     return {
         "loss_before": before,
         "loss_after": after,
-        "loss_p90": _log(metric("fit.loss_p90"), 0.05),
+        "loss_p90": _log(metric("fit.loss_p90"), _LOSS),
         "accuracy_before": metric("fit.accuracy_before"),
         "accuracy_after": metric("fit.accuracy_after"),
         "confident_wrong": np.sqrt(metric("fit.confident_wrong")),

@@ -38,3 +38,8 @@ __all__ = [
     "update_map",
     "waterfall",
 ]
+
+
+def __dir__() -> list[str]:
+    """The pictures only: what draws them is nobody's to call."""
+    return __all__

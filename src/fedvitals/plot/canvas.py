@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-WIDTH = 7.6  # inches
+WIDTH = 6.8  # inches: less than a sheet of paper has, so that text is never smaller there than here
 SMALL = 8  # points: all text
 NAMED_FLAGS = 4  # of the findings on an axis; the others have their shape only
 
@@ -83,7 +83,7 @@ def head(axes: Any, title: str, note: str = "") -> None:
     """A title, and beside it in grey what one has to know to read the picture."""
     axes.set_title(title, loc="left", fontsize=SMALL, color=INK, pad=7)
     if note:
-        axes.set_title(note, loc="right", fontsize=SMALL - 1, color=HAIRLINE, pad=7)
+        axes.set_title(note, loc="right", fontsize=SMALL, color=HAIRLINE, pad=7)
 
 
 def round_axis(axes: Any, rounds: Iterable[int], *, label: bool = True) -> None:
@@ -127,7 +127,7 @@ def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
             name = words(same[0].node or same[0].group or same[0].layer or same[0].issue, 14)
             more = f" +{len(same) - 1}" if len(same) > 1 else ""
             axes.annotate(
-                f"{name}{more}", (number, 1.0), (3, -3), across, "offset points", fontsize=SMALL - 1, va="top",
+                f"{name}{more}", (number, 1.0), (3, -3), across, "offset points", fontsize=SMALL, va="top",
                 color=HAIRLINE,
             )  # fmt: skip
 

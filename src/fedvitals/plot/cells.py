@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedvitals.plot.canvas import SMALL, sheet
 from fedvitals.plot.scale import power
-from fedvitals.plot.style import FAILED, HAIRLINE, INK, NOT_FINITE, NOT_THERE, words
+from fedvitals.plot.style import FAILED, HAIRLINE, INK, NOT_FINITE, NOT_THERE, SIGNED, words
 from fedvitals.views import grid
 from fedvitals.views.grid import Grid
 from fedvitals.views.units import with_unit
@@ -43,6 +43,7 @@ class Shades:
 
     def __init__(self, low: float, high: float, *, log: bool = False, signed: bool = False) -> None:
         from matplotlib import colormaps  # noqa: PLC0415 - an extra
+        from matplotlib.colors import LinearSegmentedColormap  # noqa: PLC0415
 
         self.log, self.signed = log, signed
         if signed:
@@ -51,7 +52,7 @@ class Shades:
         if log:
             low, high = math.log10(low), math.log10(high)
         self.low, self.high = low, high if high > low else low + 1.0
-        self.colours = colormaps["RdBu_r" if signed else "cividis"]
+        self.colours = LinearSegmentedColormap.from_list("signed", SIGNED) if signed else colormaps["cividis"]
 
     def of(self, values: Floats) -> Floats:
         """Colours [..., 4]; a 0 on a log scale has the lowest."""
@@ -101,7 +102,7 @@ def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
     step = -(-rows // NAMED)
     places = range(0, rows, step)
     axes.set_yticks([place + 0.5 for place in places], [words(of.rows[place], 22) for place in places], usetex=False)
-    axes.tick_params(axis="y", length=0, labelsize=SMALL - 1 if rows <= NAMED else SMALL - 2)
+    axes.tick_params(axis="y", length=0, labelsize=SMALL)
     for side in axes.spines.values():
         side.set_visible(False)
 
@@ -131,7 +132,7 @@ def cell_sheet(rows: int, title: str, note: str = "") -> tuple[Figure, Any, Any]
     top.set(xlim=(0, 1), ylim=(0, 1))
     top.text(0, 0.3, title, ha="left", va="bottom", fontsize=SMALL)
     if note:
-        top.text(0.99, 0.3, note, ha="right", va="bottom", fontsize=SMALL - 1, color=HAIRLINE)
+        top.text(0.99, 0.3, note, ha="right", va="bottom", fontsize=SMALL, color=HAIRLINE)
     return figure, cells, top
 
 
@@ -145,4 +146,4 @@ def colour_scale(top: Any, shades: Shades, unit: str) -> None:
     top.set(xlim=(0, 1), ylim=(0, 1))
     low, high = shades.ends(unit)
     for place, text, side in ((left - 0.01, low, "right"), (right + 0.01, high, "left")):
-        top.text(place, 0.55, text, ha=side, va="center", fontsize=SMALL - 1, color=HAIRLINE)
+        top.text(place, 0.55, text, ha=side, va="center", fontsize=SMALL, color=HAIRLINE)

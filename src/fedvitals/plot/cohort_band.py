@@ -12,6 +12,7 @@ from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, ro
 from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, check_sign, opened, suspects
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
+from fedvitals.records import is_client
 from fedvitals.store import Target
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 POINTS = 240  # buckets of rounds; each keeps its extremes
 LINES = 6  # on top of the band; more would be spaghetti
-LEGEND = "band: min–max, 5–95 %; line: median client"
+LEGEND = "min–max, 5–95 %, median client"
+FEW = 3  # clients, from which on they make a band and have a middle
 
 
 @drawn
@@ -32,12 +34,13 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[str] | None = None
     with opened(run, store) as (reader, chosen):
         check_sign(reader, chosen, sign)
         matrix, cases = metric_matrix(reader, chosen, sign), cases_of(reader, chosen)
+        clients = sum(is_client(node) for node in reader.history(chosen).nodes())
     if not matrix.nodes:
         return nothing(f"No client told its {words(sign, 40)}.")
     named = list(nodes) if nodes is not None else suspects(cases, LINES)
     figure, grid = sheet(1, 2.6)
     axes = grid[0, 0]
-    head(axes, words(sign, 60), LEGEND)
+    head(axes, words(sign, 30), f"{LEGEND}; {told_by(band(sign, matrix, POINTS), clients)}")
     draw_cohort(axes, sign, matrix, named[:LINES])
     flags(axes, [case for case in cases if case.node is None or case.node in named])
     round_axis(axes, matrix.rounds)
@@ -69,18 +72,46 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     label_ends(axes, ends)
 
 
-def draw_band(axes: Any, found: Band, height: Height, colour: str = BLUE, *, middle: bool = True) -> None:
-    """Minimum to maximum, 5 % to 95 %, and the median."""
+def draw_band(axes: Any, found: Band, height: Height, colour: str = BLUE, *, clients: int = 0) -> None:
+    """Minimum to maximum, 5 % to 95 %, and the median; where only one or two clients told, faint points instead."""
     low, p5, median, p95, high = (
         height.of(numbers(values)) for values in (found.min, found.p5, found.median, found.p95, found.max)
     )
-    axes.fill_between(found.rounds, low, high, color=colour, alpha=0.12, linewidth=0)
-    axes.fill_between(found.rounds, p5, p95, color=colour, alpha=0.22, linewidth=0)
-    if middle:
-        line(axes, found.rounds, median.tolist(), colour, linewidth=1.0)
+    few = told_by_few(found, clients)
+    for bottom, top, alpha in ((low, high, 0.12), (p5, p95, 0.22)):
+        own = np.where(few, np.nan, bottom)
+        axes.fill_between(found.rounds, own, top, color=colour, alpha=alpha, linewidth=0)
+        alone = _alone(own)  # a band of one round has no width
+        axes.vlines(np.asarray(found.rounds)[alone], own[alone], top[alone], colour, alpha=alpha, linewidth=3)
+    line(axes, found.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
+    if few.any():  # leads the eye from one to the next, and says that nothing is known between them
+        kept = np.isfinite(median) & (~few | few.all())
+        axes.plot(np.asarray(found.rounds)[kept], median[kept], ":", color=colour, linewidth=0.7, alpha=0.6)
+    for ends in (low, high):  # of two clients, both
+        axes.plot(np.asarray(found.rounds)[few], ends[few], "o", color=colour, alpha=0.45, markersize=3, mfc="none")
     odd = [r for r, count in zip(found.rounds, found.clients, strict=True) if not count]
     if odd:
         axes.plot(odd, [axes.get_ylim()[0]] * len(odd), "x", color=HAIRLINE, markersize=4)
+
+
+def told_by_few(found: Band, clients: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Where too few clients told to speak of a cohort; nowhere, if there are no more (of `clients`, or ever)."""
+    counts = np.asarray(found.clients, np.int64)
+    return np.asarray((counts > 0) & (counts < FEW) & (counts.max(initial=clients) >= FEW))
+
+
+def told_by(found: Band, clients: int) -> str:
+    """How many clients told in a round: «1 to 10 of 20 clients a round»."""
+    counts = [count for count in found.clients if count]
+    if not counts:
+        return f"none of {clients} clients"
+    many = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
+    return f"{many} of {clients} clients a round"
+
+
+def _alone(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    there = np.concatenate([[False], np.isfinite(values), [False]])
+    return np.asarray(there[1:-1] & ~there[:-2] & ~there[2:])
 
 
 def _is_wide(values: np.ndarray[Any, np.dtype[np.float64]]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, words
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 6  # runs on one axis; more would be spaghetti
-ROOM = 40  # characters over a panel of half the width
+ROOM = 36  # characters over a panel of half the width
 
 
 @drawn
@@ -58,7 +58,7 @@ def draw_comparison(page: ComparePage) -> Figure:
             axes.axvline(part, color=HAIRLINE, linewidth=0.8, linestyle=(0, (1, 2)))
             if place == 0:
                 axes.annotate(
-                    "they part", (part, 0.02), (2, 0), ("data", "axes fraction"), "offset points", fontsize=7,
+                    "they part", (part, 0.02), (2, 0), ("data", "axes fraction"), "offset points", fontsize=SMALL,
                     color=HAIRLINE,
                 )  # fmt: skip
         round_axis(axes, rounds)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvitals.diagnosis.cases import Case
-from fedvitals.plot.canvas import drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.cohort_band import draw_band
 from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, axis_unit, words
 from fedvitals.store import Target
 from fedvitals.views.evidence import Evidence, Plot, evidence_of
-from fedvitals.views.troubles import case_of
+from fedvitals.views.troubles import case_of, cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,9 +25,14 @@ POINTS = 240
 
 
 @drawn
-def finding(run: Which, key: str | Case, *, store: Target = None) -> Figure:
-    """The evidence of a case, by its key (as in the dashboard's addresses) or the case itself."""
+def finding(run: Which, key: str | Case | None = None, *, store: Target = None) -> Figure:
+    """The evidence of the worst case, or of that with a key (as in the dashboard's addresses)."""
     with opened(run, store) as (reader, chosen):
+        if key is None:
+            found_cases = cases_of(reader, chosen)
+            if not found_cases:
+                return nothing("Nothing was found in this run.", "`fedvitals check RUN` lets the detectors look again.")
+            key = found_cases[0]
         case = case_of(reader, chosen, key) if isinstance(key, str) else key
         found = evidence_of(reader, chosen, case, POINTS)
         rounds = reader.history(chosen).rounds()
@@ -38,7 +43,7 @@ def finding(run: Which, key: str | Case, *, store: Target = None) -> Figure:
 def draw_evidence(found: Evidence, case: Case, rounds: Sequence[int]) -> Figure:
     if not found.plots:
         return nothing(f"{case.issue}: nothing that was kept shows it over the rounds.", "Its own numbers tell.")
-    figure, grid = sheet(len(found.plots), 1.7, share_x=True)
+    figure, grid = sheet(len(found.plots), 1.5, share_x=True)
     for place, (axes, plot) in enumerate(zip(grid[:, 0], found.plots, strict=True)):
         _draw(axes, plot)
         _seen(axes, found, case)
@@ -67,8 +72,8 @@ def _draw(axes: Any, plot: Plot) -> None:
         at = float(height.of(np.array([plot.threshold.value]))[0])
         axes.axhline(at, color=HAIRLINE, linewidth=0.9, linestyle=(0, (4, 2)))
         axes.annotate(
-            words(plot.threshold.label, 30), (0.0, at), (2, 2), ("axes fraction", "data"), "offset points", fontsize=7,
-            color=HAIRLINE,
+            words(plot.threshold.label, 30), (0.0, at), (2, 2), ("axes fraction", "data"), "offset points",
+            fontsize=SMALL, color=HAIRLINE,
         )  # fmt: skip
     if height.scale == "linear":
         value_axis(axes, plot.unit)

@@ -93,7 +93,7 @@ def _depth(axes: Any, profile: DepthProfile) -> None:
     names = [words(name, 16) for name in profile.layers[::step]]
     many = len(names) > 6
     axes.set_xticks(list(across[::step]), names, usetex=False)
-    axes.tick_params(axis="x", labelsize=SMALL - 1, labelrotation=30 if many else 0)
+    axes.tick_params(axis="x", labelsize=SMALL, labelrotation=30 if many else 0)
 
 
 def _averages(axes: Any, found: Averages | None, of: Callable[[Average], Numbers], scale: str) -> None:

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, round_axis, sheet, value_axis
-from fedvitals.plot.cohort_band import POINTS, draw_band
-from fedvitals.plot.scale import Height
+from fedvitals.plot.cohort_band import POINTS, draw_band, told_by, told_by_few
+from fedvitals.plot.scale import Floats, Height, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import BLUE, VERMILLION, axis_unit
+from fedvitals.records import is_client
 from fedvitals.store import Target
 from fedvitals.store.reader import Reader
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.series import Band, Series, band, median_series, series
+from fedvitals.views.series import Band, Series, band, series
 from fedvitals.views.troubles import cases_of
 
 if TYPE_CHECKING:
@@ -34,12 +36,13 @@ def learning(run: Which, *, store: Target = None) -> Figure:
     with opened(run, store) as (reader, chosen):
         found = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}
         cases, rounds = cases_of(reader, chosen), reader.history(chosen).rounds()
+        clients = sum(is_client(node) for node in reader.history(chosen).nodes())
     shown = {name: panel for name, panel in found.items() if panel[0].rounds or panel[1] is not None}
     if not shown:
         return nothing("Neither accuracy nor loss was told.", "monitor.log(accuracy=...) does, or data and loss.")
     figure, grid = sheet(len(shown), 1.9, share_x=True)
     for place, (axes, (name, (own, cohort))) in enumerate(zip(grid[:, 0], shown.items(), strict=True)):
-        _draw(axes, name, own, cohort)
+        _draw(axes, name, own, cohort, clients)
         flags(axes, cases, named=place == 0)
         round_axis(axes, rounds, label=place == len(shown) - 1)
     return figure
@@ -50,24 +53,35 @@ def _panel(reader: Reader, run: str, name: str, behind: tuple[str, ...]) -> tupl
     for other in behind:
         matrix = metric_matrix(reader, run, other)
         if matrix.nodes:
-            if not own.rounds and other == name:
-                own = median_series(name, matrix, POINTS)
             return own, band(other, matrix, POINTS)
     return own, None
 
 
-def _draw(axes: Any, name: str, own: Series, cohort: Band | None) -> None:
+def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) -> None:
     spread = [] if cohort is None else [numbers(cohort.p5), numbers(cohort.p95)]
     height = Height("linear", np.concatenate([numbers(own.values), *spread, np.zeros(1)]))
-    notes = []
+    ends, note = [], ""
     if cohort is not None:
-        draw_band(axes, cohort, height, BLUE, middle=bool(own.rounds) is False or cohort.name != name)
-        notes.append(f"band: clients' {cohort.name}, min–max and 5–95 %")
+        draw_band(axes, cohort, height, BLUE, clients=clients)
+        few, middle = told_by_few(cohort, clients), height.of(numbers(cohort.median))
+        alone = bool(few.size and few.all())  # never enough of them for a band
+        ends += _end(
+            "clients" if alone else "median client", BLUE, cohort.rounds, np.where(few & ~alone, np.nan, middle)
+        )
+        note = f"{'points' if alone else 'band'}: {cohort.name}, told by {told_by(cohort, clients)}"
     if own.rounds:
-        line(axes, own.rounds, height.of(numbers(own.values)).tolist(), VERMILLION, linewidth=1.6)
-        notes.insert(0, f"line: {own.of}")
-    head(axes, name, "; ".join(notes))
+        heights = height.of(numbers(own.values))
+        line(axes, own.rounds, heights.tolist(), VERMILLION, linewidth=1.6)
+        ends += _end(own.of, VERMILLION, own.rounds, heights)
+    head(axes, name, note)
     unit = own.unit or ("" if cohort is None else cohort.unit)
     height.dress(axes)
     value_axis(axes, unit)
     axes.set_ylabel(f"{name}{'' if unit == 'share' else axis_unit(unit)}", labelpad=2)
+    label_ends(axes, ends)
+
+
+def _end(name: str, colour: str, rounds: Sequence[int], heights: Floats) -> list[tuple[str, str, float, float]]:
+    """Where a line stops, for its name; nothing where there is no line."""
+    finite = np.flatnonzero(np.isfinite(heights))
+    return [(name, colour, float(rounds[finite[-1]]), float(heights[finite[-1]]))] if finite.size else []

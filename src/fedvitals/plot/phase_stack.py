@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedvitals.plot.canvas import drawn, flags, head, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, drawn, flags, head, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import part_colour
 from fedvitals.store import Target
@@ -51,10 +51,12 @@ def draw_phases(found: Phases, cases: list[Case]) -> Figure:
     if cut.any() and cut.sum() <= max(1, len(below) // 10):
         axes.set_ylim(0, TALL * usual)
         for place in np.flatnonzero(cut):
-            axes.annotate(f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=7)
+            axes.annotate(f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=SMALL)
     head(axes, "time of a round, by part of its critical path", f"{found.clock} clock")
     value_axis(axes, "seconds")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7, handlelength=1, reverse=True)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, handlelength=1, reverse=True
+    )
     flags(axes, cases)
     round_axis(axes, (found.first[0], found.last[-1]))
     return figure

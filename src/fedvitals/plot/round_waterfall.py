@@ -60,14 +60,14 @@ def draw_waterfall(page: RoundPage) -> Figure:
             axes.broken_barh([(start, seconds)], (row + 0.06, 0.88), facecolors="none", edgecolors=INK, linewidth=0.9)
     names = [f"{words(lane.node, 18)}{' ✕' if lane.failed else ''}" for lane in page.lanes]
     axes.set_yticks([row + 0.5 for row in range(count)], names, usetex=False)
-    axes.tick_params(axis="y", length=0, labelsize=SMALL - 1)
+    axes.tick_params(axis="y", length=0, labelsize=SMALL)
     axes.set(ylim=(count, 0), xlim=(0, page.seconds or 1))
     note = f"{count} of {page.total} nodes, the slowest first" if count < page.total else "outlined: the critical path"
     head(axes, f"round {page.round}", f"{note}; {page.clock} clock")
     value_axis(axes, "seconds", "x")
     handles = [_patch(colour) for colour in seen.values()]
     axes.legend(
-        handles, list(seen), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7, handlelength=1
+        handles, list(seen), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, handlelength=1
     )
     return figure
 

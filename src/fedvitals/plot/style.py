@@ -14,6 +14,12 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 INK, HAIRLINE = "#222222", "#767676"  # on a page, INK becomes the text's own colour
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
+# From blue over paper to orange, for what has a sign: the same stops as the pages have (static/colour.js).
+SIGNED = (
+    "#08306b", "#2166ac", "#4f93c7", "#92c0de", "#cfe1ee", "#f4f4f2", "#fbe0c3", "#f6b26b", "#e08214", "#b35806",
+    "#7f3b08",
+)  # fmt: skip
+
 NOT_THERE, FAILED, NOT_FINITE = "#d4d4d4", "#8a8a8a", "#000000"  # cells without a value
 
 SEVERITY: Mapping[str, tuple[str, str]] = {  # colour and matplotlib's name of the shape: never colour alone

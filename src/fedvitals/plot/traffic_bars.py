@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedvitals.plot.canvas import drawn, head, nothing, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, drawn, head, nothing, round_axis, sheet, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import GREEN, ORANGE, PURPLE, VERMILLION
 from fedvitals.profiling.traffic import Traffic, traffic_of
@@ -52,8 +52,12 @@ def draw_traffic(found: Traffic) -> Figure:
         if any(values):
             axes.bar(rounds, values, 0.88, below, color=colour, label=name, linewidth=0)
             below += np.array(values, float)
-    head(axes, "bytes of a round", f"{size(found.bytes)} in all{', without telemetry' if found.telemetry_bytes else ''}")
+    head(
+        axes, "bytes of a round", f"{size(found.bytes)} in all{', without telemetry' if found.telemetry_bytes else ''}"
+    )
     value_axis(axes, "bytes")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=7, handlelength=1, reverse=True)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, handlelength=1, reverse=True
+    )
     round_axis(axes, rounds.tolist())
     return figure

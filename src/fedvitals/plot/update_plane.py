@@ -51,7 +51,7 @@ def _map(reader: Reader, run: str, round: int | None) -> UpdateMap:  # noqa: A00
 
 @drawn
 def draw_plane(found: UpdateMap) -> Figure:
-    figure, grid = sheet(1, 3.6)
+    figure, grid = sheet(1, 2.7)
     axes = grid[0, 0]
     groups = sorted({point.group for point in found.points if point.group})
     far = sorted(found.points, key=lambda point: (point.severity is None, -np.hypot(point.x, point.y)))
@@ -62,7 +62,7 @@ def draw_plane(found: UpdateMap) -> Figure:
             colour, shape = SEVERITY.get(point.severity, SEVERITY["note"])
         axes.plot([point.x], [point.y], shape, color=colour, markersize=6 if point.severity else 4, alpha=0.85)
         if point.name in named:
-            axes.annotate(words(point.name, 16), (point.x, point.y), (4, 3), textcoords="offset points", fontsize=7)
+            axes.annotate(words(point.name, 16), (point.x, point.y), (4, 3), textcoords="offset points", fontsize=SMALL)
     axes.set_aspect("equal", adjustable="datalim")
     axes.axhline(0, color=HAIRLINE, linewidth=0.3, zorder=0)
     axes.axvline(0, color=HAIRLINE, linewidth=0.3, zorder=0)
@@ -90,7 +90,7 @@ def draw_similarity(found: UpdateMap, named: list[str]) -> Figure:
     colour_scale(top, shades, "1")
     places = range(count) if count <= 45 else [i for i, name in enumerate(told.names) if name in named]
     axes.set_yticks([i + 0.5 for i in places], [words(told.names[i], 16) for i in places], usetex=False)
-    axes.tick_params(axis="y", length=0, labelsize=SMALL - 2)
+    axes.tick_params(axis="y", length=0, labelsize=SMALL)
     axes.set_xticks([])
     for side in axes.spines.values():
         side.set_visible(False)

@@ -125,10 +125,11 @@ def what_if(
 def _transfers(seen: _Seen, latency: float | Mapping[str, float]) -> Iterable[Row]:
     known = bool(latency) or latency == 0.0
     unknown = "latency takes part in the saving: from one size of message it cannot be told from transfer"
+    ways = {way: _fixed(seen.shapes, way, latency) for way in dict(COMPRESSION) if seen.total(way)}
     for way, factor in COMPRESSION:
-        if not seen.total(way):
+        if way not in ways:
             continue
-        fixed = _fixed(seen.shapes, way, latency)
+        fixed = ways[way]
         after = [_compressed(shape, way, factor, fixed) for shape in seen.shapes]
         key = "compress" if way == "upload" else "compress_download"
         yield seen.row(
@@ -157,9 +158,15 @@ def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
     Weights are those of James and Stein: 1 − (what rounds make means differ) / (what means differ).
     """
-    means = {node: float(np.mean(own)) for node, own in taken.items()}
+    means: dict[str, float] = {}
+    rounds: list[float] = []
+    for count in {len(own) for own in taken.values()}:  # as many at once as have the same number of rounds
+        nodes = [node for node, own in taken.items() if len(own) == count]
+        table = np.array([taken[node] for node in nodes])
+        means.update(zip(nodes, np.mean(table, axis=1).tolist(), strict=True))
+        rounds += (np.var(table, axis=1, ddof=1) / count).tolist() if count > 1 else []
+    means = {node: means[node] for node in taken}
     middle, between = float(np.mean([*means.values()])), float(np.var([*means.values()]))
-    rounds = [float(np.var(own, ddof=1)) / len(own) for own in taken.values() if len(own) > 1]
     own = max(0.0, 1 - float(np.mean(rounds)) / between) if rounds and between > 0 else 1.0
     return {node: middle + own * (mean - middle) for node, mean in means.items()}
 

@@ -10,20 +10,22 @@ from fedvitals.plot.comparison import draw_comparison
 from fedvitals.report.findings_part import marked, verdict_card
 from fedvitals.report.markup import Block, Heading, Points, Table, Text, literal
 from fedvitals.report.pictures import Pictures
+from fedvitals.report.settings import settings_part
+from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.compare import sides_of
 from fedvitals.views.compare_page import ComparePage, PageChange, PageRow, compare_page
 from fedvitals.views.units import number, with_unit
 from fedvitals.views.verdict import Verdict, verdict_of
 
-TROUBLES, SETTINGS = 40, 80
-LONGEST = 120  # characters of a setting
+TROUBLES = 40
 
 
 def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple[list[Verdict], list[Block]]:
     """The verdict on each side's newest run, and the comparison as blocks."""
     page = compare_page(sides_of(reader, runs))
     newest = [side.runs[0] for side in page.sides]
+    runs_of = [[queries.get_run(reader, run) for run in side.runs] for side in page.sides]
     verdicts = [verdict_of(reader, run) for run in newest]
     blocks: list[Block] = [
         Heading(1, " against ".join(literal(f"{side.letter} {side.name}", 60) for side in page.sides)),
@@ -31,6 +33,7 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
         Text(literal(page.chance), "quiet"),
         _sides(page, verdicts),
         Heading(2, "What changed"),
+        _rows(page),
         pictures.of(
             "comparison",
             "the runs' courses over the rounds: accuracy, loss, gradient scale, time, bytes",
@@ -43,11 +46,10 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
             lambda: plot.gsc(*((reader, run) for run in newest)),
             "The paper's main use of the gradient scale: runs beside each other. 0 is a level of its own.",
         ),
-        _rows(page),
         *_troubles(page),
         Heading(2, "Where they part"),
         Points(tuple(literal(one.words) for one in page.partings)),
-        *_settings(page),
+        *settings_part(runs_of, [side.letter for side in page.sides]),
         Heading(2, "Verdicts"),
     ]
     for side, verdict in zip(page.sides, verdicts, strict=True):
@@ -119,17 +121,3 @@ def _troubles(page: ComparePage) -> list[Block]:
     )  # fmt: skip
     more = len(page.troubles) - TROUBLES
     return [*blocks, Table("In how many runs of each", head, rows, f"and {more} more" if more > 0 else "")]
-
-
-def _settings(page: ComparePage) -> list[Block]:
-    differing = [one for one in page.settings if one.differs]
-    blocks: list[Block] = [Heading(2, "Why: settings that differ")]
-    if not differing:
-        return [*blocks, Text("No setting, seed or version differs: what differs lies outside of them.")]
-    head = ("setting", *(side.letter for side in page.sides))
-    rows = tuple(
-        (literal(one.name, 80), *("–" if value is None else literal(value, LONGEST) for value in one.values))
-        for one in differing[:SETTINGS]
-    )
-    more = len(differing) - SETTINGS
-    return [*blocks, Table("", head, rows, f"and {more} more" if more > 0 else "")]

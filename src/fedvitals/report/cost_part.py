@@ -11,7 +11,7 @@ from fedvitals.report.pictures import Pictures
 from fedvitals.store.reader import Reader
 from fedvitals.views.profile import Profile
 from fedvitals.views.round import round_page
-from fedvitals.views.units import number, percent, seconds, size
+from fedvitals.views.units import number, seconds, size, whole_percent
 
 LANES, ROWS = 30, 8
 
@@ -69,7 +69,7 @@ def _remedies(profile: Profile) -> Table | None:
         (
             literal(one.name),
             seconds(one.after),
-            f"{'up to ' if one.at_most else ''}{percent(one.share)}",
+            f"{'up to ' if one.at_most else ''}{whole_percent(one.share)}",
             literal(one.costs),
         )
         for one in profile.remedies[:ROWS]

@@ -12,10 +12,10 @@ from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Points, T
 from fedvitals.report.pictures import Pictures
 from fedvitals.store.reader import Reader
 from fedvitals.views.evidence import Evidence
-from fedvitals.views.findings import Asked, Brief, Findings, FullFinding, findings_page, full_finding
+from fedvitals.views.findings import Asked, CaseCard, Findings, FullFinding, NumberRow, findings_page, full_finding
 from fedvitals.views.profile import Profile
 from fedvitals.views.troubles import case_key, cases_of
-from fedvitals.views.units import number, percent, seconds
+from fedvitals.views.units import number, seconds, whole_percent
 from fedvitals.views.verdict import Verdict
 
 FULL = 8  # cases with evidence and advice; the others are lines of a table
@@ -46,7 +46,7 @@ def what_next(found: Findings, full: Sequence[FullFinding], profile: Profile, ru
     if found.verdict.state == "unjudged":
         points.append("No detector looked at this run. The command below lets them look now.")
     for remedy in [one for one in profile.remedies if one.share >= SAVING][:2]:
-        gain = f"{'up to ' if remedy.at_most else ''}{percent(remedy.share)}"
+        gain = f"{'up to ' if remedy.at_most else ''}{whole_percent(remedy.share)}"
         points.append(
             f"**{literal(remedy.name)}**: a round would take {seconds(remedy.after)} instead of "
             f"{seconds(remedy.before)} ({gain} less). {literal(remedy.costs)}"
@@ -89,7 +89,7 @@ def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Finding
     return found, full, blocks
 
 
-def _list(rest: Sequence[Brief], note: str) -> Table:
+def _list(rest: Sequence[CaseCard], note: str) -> Table:
     rows = tuple(
         (marked(one.severity), literal(one.title), literal(one.place), literal(one.sure), literal(one.course))
         for one in rest
@@ -113,6 +113,7 @@ def _card(one: FullFinding, case: Case, rounds: Sequence[int], pictures: Picture
                 ("how sure", f"{literal(brief.sure)}{exact}"),
             )
         ),
+        *([table] if (table := _numbers(one)) is not None else []),
         pictures.of(
             name,
             f"{literal(brief.title)} of {literal(brief.place)}: its signs against its peers' over the rounds",
@@ -120,7 +121,6 @@ def _card(one: FullFinding, case: Case, rounds: Sequence[int], pictures: Picture
             "Band: the clients, min–max and 5–95 %. Marks on top: rounds in which it was found.",
         ),
     ]
-    blocks += [table] if (table := _numbers(one)) is not None else []
     if one.error is not None:
         blocks.append(Code((one.error.message[:300], *one.error.traceback[-8:]), ""))
     if one.suspects:
@@ -161,17 +161,33 @@ def literal_class(severity: str) -> str:
     return severity if severity in MARKS else "note"
 
 
+def _ratio(row: NumberRow) -> str:
+    """What was divided by what, where the number is no sign by itself."""
+    what = row.compared_as.removeprefix("log").removeprefix(" of ").strip()
+    return f" ({literal(what)})" if what and row.compared_as.startswith("log") else ""
+
+
+def _compared(row: NumberRow) -> str:
+    """On which scale the two were compared, and what they are there."""
+    if not row.compared_as:
+        return ""
+    against = "" if row.usual is None else f" against {number(row.usual)}"
+    return (
+        f"{'log' if row.compared_as.startswith('log') else literal(row.compared_as, 40)}: {number(row.value)}{against}"
+    )
+
+
 def _numbers(one: FullFinding) -> Table | None:
     if not one.numbers:
         return None
     rows = tuple(
         (
-            literal(row.title or row.name, 80),
-            number(row.value),
-            "" if row.usual is None else number(row.usual),
+            literal(row.title or row.name, 80) + _ratio(row),
+            number(row.raw_value),
+            "" if row.raw_usual is None else number(row.raw_usual),
             "" if row.usual is None else literal(row.of, 40),
             "" if row.score is None else number(row.score),
-            literal(row.compared_as, 40),
+            _compared(row),
         )
         for row in one.numbers[:10]
     )

@@ -83,6 +83,7 @@ class Card:
 
 Block = Heading | Text | Points | Code | Picture | Table | Facts | Card
 
+WHOLE = 12  # rows of a table that a page's end does not tear apart
 _MARKS = re.compile(r"([\\`*_\[\]<>#~$&!])")
 _ESCAPED = re.compile(r"\\([!-/:-@\[-`{-~])")
 _TOKENS = re.compile(r"\\[!-/:-@\[-`{-~]|`[^`]+`|\*\*(?:[^*\\]|\\.)+\*\*|<br>", re.DOTALL)
@@ -201,7 +202,7 @@ def _html(block: Block, anchor: str = "") -> str:  # noqa: PLR0911 - one for eac
             return f"<pre>{html.escape(chr(10).join(block.clean))}</pre>"
         case Picture():
             caption = f"<figcaption>{_inline(block.caption)}</figcaption>" if block.caption else ""
-            return f"<figure>{for_page(block.svg)}{caption}</figure>"
+            return f'<figure><div class="wide">{for_page(block.svg)}</div>{caption}</figure>'
         case Facts():
             pairs = "".join(
                 f"<div><dt>{_inline(name)}</dt><dd>{_inline(value)}</dd></div>" for name, value in block.pairs
@@ -223,9 +224,9 @@ def _table(block: Table) -> str:
     )
     caption = f"<caption>{_inline(block.title)}</caption>" if block.title else ""
     note = f'<p class="quiet">{_inline(block.note)}</p>' if block.note else ""
-    return (
-        f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>{note}'
-    )
+    kind = ' class="short"' if len(block.rows) <= WHOLE else ""
+    inside = f"{caption}<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody>"
+    return f'<div class="wide"><table{kind}>{inside}</table></div>{note}'
 
 
 def _inline(text: str) -> str:

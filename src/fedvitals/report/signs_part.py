@@ -11,16 +11,18 @@ from fedvitals.report.pictures import Pictures
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import Card as HealthCard
+from fedvitals.views.card import Sign
 from fedvitals.views.clients import ClientRow, clients_page, roster
+from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.overview import overview
-from fedvitals.views.units import number, percent, seconds, size, with_unit
+from fedvitals.views.units import number, seconds, size, whole_percent, with_unit
 
 ROWS = 15  # of clients
 
 
 def learning_part(reader: Reader, run: str, card: HealthCard, pictures: Pictures) -> list[Block]:
     rows = tuple(
-        (f"`{sign.name}`", sign.of, *(with_unit(value, sign.unit) for value in _course(sign.values)))
+        (f"`{sign.name}`", _of(reader, run, sign), *(with_unit(value, sign.unit) for value in _course(sign.values)))
         for sign in card.signs
     )
     blocks: list[Block] = [
@@ -29,13 +31,24 @@ def learning_part(reader: Reader, run: str, card: HealthCard, pictures: Pictures
             "learning",
             "accuracy and loss over the rounds, with the clients' spread",
             lambda: plot.learning((reader, run)),
-            "Marks on top are findings: · note, ▲ warning, ■ critical.",
+            "Band: the clients, min–max and 5–95 %; points where fewer than three told. Marks on top are findings: "
+            "· note, ▲ warning, ■ critical.",
         ),
     ]
     if rows:
         head = ("vital sign", "of", "first", "lowest", "highest", "last")
         blocks.append(Table("Vital signs", head, rows, numbers=frozenset({2, 3, 4, 5})))
     return blocks
+
+
+def _of(reader: Reader, run: str, sign: Sign) -> str:
+    """Whose values; of a median, of how many clients: one client's value is no middle of many."""
+    matrix = metric_matrix(reader, run, sign.name) if sign.of == "median client" else None
+    counts = [int(count) for count in (() if matrix is None else matrix.band().count) if count]
+    if not counts:
+        return sign.of
+    many = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
+    return f"{sign.of}, of {many} a round"
 
 
 def _course(values: object) -> tuple[float | None, ...]:
@@ -133,7 +146,7 @@ def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
 
 
 def _row(row: ClientRow) -> tuple[str, ...]:
-    cases = "; ".join(f"{literal(case.title)} {percent(case.confidence)}" for case in row.cases)
+    cases = "; ".join(f"{literal(case.title)} {whole_percent(case.confidence)}" for case in row.cases)
     return (
         literal(row.name, 40),
         cases or "–",

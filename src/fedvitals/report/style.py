@@ -16,7 +16,7 @@ body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)
 padding:0 1rem;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.3rem;margin-top:3rem;border-bottom:1px solid var(--hair)}
 h3{font-size:1rem;margin:2rem 0 .5rem}h4{font-size:.95rem;margin:1rem 0 .25rem}
-a{color:inherit}figure{margin:1rem 0}figure svg{width:100%;height:auto;max-width:52rem}
+a{color:inherit}figure{margin:1rem 0}figure svg{display:block;width:100%;min-width:40rem;height:auto;max-width:52rem}
 figcaption{color:var(--quiet);font-size:13px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;line-height:1.4}
 caption{text-align:left;font-weight:600;padding:1rem 0 .25rem}
@@ -34,11 +34,14 @@ dt{color:var(--quiet);font-size:13px}dd{margin:0}
 .healthy{border-color:var(--ok)}
 footer{color:var(--quiet);font-size:13px;margin-top:3rem;border-top:1px solid var(--hair)}
 @media (max-width:40rem){nav ol{columns:1}}
-@media print{:root{color-scheme:light;--ink:#000;--quiet:#444;--paper:#fff;--hair:#bbb;--note:#0072b2;--warning:#8a5a00;
---critical:#b34700;--ok:#00664a}
-@page{margin:16mm 14mm}body{margin:0;max-width:none;font-size:10.5pt}h2,h3,h4{break-after:avoid}
-figure,tr,pre,dl>div,.verdict{break-inside:avoid}thead{display:table-header-group}nav{break-after:auto}
-.wide{overflow:visible}a{text-decoration:none}}
+@media print{:root{font-size:12px;color-scheme:light;--ink:#000;--quiet:#444;--paper:#fff;--hair:#bbb;--note:#0072b2;
+--warning:#8a5a00;--critical:#b34700;--ok:#00664a}@page{size:A4;margin:13mm 12mm}
+body{margin:0;padding:0;max-width:none;font-size:9.5pt;line-height:1.4;orphans:3;widows:3}
+h2{margin-top:1.75rem}h3{margin:1.25rem 0 .25rem}h2,h3,h4,caption,thead{break-after:avoid}p,ol,ul,dl{margin:.5rem 0}
+table,code,pre,figcaption,dt,nav ol,.quiet,footer{font-size:8.5pt}dl{font-size:9.5pt;gap:.25rem 1.5rem}
+figure{margin:.5rem 0}figure svg{min-width:0;max-width:none}
+figure,tr,pre,dl>div,.verdict,table.short{break-inside:avoid}thead{display:table-header-group}
+.card{padding-left:.6rem;margin:.75rem 0}.wide{overflow:visible}a{text-decoration:none}}
 """
 
 PAGE = (

@@ -6,12 +6,13 @@ from __future__ import annotations
 import time
 
 from fedvitals.report.markup import Block, Facts, Heading, Points, Table, Text, literal
+from fedvitals.report.settings import flat, readable
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import Card as HealthCard
 from fedvitals.views.compare import flattened
 from fedvitals.views.profile import Profile
 from fedvitals.views.status import status_of
-from fedvitals.views.units import number, percent, seconds, size, with_unit
+from fedvitals.views.units import number, seconds, size, whole_percent, with_unit
 from fedvitals.views.verdict import facts_of
 
 SETTINGS, EVENTS = 120, 10
@@ -48,8 +49,8 @@ def _beside(telemetry: int | None) -> str:
 
 def configuration_part(card: HealthCard) -> list[Block]:
     run = card.run
-    settings = flattened(run.config)
-    rows = tuple((literal(name, 80), literal(value, LONGEST)) for name, value in sorted(settings.items())[:SETTINGS])
+    settings = {path: leaf for name, value in flattened(run.config).items() for path, leaf in flat(name, value).items()}
+    rows = tuple((literal(name, 80), readable(value)) for name, value in sorted(settings.items())[:SETTINGS])
     more = f"and {len(settings) - SETTINGS} more" if len(settings) > SETTINGS else ""
     tables = [table for table in run.tables if table.rows == "parameter"]
     blocks: list[Block] = [Heading(2, "Configuration and versions")]
@@ -88,7 +89,7 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
         points.append("The run was still open when this was written.")
     if profile.unaccounted is not None and profile.unaccounted > 0.05:
         points.append(
-            f"Of a node's round, up to {percent(profile.unaccounted)} is in no known part (median over the rounds)."
+            f"Of a node's round, up to {whole_percent(profile.unaccounted)} is in no known part (median over rounds)."
         )
     points.append("Lines of more than 240 points are drawn in buckets that keep their lowest and highest value.")
     blocks: list[Block] = [Heading(2, "How sure, and what was not measured"), Points(tuple(points))]

@@ -44,6 +44,8 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
     verdicts, blocks = told(reader, ids, Pictures(folder))
     beside: tuple[str, ...] = ()
     if kind == ".md":
+        for picture in _pictures(blocks):
+            check(_place(target, picture), force=force)
         data = f"{markdown(blocks)}\n{FOOT.partition('. ')[0]}.\n".encode()
         beside = tuple(_beside(target, blocks))
     else:
@@ -92,10 +94,15 @@ def check(target: Path, *, force: bool) -> None:
 
 def _beside(target: Path, blocks: Sequence[Block]) -> Iterator[str]:
     for picture in _pictures(blocks):
-        file = target.parent / picture.file
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(picture.svg, encoding="utf-8")
+        file = _place(target, picture)
+        file.write_text(f"{picture.svg.rstrip()}\n<!-- {OURS.decode()} -->\n", encoding="utf-8")
         yield str(file)
+
+
+def _place(target: Path, picture: Picture) -> Path:
+    file = target.parent / picture.file
+    file.parent.mkdir(exist_ok=True)
+    return file
 
 
 def _pictures(blocks: Sequence[Block]) -> Iterator[Picture]:

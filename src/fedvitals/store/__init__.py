@@ -57,7 +57,10 @@ def open_store(target: Target = None) -> SqliteStore | PostgresStore:
     return PostgresStore(where) if isinstance(where, str) else SqliteStore(where)
 
 
-def open_reader(target: Target = None) -> Reader:
-    """A reader of a store, beside any writer; `queries` has what can be asked of it. Close it, or use it in `with`."""
+def open_reader(target: Target = None, *, patience: float | None = None) -> Reader:
+    """A reader of a store, beside any writer; `queries` has what can be asked of it. Close it, or use it in `with`.
+
+    `patience`: seconds after which a server is asked to give up an answer.
+    """
     where = store_target(target)
-    return read_postgres(where) if isinstance(where, str) else read_sqlite(where)
+    return read_postgres(where, patience) if isinstance(where, str) else read_sqlite(where)

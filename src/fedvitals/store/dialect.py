@@ -131,6 +131,8 @@ class Database:
 
     def failed(self, what: str, error: Exception) -> StoreError:
         said = self.dialect.hide(str(error)).rstrip(".")
-        damaged = any(word in said for word in ("malformed", "not a database"))
-        hint = f" `fedvitals doctor {self.target} --mend` saves what can still be read." if damaged else ""
+        mend = f" `fedvitals doctor {self.target} --mend` saves what can still be read."
+        if "not a database" in said:  # SQLite refuses such a file before it changes anything
+            return StoreError(f"'{self.target}' is no store: it is no SQLite database. Nothing was changed.{mend}")
+        hint = mend if "malformed" in said else ""
         return StoreError(f"The store '{self.target}' could not be {what}: {said}.{hint}")

@@ -5,40 +5,79 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 
-from fedvitals.errors import StoreError
+from fedvitals.errors import BusyError
 
 if sys.platform != "win32":
     import fcntl
+
+# A record lock goes when its process closes the file, whichever of its threads and by whichever number: what this
+# process holds is known here, and nobody in it opens such a file to read, or closes one that others of it still hold.
+_GATE = threading.Lock()
+_HELD: dict[Path, int] = {}  # how many of this process hold the file
+_LEFT: dict[Path, list[int]] = {}  # files that wait for the last of them to go
+
+
+def _forget() -> None:
+    """In a forked child, which has none of its parent's locks."""
+    global _GATE  # noqa: PLW0603 - somebody may have held it while the process forked
+    _GATE = threading.Lock()
+    _HELD.clear()
+    _LEFT.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _path(store: Path) -> Path:
+    return store.absolute().with_name(store.name + ".lock")
+
+
+def writer_of(store: Path) -> int | None:
+    """The process that writes a store, by the file beside it, or that was the last to; None: nobody."""
+    path = _path(store)
+    with _GATE:
+        if path in _HELD:
+            return os.getpid()
+        try:
+            return int(path.read_text())
+        except (OSError, ValueError):
+            return None
 
 
 class WriterLock:
     """The file beside a store, locked by the process that writes and naming it.
 
     POSIX record locks, not flock: a forked child does not inherit them, so it cannot keep a store from being written
-    after its parent is gone. They belong to the process, hence `hold` before every batch: another store object of this
-    process may have closed the file in between, and with it dropped the lock.
+    after its parent is gone. `hold` before every batch: the file may have been removed in between.
     """
 
     def __init__(self, store: Path) -> None:
         self._store = store
-        self._path = store.with_name(store.name + ".lock")
+        self._path = _path(store)
         self._file: int | None = None
 
     def hold(self) -> None:
         """Take the lock, or keep it. StoreError when another process has it."""
         if sys.platform == "win32":
             return
+        with _GATE:
+            self._hold()
+
+    def _hold(self) -> None:
         while True:
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                _HELD[self._path] = _HELD.get(self._path, 0) + 1
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
                 self._close()
-                raise StoreError(
+                raise BusyError(
                     f"The store '{self._store}' is being written by process {owner}, and one process writes a store "
                     "at a time. Wait for it, end it, or give this training a store of its own. Reading is always free."
                 ) from error
@@ -57,12 +96,20 @@ class WriterLock:
             return False
 
     def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._file is None:
+            return
+        _LEFT.setdefault(self._path, []).append(self._file)
+        self._file = None
+        _HELD[self._path] = _HELD.get(self._path, 1) - 1
+        if _HELD[self._path] <= 0:
+            del _HELD[self._path]
+            for file in _LEFT.pop(self._path):
+                os.close(file)
 
     def release(self) -> None:
-        if self._file is not None:
-            if self._is_current():
+        with _GATE:
+            if self._file is None:
+                return
+            if _HELD.get(self._path, 1) <= 1 and self._is_current():
                 self._path.unlink(missing_ok=True)
             self._close()

@@ -291,9 +291,15 @@ class PostgresStore:
         self.close()
 
 
-def read_postgres(url: str) -> Reader:
-    """A reader of the store at that address; the server refuses whatever would change something."""
-    database = _connect(address_of(url), default_transaction_read_only="on")
+def read_postgres(url: str, patience: float | None = None) -> Reader:
+    """A reader of the store at that address; the server refuses whatever would change something.
+
+    `patience`: seconds that a statement may take, and a quarter of them to wait for a lock.
+    """
+    limits = (
+        {} if patience is None else {"statement_timeout": f"{patience:.0f}s", "lock_timeout": f"{patience / 4:.0f}s"}
+    )
+    database = _connect(address_of(url), default_transaction_read_only="on", **limits)
     try:
         version = _version(database)
         if version < VERSION:

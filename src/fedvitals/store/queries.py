@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -111,8 +112,9 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         (run,),
     )
     end = finished if finished is not None else last
+    identity = reader.names.texts([run])[0]
     return RunSummary(
-        id=reader.names.texts([run])[0],
+        id=identity,
         name=name,
         host=host,
         topology=topology,
@@ -121,37 +123,31 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         seconds=None if end is None or started is None else max(0.0, end - started),  # a clock may be set back
         rounds=rounds,
         clients=clients,
-        accuracy=_last(reader, run, "accuracy"),
-        loss=_last(reader, run, "loss"),
+        accuracy=newest(reader, identity, "accuracy"),
+        loss=newest(reader, identity, "loss"),
         events=dict(levels),
         findings=findings,
         lost=int(lost or 0),
     )
 
 
-def _last(reader: Reader, run: int, metric: str) -> float | None:
-    """The newest value about the whole federation, else the mean over the nodes of the last round that has one."""
-    name = reader.names.number(metric)
-    ((last,),) = reader.database.rows("SELECT MAX(round) FROM metric WHERE run = ? AND name = ?", (run, name))
+def newest(reader: Reader, run: str, metric: str) -> float | None:
+    """The newest value of the federation itself, else of its server, else the median over the clients of a round.
+
+    The one answer to «how good is it now»; NaN where that round has none that is finite, None where nothing was told.
+    """
+    history = reader.history(run)
+    for node in (None, "server"):
+        values = history.series(metric, node)[1]
+        if values:
+            return values[-1]
+    known = _number(reader, run), reader.names.number(metric)
+    ((last,),) = reader.database.rows("SELECT MAX(round) FROM metric WHERE run = ? AND name = ?", known)
     if last is None:
         return None
-    # A global model is often evaluated every few rounds only; no further back than fifty, to stay quick: by a seek for
-    # each round, since the clients' own values would be thousands.
-    by_seek = (
-        "SELECT m.round, m.at, m.arrival, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? "
-        # Without the plus SQLite would take «>» for `m`, too, and walk.
-        "AND +r.round > ? AND m.run = r.run AND m.name = ? AND m.round = r.round AND m.layer IS NULL AND m.node "
-    )
-    found = reader.database.rows(by_seek + "IS NULL", (run, last - 50, name))
-    found += reader.database.rows(by_seek + "= ?", (run, last - 50, name, reader.names.number("server") or 0))
-    if found:
-        values = [max(found, key=lambda row: row[:3])[3]]
-    else:
-        found = reader.database.rows(
-            "SELECT value FROM metric WHERE run = ? AND name = ? AND round = ? AND layer IS NULL", (run, name, last)
-        )
-        values = [row[0] for row in found]
-    return math.fsum(math.nan if value is None else value for value in values) / len(values) if values else None
+    told = [value for node, value in history.latest(metric, last).items() if is_client(node)]
+    finite = [value for value in told if math.isfinite(value)]
+    return median(finite) if finite else math.nan if told else None
 
 
 def find_run(reader: Reader, text: str) -> str:
@@ -312,8 +308,23 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
     return rows.from_rows(kind, found)
 
 
-def attendance(reader: Reader, run: str) -> dict[Node | None, list[int]]:
-    """The rounds in which each node trained or sent an update, ascending; None: all rounds of the run."""
+# Whoever told steps or sent an update took part. Of few nodes by one seek a round: all would be a walk of seconds.
+_TOOK_PART = (
+    "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
+    "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round = r.round "
+    "AND m.node = ? AND m.layer IS NULL) ORDER BY r.round"
+)
+
+
+def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = None) -> dict[Node | None, list[int]]:
+    """The rounds in which each node (or these) trained or sent an update, ascending; None: all rounds of the run."""
+    if nodes is not None:
+        some: dict[Node | None, list[int]] = {None: reader.history(run).rounds()}
+        for one in nodes:
+            place = None if one is None else reader.names.number(one)
+            if place is not None and (rounds := reader.database.rows(_TOOK_PART, (_number(reader, run), place))):
+                some[one] = [row[0] for row in rounds]
+        return some
     gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
     found = reader.database.rows(
         f"SELECT m.round, {gather('m.node')} FROM metric AS m WHERE m.run = ? AND m.name IN "  # noqa: S608

@@ -75,9 +75,14 @@ def _layer(
 class Reader:
     """An open store to read from; `queries` has what can be asked."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, version: int = VERSION) -> None:
         self.database = database
         self.names = Names(database)
+        self._version = version
+
+    def is_outdated(self) -> bool:
+        """Whether this reads a store as one of an older version, and it has been brought up to date since."""
+        return self._version != VERSION and self.database.rows("PRAGMA user_version") != [(self._version,)]
 
     def history(self, run: str) -> SqlHistory:
         return SqlHistory(self.database, run)
@@ -127,4 +132,4 @@ def read_sqlite(path: Path) -> Reader:
     except BaseException:
         connection.close()
         raise
-    return Reader(database)
+    return Reader(database, version)

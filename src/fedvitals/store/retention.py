@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedvitals.errors import ConfigError, StoreError
+from fedvitals.errors import BusyError, ConfigError
 from fedvitals.store.dialect import Database
 from fedvitals.store.postgres import is_written
+from fedvitals.store.removal import note_removal
 from fedvitals.store.schema import TABLES
 from fedvitals.store.upkeep import transaction, upkeep
 
@@ -68,8 +69,11 @@ def stored_bytes(database: Database) -> int:
     return (used - free) * size
 
 
-def delete(where: Path | str, runs: Sequence[str]) -> Cleared:
-    """Remove these runs (by id) entirely, and give the space back. StoreError when one is being written."""
+def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) -> Cleared:
+    """Remove these runs (by id) entirely. StoreError when one is being written.
+
+    `give_back`: return the space to the disk, for which everybody else waits; else what comes next takes it.
+    """
     with upkeep(where) as database:
         before = stored_bytes(database)
         removed = []
@@ -78,11 +82,13 @@ def delete(where: Path | str, runs: Sequence[str]) -> Cleared:
             for number, name in found:
                 with transaction(database):
                     if _is_written(database, run):
-                        raise StoreError(
+                        raise BusyError(
                             f"The run {run} is being written, so it was not deleted. End its training first."
                         )
                     removed.append(Removed(run, name, "run", *_remove(database, number, _EVERYTHING)))
-        _give_back(database)
+                    note_removal(database)
+        if give_back:
+            _give_back(database)
         return Cleared(tuple(removed), before, stored_bytes(database))
 
 
@@ -112,6 +118,7 @@ def thin(where: Path | str, keep_bytes: int) -> Cleared:
                         left_alone.append(run)
                         continue
                     rows, freed = _remove(database, number, tables)
+                    note_removal(database)
                 if rows:
                     size -= freed
                     removed.append(Removed(run, name, what, rows, freed))

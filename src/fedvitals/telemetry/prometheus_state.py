@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedvitals.catalog import CATALOG
-from fedvitals.records import Event, Finding, Metric, Record, Run, Transfer, is_client
+from fedvitals.records import FAILURES, Event, Finding, Metric, Record, Run, Transfer, is_client
 from fedvitals.telemetry.spread import CLIENTS_KEPT, Closed, Spread, of_the_round, plain
 
 SIGNS = (
@@ -34,7 +34,6 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 SEVERITIES = {"note": 0, "warning": 1, "critical": 5}  # weight of a finding among what makes a node the worst
 FADING = 0.8  # of a finding's weight is left after a round
 KINDS = ("model", "update", "telemetry")
-FAILURES = ("client.failed", "client.dropped_out", "worker.lost", "update.lost", "update.refused")
 
 
 @dataclass(frozen=True, slots=True)

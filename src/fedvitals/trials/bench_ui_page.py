@@ -78,7 +78,9 @@ def browsing() -> Iterator[Any]:
     try:
         from playwright.sync_api import Error, sync_playwright  # noqa: PLC0415 - an extra
     except ImportError:
-        raise ConfigError("`fedvitals bench ui` needs Playwright, which is not installed: pip install playwright.") from None
+        raise ConfigError(
+            "`fedvitals bench ui` needs Playwright, which is not installed: pip install playwright."
+        ) from None
     with sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(

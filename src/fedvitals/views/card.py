@@ -13,7 +13,7 @@ from fedvitals.catalog import CATALOG, LEVELS
 from fedvitals.diagnosis.cases import Case, cases
 from fedvitals.diagnosis.standout import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
 from fedvitals.protocols import History
-from fedvitals.records import Event, Finding, Run
+from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 
@@ -30,13 +30,13 @@ TROUBLE = ("warning", "error", "critical")
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One vital sign over the rounds: the federation's own value, else the median over its clients."""
+    """One vital sign over the rounds: the federation's own value, else the server's, else its median client's."""
 
     name: str
     unit: str
     rounds: Sequence[int]
     values: Sequence[float]
-    of: str  # «federation» or «median client»
+    of: str  # «federation», «server» or «median client»
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +91,18 @@ def detectors_of(run: Run) -> int:
 
 
 def vital_sign(history: History, name: str) -> Sign:
-    """The federation's own values where there are any, else each round's median over the clients."""
+    """The federation's own values, else the server's, else each round's median over the clients."""
     unit = CATALOG[name].unit if name in CATALOG else ""
-    rounds, values = history.series(name, None)
-    if rounds:
-        return Sign(name, unit, rounds, values, "federation")
+    for node in (None, "server"):
+        rounds, values = history.series(name, node)
+        if rounds:
+            return Sign(name, unit, rounds, values, node or "federation")
     cohort = [(number, found) for number in history.rounds() if (found := _finite(history.latest(name, number)))]
     return Sign(name, unit, [number for number, _ in cohort], [median(found) for _, found in cohort], "median client")
 
 
 def _finite(latest: Mapping[Any, float]) -> list[float]:
-    return [v for node, v in latest.items() if node not in (None, "server") and math.isfinite(v)]
+    return [v for node, v in latest.items() if is_client(node) and math.isfinite(v)]
 
 
 def _absent(seen: set[str], level: int) -> dict[str, str]:

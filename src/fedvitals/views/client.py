@@ -11,16 +11,16 @@ from typing import Literal
 import numpy as np
 
 from fedvitals.catalog import CATALOG
-from fedvitals.diagnosis.attendance import ASKED
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError
+from fedvitals.records import FAILURES as FAILED
 from fedvitals.records import Event, natural
 from fedvitals.store import rows
-from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
+from fedvitals.views.briefs import Brief, Marked, brief
 from fedvitals.views.clients import FAR, ClientRow, clients_by_number
 from fedvitals.views.series import meaning_of, unit_of
-from fedvitals.views.troubles import case_key, cases_of, concerns, traceback_of
+from fedvitals.views.troubles import cases_of, concerns, traceback_of
 from fedvitals.views.units import number
 from fedvitals.views.verdict import WARM, Facts, facts_of, judge
 
@@ -34,23 +34,6 @@ FACTS = (
     "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "throughput.samples", "update.staleness",
     "update.zero", "update.duplicates", "update.differs", "time.clock_error", "memory.growth",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ClientCase:
-    key: str
-    issue: str
-    title: str
-    layer: str | None
-    severity: str
-    confidence: float | None
-    since: int | None
-    last: int | None
-    still_there: bool
-    course: str  # since when, how often, still there
-    message: str
-    muted: bool
-    acknowledged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +85,7 @@ class ClientPage:
     clients: int
     worse: str | None  # who comes before it, worst first
     better: str | None
-    cases: list[ClientCase]
+    cases: list[Brief]
     facts: list[Fact]
     labels: list[LabelShare]
     labels_round: int | None
@@ -119,12 +102,10 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
         raise ConfigError(f"The run {run} has no client '{node}'. The page of clients lists those that it has.")
     row = everyone[place]
     found = [case for case in cases_of(reader, run) if concerns(case, node)]
-    told = marks(reader, run)
-    muted, seen = ({mark.target for mark in told if mark.kind == kind} for kind in ("muted", "acknowledged"))
-    facts = facts_of(reader, run)
+    facts, marked = facts_of(reader, run), Marked(reader, run)
     verdict = client_verdict(row, found, facts)
     events = events_of(reader, run, node)
-    failures = [event for event in events_of(reader, run, node, ASKED) if event.name in ASKED]
+    failures = events_of(reader, run, node, tuple(FAILED))
     labels, when = _labels(reader, run, node)
     return ClientPage(
         node=node,
@@ -134,7 +115,7 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
         clients=len(everyone),
         worse=everyone[place - 1].name if place else None,
         better=everyone[place + 1].name if place + 1 < len(everyone) else None,
-        cases=[_case(case, muted, seen) for case in found],
+        cases=[brief(case, marked) for case in found],
         facts=_facts(reader, run, node),
         labels=labels,
         labels_round=when,
@@ -142,25 +123,6 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
         total_failures=row.failures,
         events=events,
         tracebacks=any(event.traceback for event in failures),
-    )
-
-
-def _case(case: Case, muted: set[str], seen: set[str]) -> ClientCase:
-    key = case_key(case)
-    return ClientCase(
-        key=key,
-        issue=case.issue,
-        title=case.known.title,
-        layer=case.layer,
-        severity=case.severity,
-        confidence=case.confidence,
-        since=case.since if case.since is not None else case.first,
-        last=case.last,
-        still_there=case.still_there,
-        course=case.course,
-        message=case.newest.message,
-        muted=key in muted,
-        acknowledged=key in seen,
     )
 
 

@@ -19,6 +19,7 @@ from fedvitals.store.reader import Reader
 from fedvitals.views.clients import clients_by_number
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
+from fedvitals.views.memo import remembered
 
 BUDGET = 24_000_000  # bytes of statistics that are read
 MOST_ROUNDS = 400
@@ -112,7 +113,7 @@ def _read(
         return (), {}, False
     table = blocks[0][1]
     low, high = -np.inf if span[0] is None else span[0], np.inf if span[1] is None else span[1]
-    wanted: list[int] = []
+    wanted: list[tuple[int, int]] = []
     left = budget
     for arrival, layer_table, cells, begin, end in blocks:
         if layer_table != table or end < low or begin > high:
@@ -120,21 +121,27 @@ def _read(
         left -= cells * len(FAMILIES[family].columns) * 4
         if left < 0 and wanted:
             break
-        wanted.append(arrival)
+        wanted.append((arrival, cells))
     names = reader.database.rows(
         "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position",
         (table,),
     )
-    parts = list(_parts(reader, family, statistic, sorted(wanted), [*clients_by_number(reader, run)]))
+    # Of all clients at once: who looks at one is likely to look at the next.
+    key, arrivals = (run, family, statistic, *span), [arrival for arrival, _ in wanted]
+    found = remembered(reader, "layers", key, wanted, lambda: _by_round(reader, run, family, statistic, arrivals))
+    return [row[0] for row in names], {n: told for n, told in found.items() if low <= n <= high}, left < 0
+
+
+def _by_round(reader: Reader, run: str, family: str, statistic: str, arrivals: Sequence[int]) -> Read:
+    parts = list(_parts(reader, family, statistic, sorted(arrivals), [*clients_by_number(reader, run)]))
     found: Read = {}
     if parts:
         rounds, _, nodes, values = newest(parts)
         for number in np.unique(rounds).tolist():
-            if low <= number <= high:
-                here = np.flatnonzero(rounds == number)
-                place = {int(nodes[i]): i for i in here}  # of a node that told twice, the newer
-                found[number] = [*place], values[[*place.values()]]
-    return [row[0] for row in names], found, left < 0
+            here = np.flatnonzero(rounds == number)
+            place = {int(nodes[i]): i for i in here}  # of a node that told twice, the newer
+            found[number] = [*place], values[[*place.values()]]
+    return found
 
 
 def _parts(

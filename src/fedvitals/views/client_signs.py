@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.diagnosis.standout import FEWEST
+from fedvitals.diagnosis.standout import FEWEST, robust_scores
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.client import cohort_values
@@ -77,14 +77,14 @@ def _sign(asked: _Asked, name: str) -> ClientSign | None:
 
 
 def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, float | None]:
-    """The cohort's median, and how many robust standard deviations (1.4826 · MAD) the value lies from it."""
+    """The cohort's median, and how many robust standard deviations the value lies from it (see `robust_scores`)."""
     finite = np.array([v for v in cohort.values() if math.isfinite(v)])
     if not len(finite):
         return None, None
     middle = float(np.median(finite))
-    spread = math.hypot(1.4826 * float(np.median(np.abs(finite - middle))), FLOOR * abs(middle))
     if len(finite) < FEWEST or not math.isfinite(value):
         return middle, None
-    if spread == 0:
-        return middle, 0.0 if value == middle else None
-    return middle, (value - middle) / spread
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = float(robust_scores(finite, FLOOR * abs(middle), np.array(value)))
+    # All the same, and nothing to compare it with but zero.
+    return middle, z if math.isfinite(z) else 0.0 if value == middle else None

@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedvitals.diagnosis.attendance import ASKED, groups_of
+from fedvitals.diagnosis.attendance import groups_of
 from fedvitals.diagnosis.cases import Case, rank
 from fedvitals.diagnosis.standout import NEWEST, clients_that_stand_out
 from fedvitals.protocols import History
 from fedvitals.records import is_client, natural
-from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
+from fedvitals.views.briefs import Brief, Marked, brief
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.troubles import case_key, cases_of, culprits
+from fedvitals.views.troubles import case_key, cases_of, culprits, failures_by_client
 
 SHOWN_CASES = 3  # of one client in its row
 MOST_GROUPS = 500
@@ -30,19 +30,8 @@ LOOK_BACK = 60  # newest rounds in which a client's values are looked for
 REMEMBERED = 8  # runs
 LOSSES = ("loss", "local.loss", "fit.loss_after", "fit.loss_before")
 TIMES = ("time.client_virtual", "time.client")
-TROUBLES = (*ASKED, "worker.lost")
 FAR = 3.5  # robust deviations, from which a client is called different; see `diagnosis.standout`
 WORST = "worst first: by its worst open finding, then by how far it lies from its peers"
-
-
-@dataclass(frozen=True, slots=True)
-class RowCase:
-    key: str
-    issue: str
-    title: str
-    severity: str
-    confidence: float | None
-    since: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +40,7 @@ class ClientRow:
     group: str | None
     severity: str | None  # of its worst open case; None: no open case
     confidence: float | None
-    cases: tuple[RowCase, ...]  # the first few that are open
+    cases: tuple[Brief, ...]  # the first few that are open
     open_cases: int
     attended: int  # rounds in which it trained or sent an update
     sampled: int  # rounds in which it was asked to
@@ -83,15 +72,20 @@ class ClientsPage:
     newest: int  # rounds that the score looks at
 
 
+def troubled(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
+    """The open cases of each client that has any, and those that are over; without muted ones. Worst first in all."""
+    muted = Marked(reader, run).muted
+    found: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
+    for case in cases_of(reader, run):
+        for node in culprits(case) if case_key(case) not in muted else ():
+            if is_client(node):
+                found[not case.still_there].setdefault(node, []).append(case)
+    return found
+
+
 def worst_cases(reader: Reader, run: str) -> dict[str, list[Case]]:
     """The open cases of each client that has any, worst first; without those that are muted. Worst client first."""
-    muted = {mark.target for mark in marks(reader, run) if mark.kind == "muted"}
-    found: dict[str, list[Case]] = {}
-    for case in cases_of(reader, run):
-        if case.still_there and case_key(case) not in muted:
-            for node in culprits(case):
-                found.setdefault(node, []).append(case)
-    return {node: own for node, own in found.items() if is_client(node)}
+    return troubled(reader, run)[0]
 
 
 def severities(reader: Reader, run: str) -> dict[str, str]:
@@ -179,40 +173,15 @@ def _sums(*matrices: Matrix) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Attendance:
-    """The rounds in which each client told that it trained; where nobody tells, those in which an update came."""
-
-    matrix: Matrix
-
-    def of(self, node: str) -> tuple[int, int | None, Callable[[int], bool]]:
-        """How many, the last one, and whether a round is among them."""
-        row = self.matrix.row(node)
-        if row is None:
-            return 0, None, lambda _: False
-        there, rounds = self.matrix.there[row], self.matrix.rounds
-        here = np.flatnonzero(there)
-        return len(here), rounds[here[-1]] if len(here) else None, {rounds[i] for i in here}.__contains__
-
-
-def _attendance(reader: Reader, run: str) -> _Attendance:
-    steps = metric_matrix(reader, run, "steps")
-    return _Attendance(steps if len(steps.rounds) else metric_matrix(reader, run, "update.norm"))
-
-
-def troubles_by_client(reader: Reader, run: str) -> dict[str, list[tuple[str, int]]]:
-    """Events about each client that was asked and of which nothing useful came: name and round."""
-    names, levels = ", ".join("?" * len(TROUBLES)), ("warning", "error", "critical")
-    found = reader.database.rows(
-        "SELECT node.text, name.text, e.round FROM event AS e JOIN symbol AS name ON name.id = e.name "  # noqa: S608 - our own words
-        "JOIN symbol AS node ON node.id = e.node WHERE e.run = (SELECT id FROM symbol WHERE text = ?) AND e.level IN "
-        f"(SELECT id FROM symbol WHERE text IN (?, ?, ?)) AND name.text IN ({names}) AND e.round IS NOT NULL",
-        (run, *levels, *TROUBLES),
-    )
-    events: dict[str, list[tuple[str, int]]] = {}
-    for node, name, number in found:
-        events.setdefault(node, []).append((name, number))
-    return events
+def attended(reader: Reader, run: str) -> dict[str, list[int]]:
+    """The rounds of each client as `queries.attendance` has them, from the matrices that other pages use too."""
+    found: dict[str, set[int]] = {}
+    for name in ("steps", "update.norm"):
+        matrix = metric_matrix(reader, run, name)
+        rounds = np.asarray(matrix.rounds)
+        for node, there in zip(matrix.nodes, matrix.there, strict=True):
+            found.setdefault(node, set()).update(rounds[there].tolist())
+    return {node: sorted(own) for node, own in found.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,24 +194,18 @@ class Roster:
 
 
 class Rosters:
-    """Rosters of runs, remembered until a record or a mark comes: sorting and paging look at the same one."""
+    """Rosters of runs, remembered until the run changes: sorting and paging look at the same one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[object, Roster]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[str, Roster]] = OrderedDict()
 
-    def roster(self, reader: Reader, run: str) -> Roster:
-        sign = tuple(
-            reader.database.rows(sql)[0]
-            for sql in (
-                *(f"SELECT MAX(arrival) FROM {table}" for table in ("metric", "event", "finding")),  # noqa: S608 - our own words
-                "SELECT COUNT(*), MAX(at) FROM mark",
-            )
-        )
+    def roster(self, reader: Reader, run: str, version: str) -> Roster:
+        """`version` changes whenever a record or a mark of the run comes."""
         with self._lock:
             known = self._known.get(run)
-        if known is None or known[0] != sign:
-            known = sign, roster(reader, run)
+        if known is None or known[0] != version:
+            known = version, roster(reader, run)
             with self._lock:
                 self._known[run] = known
                 self._known.move_to_end(run)
@@ -253,7 +216,7 @@ class Rosters:
 
 def roster(reader: Reader, run: str) -> Roster:
     history = reader.history(run)
-    rounds, ill = history.rounds(), worst_cases(reader, run)
+    rounds, ill, marked = history.rounds(), worst_cases(reader, run), Marked(reader, run)
     newest = _Newest(reader, run, rounds)
     groups = groups_of(history, rounds[-1]) if rounds else {}
     standing = {one.name: one for one in clients_that_stand_out(cast("History", newest))}
@@ -264,11 +227,11 @@ def roster(reader: Reader, run: str) -> Roster:
         "seconds": newest.column(TIMES, usual=True),
     }
     traffic = _sums(*(metric_matrix(reader, run, f"traffic.{way}") for way in ("sent", "received")))
-    present, events = _attendance(reader, run), troubles_by_client(reader, run)
+    present, events = attended(reader, run), failures_by_client(reader, run)
     rows = []
     for node in newest.clients.values():
         own, odd, told = ill.get(node, []), standing.get(node), events.get(node, [])
-        attended, last, there = present.of(node)
+        there = present.get(node, [])
         kinds = Counter(name for name, _ in told)
         rows.append(
             ClientRow(
@@ -276,11 +239,11 @@ def roster(reader: Reader, run: str) -> Roster:
                 group=groups.get(node),
                 severity=own[0].severity if own else None,
                 confidence=own[0].confidence if own else None,
-                cases=tuple(_row_case(case) for case in own[:SHOWN_CASES]),
+                cases=tuple(brief(case, marked) for case in own[:SHOWN_CASES]),
                 open_cases=len(own),
-                attended=attended,
-                sampled=attended + sum(not there(number) for number in {number for _, number in told}),
-                last_seen=last,
+                attended=len(there),
+                sampled=len({*there, *(number for _, number in told)}),
+                last_seen=there[-1] if there else None,
                 loss=columns["loss"].get(node),
                 norm=columns["norm"].get(node),
                 cosine=columns["cosine"].get(node),
@@ -296,11 +259,6 @@ def roster(reader: Reader, run: str) -> Roster:
         )
     shown = {name: column.name for name, column in columns.items()}
     return Roster(sorted(rows, key=_worst_first), shown, len(rounds))
-
-
-def _row_case(case: Case) -> RowCase:
-    since = case.since if case.since is not None else case.first
-    return RowCase(case_key(case), case.issue, case.known.title, case.severity, case.confidence, since)
 
 
 def _worst_first(row: ClientRow) -> tuple[Any, ...]:

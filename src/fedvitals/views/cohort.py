@@ -19,7 +19,7 @@ Flags = npt.NDArray[np.bool_]
 Whole = npt.NDArray[np.int64]
 T = TypeVar("T")
 
-CAP = 10.0  # robust deviations beyond this count as this: one wild round must not hide a client that is always wrong
+CAP = 10.0  # spreads beyond this count as this: one wild round must not hide a client that is always wrong
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -117,10 +117,11 @@ class Matrix:
         return self._once("ordered", lambda: _sorted(np.where(np.isfinite(self.values), self.values, np.nan).T))
 
     def deviations(self) -> Floats:
-        """How far each value is from the median of its round, in robust standard deviations, with its sign.
+        """How far each value is from the median of its round, in spreads of that round (1.4826 · MAD), with its sign.
 
-        NaN where there is no finite value. In a round where most are equal, the mean deviation stands for the median
-        one; where all are equal, nobody deviates.
+        To sort by and to choose what a joined cell shows, in the same way for every sign: no number for people, and
+        without the floor that robust deviations have. NaN where there is no finite value. In a round where most are
+        equal, the mean distance stands for the median one; where all are equal, nobody deviates.
         """
         return self._once("deviations", self._deviations)
 

@@ -123,16 +123,23 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
     )
 
 
-def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool) -> list[str]:
-    """The ids that a person means. With `repeats`, of each one all runs of its name and configuration."""
+def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool, most: int | None = None) -> list[str]:
+    """The ids that a person means. With `repeats`, of each one all runs of its name and configuration.
+
+    `most`: of each, at most so many, the newest and the one that was named.
+    """
     found = [queries.find_run(reader, text) for text in texts]
     if repeats:
-        known = {one.id: one.name for one in queries.list_runs(reader)}
         wanted = []
         for run in found:
-            same = configuration(queries.get_run(reader, run))
-            named = [other for other, name in known.items() if name == known[run]]
-            wanted += [other for other in named if configuration(queries.get_run(reader, other)) == same]
+            meant = queries.get_run(reader, run)
+            same = configuration(meant)
+            named = reader.database.rows(
+                "SELECT id FROM runs WHERE name = ? ORDER BY started DESC, id DESC", (meant.name,)
+            )
+            like = [other for (other,) in named if configuration(queries.get_run(reader, other)) == same]
+            kept = like if most is None else [run, *[other for other in like if other != run][: most - 1]]
+            wanted += [other for other in like if other in kept]
         found = wanted
     return list(dict.fromkeys(found))
 

@@ -238,14 +238,14 @@ def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
     """None where no transfer was told."""
     sent, received = metric_matrix(reader, run, "traffic.sent"), metric_matrix(reader, run, "traffic.received")
     others = _of_others(reader, run)
-    if not sent.nodes and not received.nodes and not others:
+    total = traffic_total(reader, run)
+    if not sent.nodes and not received.nodes and not others and total is None:
         return None
     up, down = _by_round(sent), _by_round(received)
     kinds, rounds = _kinds(reader, run)
     clients = _clients(sent, received)
     every = {n: up.get(n, 0.0) + others.get(n, 0.0) for n in sorted({*up, *others})}
     named = (("sent by clients", up), ("received by clients", down))
-    total = traffic_total(reader, run)
     return TrafficPage(
         None if total is None else float(total.bytes),
         None if total is None else float(total.telemetry),
@@ -305,11 +305,14 @@ def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
 
 
 def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[ReachedAt, ...]:
-    """What it took to reach an accuracy, by the federation's own evaluation."""
+    """What it took to reach an accuracy, by the federation's own evaluation, else by its median client."""
     history = reader.history(run)
     accuracy: dict[int, float] = {}
     for node in (None, "server"):
         accuracy = accuracy or dict(zip(*history.series("accuracy", node), strict=True))
+    if not accuracy:
+        cohort = metric_matrix(reader, run, "accuracy").band()
+        accuracy = dict(zip(cohort.rounds, np.asarray(cohort.median).tolist(), strict=True))
     if not accuracy:
         return ()
     times = [dict(zip(*history.series(name, None), strict=True)) for name in ("time.round", "time.round_virtual")]

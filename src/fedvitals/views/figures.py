@@ -69,15 +69,15 @@ def figures_of(reader: Reader, run: str) -> Figures:
 
 
 def federation(reader: Reader, run: str, name: str) -> Course:
-    """The federation's own values, else each round's median over the clients."""
+    """The federation's own values, else the server's, else each round's median over the clients; see `newest`."""
     for node in (None, "server"):
         rounds, values = reader.history(run).series(name, node)
         if rounds:
             return dict(zip(rounds, values, strict=True))
     known = courses(reader, run, name)
     by_round: dict[int, list[float]] = {}
-    for course in known.values():
-        for number, value in course.items():
+    for who, course in known.items():
+        for number, value in course.items() if is_client(who) else ():
             by_round.setdefault(number, []).append(value)
     middle = {number: [v for v in values if math.isfinite(v)] for number, values in sorted(by_round.items())}
     # A round in which no client has a finite value is shown as such, not left out.

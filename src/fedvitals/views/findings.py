@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.issues import ISSUES_BY_CODE, RATES, measured_rates
+from fedvitals.diagnosis.vitals import as_measured
 from fedvitals.records import Action, Event
 from fedvitals.store import queries
-from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
+from fedvitals.views.briefs import Brief, Marked, brief
 from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
 from fedvitals.views.troubles import (
@@ -39,34 +40,19 @@ MOST_ROUNDS = 200  # of a case that a list tells; the page of the case has all
 
 
 @dataclass(frozen=True, slots=True)
-class Brief:
+class CaseCard(Brief):
     """A case on a card."""
 
-    key: str
-    issue: str
-    title: str
     family: str
     sentence: str  # as one would say it
-    severity: str  # the worst that it had
-    now: str  # that of the newest finding
-    confidence: float
-    sure: str  # the same in words: «96 %»
-    node: str | None
+    now: str  # the severity of the newest finding
+    sure: str  # the confidence in words: «96 %»
     group: str | None
-    layer: str | None
-    place: str
-    since: int | None
     first: int | None
-    last: int | None
     rounds: tuple[int, ...]  # the newest in which it was seen
     confidences: tuple[float, ...]
     seen: int  # in how many rounds
-    still_there: bool
     returned: int
-    course: str
-    message: str
-    acknowledged: bool
-    muted: bool
     reason: str | None  # why it was muted
 
 
@@ -87,7 +73,7 @@ class Findings:
     """
 
     verdict: Verdict
-    cases: tuple[Brief, ...]
+    cases: tuple[CaseCard, ...]
     total: int
     offset: int
     limit: int
@@ -107,6 +93,8 @@ class NumberRow:
     usual: float | None
     of: str
     score: float | None  # robust standard deviations
+    raw_value: float | None  # as they were measured, whatever they were compared as
+    raw_usual: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +136,7 @@ class Trust:
 class ToldFinding:
     """Everything about a case but its pictures, which take longer to make than the rest."""
 
-    case: Brief
+    case: CaseCard
     symptom: str
     causes: tuple[str, ...]
     remedies: tuple[str, ...]
@@ -168,44 +156,21 @@ class FullFinding(ToldFinding):
     evidence: Evidence
 
 
-class Marked:
-    """What people have said of a run's cases."""
-
-    def __init__(self, reader: Reader, run: str) -> None:
-        told = marks(reader, run)
-        self.acknowledged = {mark.target for mark in told if mark.kind == "acknowledged"}
-        self.muted = {mark.target: mark.value for mark in told if mark.kind == "muted"}
-
-
-def brief(case: Case, marked: Marked) -> Brief:
-    key, known = case_key(case), case.known
-    return Brief(
-        key=key,
-        issue=case.issue,
-        title=known.title,
-        family=known.family,
+def card(case: Case, marked: Marked) -> CaseCard:
+    short = brief(case, marked)
+    return CaseCard(
+        **{part.name: getattr(short, part.name) for part in fields(short)},
+        family=case.known.family,
         sentence=clause([case]),
-        severity=case.severity,
         now=case.newest.severity,
-        confidence=case.confidence,
         sure=sure(case),
-        node=case.node,
         group=case.newest.where.group,
-        layer=case.layer,
-        place=case.place,
-        since=case.since,
         first=case.first,
-        last=case.last,
         rounds=case.rounds[-MOST_ROUNDS:],
         confidences=case.confidences[-MOST_ROUNDS:],
         seen=len(case.rounds),
-        still_there=case.still_there,
         returned=case.returned,
-        course=case.course,
-        message=case.newest.message,
-        acknowledged=key in marked.acknowledged,
-        muted=key in marked.muted,
-        reason=marked.muted.get(key) or None,
+        reason=marked.muted.get(short.key) or None,
     )
 
 
@@ -223,7 +188,7 @@ class Asked:
 
 def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
     found, marked = cases_of(reader, run), Marked(reader, run)
-    briefs = {case_key(case): brief(case, marked) for case in found}
+    briefs = {case_key(case): card(case, marked) for case in found}
     chosen = [
         one
         for case in found
@@ -246,7 +211,7 @@ def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
     )
 
 
-def _is_there(one: Brief, where: str) -> bool:
+def _is_there(one: CaseCard, where: str) -> bool:
     """Muted cases are among the muted only, unless all are asked for."""
     if where == "muted":
         return one.muted
@@ -257,7 +222,7 @@ def _is_there(one: Brief, where: str) -> bool:
     return True
 
 
-def _mentions(one: Brief, search: str) -> bool:
+def _mentions(one: CaseCard, search: str) -> bool:
     text = f"{one.issue} {one.title} {one.place} {one.sentence} {one.message} {one.family}".lower()
     return all(word in text for word in search.lower().split())
 
@@ -277,7 +242,7 @@ def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
     case = case_of(reader, run, key)
     known = case.known
     return ToldFinding(
-        case=brief(case, Marked(reader, run)),
+        case=card(case, Marked(reader, run)),
         symptom=known.symptom,
         causes=known.causes,
         remedies=known.remedies,
@@ -296,16 +261,19 @@ def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
 def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
     name = str(row.get("name"))
     sign = sign_of(name, case)
+    value, usual = number_of(row.get("value")), number_of(row.get("usual"))
     as_it_is = sign is None or (not sign.statistic and not sign.events and name not in COMPARED)
     return NumberRow(
         name=name,
         title=name if sign is None or as_it_is else title_of(sign, PLACES.get(sign.layer, case.layer)),
         meaning="" if sign is None else meaning_of(sign),
         compared_as=COMPARED[name][1] if name in COMPARED else "",
-        value=number_of(row.get("value")),
-        usual=number_of(row.get("usual")),
+        value=value,
+        usual=usual,
         of=str(row.get("of") or ""),
         score=number_of(row.get("score")),
+        raw_value=as_measured(name, value),
+        raw_usual=as_measured(name, usual),
     )
 
 

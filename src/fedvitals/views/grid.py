@@ -10,13 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.store.reader import Reader
 from fedvitals.views.cohort import Floats, Matrix
 
 VALUE, ABSENT, FAILED, NAN, PLUS, MINUS = range(6)  # what `Grid.state` says of a cell
-
-# Events about a client that was asked, and from whom nothing of use came.
-FAILURES = ("client.failed", "client.dropped_out", "worker.lost", "update.lost", "update.refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +32,6 @@ class Grid:
     total_columns: int
     unit: str
     title: str
-
-
-def failures(reader: Reader, run: str) -> set[tuple[str, int]]:
-    """Client and round of all that failed, dropped out, or whose update was lost or refused."""
-    marks = ", ".join("?" * len(FAILURES))
-    found = reader.database.rows(
-        "SELECT node.text, e.round FROM event AS e JOIN symbol AS name ON name.id = e.name "  # noqa: S608 - our own words
-        "JOIN symbol AS node ON node.id = e.node WHERE e.run = (SELECT id FROM symbol WHERE text = ?) "
-        f"AND name.text IN ({marks}) AND e.round IS NOT NULL",
-        (run, *FAILURES),
-    )
-    return set(found)
 
 
 def make_grid(

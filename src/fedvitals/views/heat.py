@@ -9,15 +9,16 @@ from typing import Literal
 import numpy as np
 
 from fedvitals.catalog import CATALOG
-from fedvitals.diagnosis.cases import QUIET, rank
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import natural
 from fedvitals.stats import FAMILIES, derive, statistics_of
 from fedvitals.store.reader import Reader
-from fedvitals.store.whole import whole_layers
+from fedvitals.views.clients import troubled
 from fedvitals.views.cohort import Matrix, matrix_of
-from fedvitals.views.grid import Grid, failures, make_grid
+from fedvitals.views.grid import Grid, make_grid
+from fedvitals.views.layer_history import layer_history
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.troubles import failures_by_client
 
 Sort = Literal["worst", "name", "value"]
 
@@ -34,7 +35,7 @@ def client_grid(
     first: int | None = None,
     last: int | None = None,
 ) -> Grid:
-    """One sign of the clients. «Worst»: who is in trouble now, then who lies furthest from the others."""
+    """One sign of the clients. «Worst»: who is in trouble now, who was, then who lies furthest from the others."""
     matrix = metric_matrix(reader, run, sign)
     known = CATALOG.get(sign)
     return make_grid(
@@ -46,7 +47,7 @@ def client_grid(
         first=first,
         last=last,
         columns=columns,
-        failed=failures(reader, run),
+        failed={(node, when) for node, own in failures_by_client(reader, run).items() for _, when in own},
         unit=known.unit if known else "",
         title=known.meaning if known else sign,
     )
@@ -68,20 +69,9 @@ def ordered(matrix: Matrix, sort: Sort, leading: Sequence[str] = ()) -> list[str
 
 
 def in_trouble(reader: Reader, run: str) -> list[str]:
-    """Clients by their worst finding: who is in trouble now, then by severity and how sure; of notes none."""
-    found = reader.database.rows(
-        "SELECT node.text, severity.text, MAX(f.confidence), MAX(f.round) FROM finding AS f "
-        "JOIN symbol AS node ON node.id = f.node JOIN symbol AS severity ON severity.id = f.severity "
-        "WHERE f.run = (SELECT id FROM symbol WHERE text = ?) GROUP BY node.text, severity.text",
-        (run,),
-    )
-    newest = max((last for *_, last in found if last is not None), default=0)
-    ranked = sorted(
-        (last is not None and newest - last > QUIET, rank(severity), -(sure or 0.0), natural(node), node)
-        for node, severity, sure, last in found
-        if severity != "note"
-    )
-    return list(dict.fromkeys(row[-1] for row in ranked))
+    """Clients by their worst case that is not muted: those in which it is there now, then those in which it is over."""
+    open_now, past = troubled(reader, run)
+    return list(dict.fromkeys([*open_now, *past]))
 
 
 def layer_grid(
@@ -99,9 +89,15 @@ def layer_grid(
         raise ConfigError(unknown("family", family, FAMILIES))
     if statistic not in statistics_of(family):
         raise ConfigError(unknown(f"statistic of family '{family}'", statistic, statistics_of(family)))
-    rounds, layers, numbers = whole_layers(reader, run, family)
-    values = derive(family, numbers, statistic).T if len(rounds) else np.empty((len(layers), 0))
-    matrix = matrix_of(layers, rounds, values)
+    known = layer_history(reader, run, family)
+    values = derive(family, known.matrix, statistic).T if known.rounds else np.empty((len(known.layers), 0))
+    matrix = matrix_of(known.layers, known.rounds, values)
     return make_grid(
-        matrix, rows=list(layers), sort="given", first=first, last=last, columns=columns, title=f"{family} {statistic}"
+        matrix,
+        rows=list(known.layers),
+        sort="given",
+        first=first,
+        last=last,
+        columns=columns,
+        title=f"{family} {statistic}",
     )

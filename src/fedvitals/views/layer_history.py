@@ -18,6 +18,7 @@ from fedvitals.protocols import Node
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.packing import NONE, entries_of, matrices, numbers_of
 from fedvitals.store.reader import Reader
+from fedvitals.store.whole import whole_layers
 
 BYTES = 120_000_000  # of numbers that are read: about half a second
 AT_ONCE = 100  # blocks in one statement
@@ -36,16 +37,21 @@ class LayerHistory:
 def layer_history(
     reader: Reader, run: str, family: str, node: Node | None = None, *, most: int = BYTES
 ) -> LayerHistory:
-    """The newest matrix of each round, of single steps none; in the layers of the newest table."""
+    """The newest matrix of each round, of single steps none; in the layers of the newest table.
+
+    Of the federation as a whole as `whole_layers` has it: where nobody told it, put together from the nodes'.
+    """
+    if node is None:
+        return _of_the_whole(reader, run, family)
     columns = len(FAMILIES[family].columns)
     number = reader.names.number(run) or 0
     blocks = reader.database.rows(
         "SELECT arrival, layer_table, layers * entries, first_round, last_round FROM layer_block WHERE run = ? "
         "AND family = (SELECT id FROM symbol WHERE text = ?) AND first_round IS NOT NULL "
-        "AND (whole IS NULL OR whole = ?) ORDER BY first_round, arrival",
-        (number, family, int(node is None)),
+        "AND (whole IS NULL OR whole = 0) ORDER BY first_round, arrival",
+        (number, family),
     )
-    symbol = 0 if node is None else reader.names.number(node)
+    symbol = reader.names.number(node)
     if not blocks or symbol is None:
         return LayerHistory(family, (), (), np.empty((0, 0, columns)), 0, False)
     table = max(blocks)[1]
@@ -65,8 +71,31 @@ def layer_history(
     rounds = tuple(sorted(newest))
     matrix = np.stack([newest[n][1] for n in rounds]) if rounds else np.empty((0, len(layers), columns))
     thinned = len(kept) < len(blocks)
-    total = len({n for block in blocks for n in range(block[3], block[4] + 1)}) if thinned else len(rounds)
+    total = _covered([(block[3], block[4]) for block in blocks]) if thinned else len(rounds)
     return LayerHistory(family, layers, rounds, matrix, total, thinned)
+
+
+def _of_the_whole(reader: Reader, run: str, family: str) -> LayerHistory:
+    rounds, layers, matrix = whole_layers(reader, run, family)
+    blocks = reader.database.rows(
+        "SELECT first_round, last_round, whole FROM layer_block WHERE run = ? "
+        "AND family = (SELECT id FROM symbol WHERE text = ?) AND first_round IS NOT NULL ORDER BY first_round",
+        (reader.names.number(run) or 0, family),
+    )
+    # What was told of the whole is all read; only what must be put together may be too much.
+    put_together = bool(blocks) and not any(whole for *_, whole in blocks)
+    total = _covered([(first, last) for first, last, _ in blocks]) if put_together else 0
+    total = max(total, len(rounds))
+    return LayerHistory(family, layers, tuple(rounds), matrix, total, total > len(rounds))
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """How many rounds lie in any of these spans, which are in order of their beginnings."""
+    total, until = 0, spans[0][0] - 1
+    for first, last in spans:
+        total += max(0, last - max(first - 1, until))
+        until = max(until, last)
+    return total
 
 
 def _thinned(blocks: list[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
@@ -93,8 +122,6 @@ def _read(
         count = block[0][2]
         entries = entries_of(block[0][3], block[0][4], count)
         mine = (entries.nodes == symbol) & (entries.steps == NONE) & (entries.rounds != NONE)
-        if symbol == 0:
-            mine &= entries.groups == 0  # not the whole of one edge
         here = np.flatnonzero(mine)
         if not len(here):
             continue

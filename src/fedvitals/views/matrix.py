@@ -14,11 +14,13 @@ import numpy as np
 
 from fedvitals.records import is_client
 from fedvitals.store.reader import Reader
-from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, buckets, by_name, single
+from fedvitals.store.removal import removals
+from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, single
 
-__all__ = ["Matrices", "Matrix", "buckets", "metric_matrices", "metric_matrix", "share"]
+__all__ = ["Matrices", "Matrix", "metric_matrices", "metric_matrix", "round_sums", "share"]
 
 BYTES = 256_000_000  # of matrices that are remembered
+NEWS = 200_000  # rows that have come since; of more, a walk over all is quicker, and takes less memory
 SEEKS = 2000  # of single cells; beyond that a walk over all is quicker
 
 # Told by a node about itself as a whole in a round. The plus keeps the planner from the index on runs.
@@ -106,9 +108,10 @@ def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_H
     """The same with room for these nodes and rounds, and the rounds as an array."""
     before = np.asarray(held.matrix.rounds, np.int64)
     if len(before) and rounds[0] > before[-1] and np.isin(nodes, held.nodes).all():  # one more round, as a rule
-        room = (len(held.nodes), len(rounds))
-        values = np.concatenate([held.matrix.values, np.full(room, np.nan, np.float32)], axis=1)
-        there = np.concatenate([held.matrix.there, np.zeros(room, bool)], axis=1)
+        # Row by row in memory, which `concatenate` does not promise: values are written into them as into a line.
+        values = np.full((len(held.nodes), len(before) + len(rounds)), np.nan, np.float32)
+        there = np.zeros(values.shape, bool)
+        values[:, : len(before)], there[:, : len(before)] = held.matrix.values, held.matrix.there
         kept = Matrix(held.matrix.nodes, (*held.matrix.rounds, *rounds.tolist()), values, there)
         return _Held(held.nodes, kept), np.append(before, rounds)
     columns = np.union1d(before, rounds)
@@ -193,33 +196,42 @@ class _Run:
         """A metric as it is now, if it is remembered; and up to which arrival all are that are."""
         with self.lock:
             newest = _newest(reader, run, self.until)
-            if newest < self.until:
+            if newest < self.until or newest - self.until > NEWS:
                 self.metrics.clear()
                 self.waiting.clear()
             elif newest > self.until and self.metrics:
-                news = _news(reader, run, self.until, newest)
+                news = _news(reader, run, list(self.metrics), self.until, newest)
                 for one in list(self.metrics):
                     mine = news[news[:, 0] == one][:, 1:]
                     if len(mine):
-                        self.waiting.setdefault(one, []).append(mine)
+                        self._wait(one, mine)
             self.until = newest
             held, mine = self.metrics.get(name), self.waiting.pop(name, [])
             if held is not None and mine:
                 held = self.metrics[name] = _added(reader, (run, name), held, np.concatenate(mine), newest)
             return held, newest
 
+    def _wait(self, name: int, news: Reals) -> None:
+        """Until somebody asks for the metric; what nobody has asked for in long is read anew then."""
+        waiting = self.waiting.setdefault(name, [])
+        waiting.append(news)
+        if sum(map(len, waiting)) > NEWS:
+            del self.waiting[name], self.metrics[name]
 
-def _news(reader: Reader, run: int, since: int, until: int) -> Reals:
-    """Name, round, node and value of what has come."""
-    found = reader.database.rows(f"SELECT m.name, m.round, m.node, m.value {_NEWS}", (since, until, run))
-    return np.array(found, float).reshape(-1, 4)
+
+def _news(reader: Reader, run: int, names: Sequence[int], since: int, until: int) -> Reals:
+    """Name, round, node and value of what has come of these metrics."""
+    among = ", ".join("?" * len(names))
+    sql = f"SELECT m.name, m.round, m.node, m.value {_NEWS} AND m.name IN ({among})"
+    return np.array(reader.database.rows(sql, (since, until, run, *names)), float).reshape(-1, 4)
 
 
 def _updated(reader: Reader, key: tuple[int, int], held: _Held, since: int, until: int) -> _Held:
     if since == until:
         return held
-    news = _news(reader, key[0], since, until)
-    mine = news[news[:, 0] == key[1]][:, 1:]
+    if until - since > NEWS:
+        return _read(reader, *key, until)
+    mine = _news(reader, key[0], [key[1]], since, until)[:, 1:]
     return _added(reader, key, held, mine, until) if len(mine) else held
 
 
@@ -235,20 +247,13 @@ def _newest(reader: Reader, run: int, known: int) -> int:
     return known if newest is None else int(newest)
 
 
-def _epoch(reader: Reader) -> int:
-    """What changes when rows are removed: whoever does that gives the space back."""
-    shared = reader.database.dialect.shared
-    sql = "SELECT pg_relation_filenode('metric')" if shared else "PRAGMA schema_version"
-    return int(reader.database.rows(sql)[0][0])
-
-
 class Matrices:
     """Remembered metrics of one store, for any number of threads; each thread brings its own reader."""
 
     def __init__(self, most: int = BYTES) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._epoch = -1
+        self._epoch: object = None
         self._runs: dict[str, _Run] = {}
         self._memory: dict[Any, Any] = {}
         self._used: OrderedDict[tuple[str, int], int] = OrderedDict()  # bytes, the longest unused first
@@ -265,9 +270,15 @@ class Matrices:
         self._note(run, metric, found.nbytes)
         return found
 
+    def holds(self, reader: Reader, run: str, name: str) -> bool:
+        """Whether that metric can be told without reading all of it."""
+        self._look(reader)
+        known = self._runs.get(run)
+        return known is not None and reader.names.number(name) in known.metrics
+
     def _look(self, reader: Reader) -> None:
         """Forget everything if rows were removed."""
-        epoch = _epoch(reader)
+        epoch = removals(reader.database)
         with self._lock:
             if epoch != self._epoch:
                 self._epoch = epoch
@@ -292,12 +303,6 @@ class Matrices:
                 if old in self._runs:
                     self._runs[old].metrics.pop(gone, None)
 
-    def forget(self, run: str) -> None:
-        with self._lock:
-            self._runs.pop(run, None)
-            for key in [key for key in self._used if key[0] == run]:
-                del self._used[key]
-
 
 _SHARED: weakref.WeakKeyDictionary[Reader, Matrices] = weakref.WeakKeyDictionary()
 
@@ -310,6 +315,39 @@ def share(reader: Reader, matrices: Matrices) -> None:
 def metric_matrix(reader: Reader, run: str, name: str) -> Matrix:
     """Every client's newest value of a metric in each round: remembered where the reader shares `Matrices`."""
     return (_SHARED.get(reader) or Matrices()).matrix(reader, run, name)
+
+
+def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
+    """All clients' values of a metric added up by round, NaN left out.
+
+    Where the whole metric is not in memory, the database adds them up, in a third of the time.
+    """
+    shared = _SHARED.get(reader)
+    found = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
+    if found is None:
+        matrix = metric_matrix(reader, run, name)
+        found = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
+    return found
+
+
+def _added_up(reader: Reader, run: str, name: str) -> dict[int, float] | None:
+    """None where a client told something twice in one round, of which only the newer counts."""
+    number, metric = reader.names.number(run), reader.names.number(name)
+    nodes = reader.database.rows(
+        "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (number or 0,)
+    )
+    others = [node for node, text in nodes if not is_client(text)]
+    if number is None or metric is None or len(others) > SEEKS:
+        return None
+    among = ", ".join("?" * len(others)) or "-1"
+    found = reader.database.rows(
+        "SELECT m.round, SUM(m.value), COUNT(*), COUNT(DISTINCT m.node) FROM metric AS m "  # noqa: S608 - our own words
+        f"WHERE m.run = ? AND m.name = ? AND {_TOLD} AND m.node NOT IN ({among}) GROUP BY m.round ORDER BY m.round",
+        (number, metric, *others),
+    )
+    if any(rows != clients for _, _, rows, clients in found):
+        return None
+    return {number: 0.0 if total is None else float(total) for number, total, _, _ in found}
 
 
 def memory_of(reader: Reader) -> dict[Any, Any]:

@@ -12,9 +12,10 @@ from fedvitals.records import is_client
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, statistics_of
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
+from fedvitals.views.briefs import Brief, Marked, brief, since_of
 from fedvitals.views.card import VITAL_SIGNS
 from fedvitals.views.troubles import case_key, cases_of
-from fedvitals.views.verdict import Facts, Verdict, facts_of, judge
+from fedvitals.views.verdict import Verdict, facts_of, judge
 
 LONGEST_LIST = 200  # cases; the page of findings has the rest
 SAMPLED = 5  # rounds in which is counted who tells a sign
@@ -30,26 +31,6 @@ FIRST_SIGHT = (
     "time.client",
 )
 LEARNING = ("loss", "fit.loss_before", "local.loss", "fit.loss_after", "gradient.norm", "update.norm", "weight.drift")
-
-
-@dataclass(frozen=True, slots=True)
-class CaseLine:
-    """One trouble in a list, and as a flag on the axis."""
-
-    key: str
-    issue: str
-    title: str
-    place: str
-    node: str | None
-    layer: str | None
-    severity: str
-    confidence: float | None
-    since: int | None
-    last: int | None
-    still_there: bool
-    message: str
-    acknowledged: bool
-    muted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +63,7 @@ class FamilyLine:
 @dataclass(frozen=True, slots=True)
 class Overview:
     verdict: Verdict
-    cases: list[CaseLine]  # those that are there now, worst first; then those that are over; muted ones last
+    cases: list[Brief]  # those that are there now, worst first; then those that are over; muted ones last
     total_cases: int
     muted: int
     suspects: list[SuspectLine]
@@ -98,8 +79,8 @@ class Overview:
 
 
 def overview(reader: Reader, run: str) -> Overview:
-    found, facts = cases_of(reader, run), facts_of(reader, run)
-    lines = [_line(case, facts) for case in found]
+    found, facts, marked = cases_of(reader, run), facts_of(reader, run), Marked(reader, run)
+    lines = [brief(case, marked) for case in found]
     lines.sort(key=lambda line: (line.muted, not line.still_there))
     history = reader.history(run)
     rounds, names = history.rounds(), queries.metric_names(reader, run)
@@ -128,39 +109,18 @@ def overview(reader: Reader, run: str) -> Overview:
     )
 
 
-def _line(case: Case, facts: Facts) -> CaseLine:
-    key = case_key(case)
-    return CaseLine(
-        key=key,
-        issue=case.issue,
-        title=case.known.title,
-        place=case.place,
-        node=case.node,
-        layer=case.layer,
-        severity=case.severity,
-        confidence=case.confidence,
-        since=case.since if case.since is not None else case.first,
-        last=case.last,
-        still_there=case.still_there,
-        message=case.newest.message,
-        acknowledged=key in facts.acknowledged,
-        muted=key in facts.muted,
-    )
-
-
 def suspects(found: Iterable[Case]) -> list[SuspectLine]:
     """Who is suspected in troubles that are still there, each once, for its worst; the most suspected first."""
     worst: dict[str, SuspectLine] = {}
     for case in found:
         if not case.still_there:
             continue
-        since = case.since if case.since is not None else case.first
         named = [(s.node, s.score, s.reason) for s in case.newest.suspects]
         if not named and case.node is not None:
             named = [(case.node, case.confidence, "")]
         for node, score, reason in named:
             before = worst.get(node)
-            line = SuspectLine(node, score, reason or case.known.title, case.severity, since, case_key(case))
+            line = SuspectLine(node, score, reason or case.known.title, case.severity, since_of(case), case_key(case))
             if before is None or (is_trouble(case), score) > (before.severity != "note", before.score or 0.0):
                 worst[node] = line
     return sorted(worst.values(), key=lambda line: (line.severity == "note", -(line.score or 0.0)))

@@ -7,14 +7,14 @@ they would be half a million records, and these sums say the same in a dozen num
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from fedvitals.stats import Array
 from fedvitals.store.reader import Reader
-from fedvitals.views.cohort import Matrix
-from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.matrix import round_sums
 from fedvitals.views.series import Numbers, between, bucket_of, json_numbers, stretches
 
 # As they follow each other in a round; the words of the profile, and of `bottleneck.*`.
@@ -76,8 +76,8 @@ def phases(reader: Reader, run: str, points: int, first: int | None = None, last
         first=begins,
         last=ends,
         parts=[Part(part, json_numbers(values)) for part, values in parts.items() if values.any()],
-        sent=_sums(metric_matrix(reader, run, "traffic.sent"), numbers),
-        received=_sums(metric_matrix(reader, run, "traffic.received"), numbers),
+        sent=_sums(reader, run, "traffic.sent", numbers),
+        received=_sums(reader, run, "traffic.received", numbers),
         total=len(rounds),
     )
 
@@ -90,12 +90,7 @@ def _slowest(rounds: list[int], lengths: Array, points: int) -> tuple[list[int],
     return chosen, [rounds[begin] for begin, _ in spans], [rounds[end - 1] for _, end in spans]
 
 
-def _sums(matrix: Matrix, rounds: list[int]) -> Numbers:
+def _sums(reader: Reader, run: str, name: str, rounds: list[int]) -> Numbers:
     """The clients' sum in each of these rounds; None where none was told."""
-    place = {number: i for i, number in enumerate(matrix.rounds)}
-    total = np.nansum(matrix.values.astype(float), axis=0) if matrix.values.size else np.empty(0)
-    some: list[bool] = np.asarray(matrix.there.any(axis=0)).tolist()
-    return [
-        float(total[i]) if (i := place.get(number, -1)) >= 0 and some[i] and np.isfinite(total[i]) else None
-        for number in rounds
-    ]
+    known = round_sums(reader, run, name)
+    return json_numbers([known.get(number, math.nan) for number in rounds])

@@ -19,10 +19,9 @@ from fedvitals.diagnosis.issues import SEVERITIES
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.reader import Reader
 from fedvitals.views.run_facts import RunFacts, Spark, facts_of
-from fedvitals.views.status import state_of
+from fedvitals.views.status import RunState, state_of
 from fedvitals.views.verdict import State
 
-RunState = Literal["running", "silent", "finished"]
 Sort = Literal[
     "newest", "worst", "health", "name", "progress", "accuracy", "findings", "duration", "bytes", "clients", "host",
     "started",
@@ -69,7 +68,7 @@ class RunRow:
     accuracy: float | None
     loss: float | None
     spark: Spark | None
-    bytes: float | None
+    bytes: int | None  # of the training, without telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +168,7 @@ class RunList:
             known = self._facts.get(head.id)
         if known is not None and known[0] == version:
             return known[1]
-        # Of a run that has ended, everything is counted once more: a late message may have come for an old round.
-        before = known[1] if known is not None and head.finished is None else None
-        facts = facts_of(reader, head.id, head.marks, before)
+        facts = facts_of(reader, head.id, head.marks)
         with self._lock:
             self._facts[head.id] = version, facts
             if len(self._facts) > REMEMBERED:
@@ -188,16 +185,20 @@ def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) 
     by_run = {
         run: tuple(same) for run, same in groupby(sorted(marks(reader), key=attrgetter("run")), key=attrgetter("run"))
     }
+    lasts = dict(
+        ask(
+            "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
+        )
+    )
     newest = max((row[5] or 0.0 for row in found if row[6] is None), default=None)
     heads = []
     for number, run, name, host, topology, started, finished in found:
         last, written = None, False
         if finished is None:
-            ((last,),) = ask("SELECT MAX(last) FROM run_round WHERE run = ?", (number,))
+            last = lasts.get(number)
             last = started if last is None else last
             written = is_written(run, (started or 0.0) == newest)
-        state: Any = state_of(finished, last, now)
-        state = "running" if state == "silent" and written else state
+        state = state_of(finished, last, started, written=written, now=now)
         heads.append(_Head(run, name, host, topology, started, finished, last, written, state, by_run.get(run, ())))
     return heads
 

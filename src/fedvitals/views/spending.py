@@ -7,7 +7,7 @@ the newest rounds, unless others are asked for, and the page says which. For all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from fedvitals.profiling.whatif import Row, what_if
 from fedvitals.records import Span, Transfer
 from fedvitals.store import queries, rows
 from fedvitals.store.reader import Reader
+from fedvitals.views.memo import remembered
 from fedvitals.views.profile import ORDER
 
 R = TypeVar("R", Span, Transfer)
@@ -148,7 +149,12 @@ def spending(
     reader: Reader, run: str, *, clock: str | None = None, first: int | None = None, last: int | None = None
 ) -> Spending:
     """The profile of the rounds from `first` to `last`, else of the newest."""
-    looked = _look(reader, run, clock, first, last)
+    asked = _asked(reader, run, clock, first, last)
+    return remembered(reader, "spending", asked.key, asked.sign, lambda: _spending(reader, asked))
+
+
+def _spending(reader: Reader, asked: _Asked) -> Spending:
+    run, looked = asked.run, _looked(reader, asked)
     times, paths = looked.times, looked.paths
     verdict = judge(times, paths=paths)
     waited = _waited_for(times, paths)
@@ -179,10 +185,15 @@ def changes(
     reader: Reader, run: str, *, clock: str | None = None, first: int | None = None, last: int | None = None
 ) -> Changes:
     """What would have made these rounds shorter."""
-    looked = _look(reader, run, clock, first, last)
+    asked = _asked(reader, run, clock, first, last)
+    return remembered(reader, "changes", asked.key, asked.sign, lambda: _changes(reader, asked))
+
+
+def _changes(reader: Reader, asked: _Asked) -> Changes:
+    looked = _looked(reader, asked)
     verdict = judge(looked.times, paths=looked.paths)
     newest = replace(looked.window, first=looked.window.last)  # of sizes, one round tells as much as many
-    found = what_if(looked.times, transfers=_between(reader, run, Transfer, newest), paths=looked.paths)
+    found = what_if(looked.times, transfers=_between(reader, asked.run, Transfer, newest), paths=looked.paths)
     better = sorted((row for row in found if row.share >= LEAST), key=lambda row: row.after)
     return Changes(
         looked.clock,
@@ -193,8 +204,30 @@ def changes(
     )
 
 
-def _look(reader: Reader, run: str, clock: str | None, first: int | None, last: int | None) -> _Looked:
-    window = window_of(reader, run, first, last)
+class _Asked(NamedTuple):
+    run: str
+    clock: str | None
+    window: Window
+    key: Hashable
+    sign: object  # changes with the records that the answer is made from
+
+
+def _asked(reader: Reader, run: str, clock: str | None, first: int | None, last: int | None) -> _Asked:
+    window, number = window_of(reader, run, first, last), reader.names.number(run) or 0
+    counts = "SELECT COUNT(*), MAX(arrival) FROM {} WHERE run = ? AND round BETWEEN ? AND ?"
+    spans = reader.database.rows(counts.format("span"), (number, window.first, window.last))
+    transfers = reader.database.rows(counts.format("transfer"), (number, window.last, window.last))
+    ended = reader.database.rows("SELECT finished FROM run WHERE id = ?", (number,))
+    return _Asked(run, clock, window, (run, clock, first, last), (window, spans, transfers, ended))
+
+
+def _looked(reader: Reader, asked: _Asked) -> _Looked:
+    """Both pages look at the same."""
+    return remembered(reader, "rounds", asked.key, asked.sign, lambda: _look(reader, asked))
+
+
+def _look(reader: Reader, asked: _Asked) -> _Looked:
+    run, clock, window, _, _ = asked
     everything = timeline(_between(reader, run, Span, window))
     clocks = tuple(dict.fromkeys(time.clock for time in everything))
     if clock is not None and clocks and clock not in clocks:

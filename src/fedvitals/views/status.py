@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fedvitals import __version__
 from fedvitals.catalog import CATALOG, LEVELS
@@ -20,6 +20,7 @@ from fedvitals.views.card import cost_percent
 from fedvitals.views.tally import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
+RunState = Literal["running", "silent", "finished"]
 SILENT = 600.0  # seconds without a record after which nobody should wait for the next one
 
 
@@ -50,7 +51,7 @@ class StoreStatus:
 class Status:
     id: str
     name: str
-    state: str  # «running», «silent» (no end, and no record for ten minutes) or «finished»
+    state: RunState  # «silent»: no end, no record for ten minutes, and nobody writes
     host: str
     topology: str | None
     seed: int | None
@@ -83,7 +84,8 @@ def store_status(reader: Reader, shown: str) -> StoreStatus:
     return StoreStatus(shown, __version__, int(runs))
 
 
-def status_of(reader: Reader, run: str) -> Status:
+def status_of(reader: Reader, run: str, *, written: bool = False, now: float | None = None) -> Status:
+    """`written`: whether somebody is there who may write to it still."""
     described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
     history = reader.history(run)
     rounds = history.rounds()
@@ -93,7 +95,7 @@ def status_of(reader: Reader, run: str) -> Status:
     return Status(
         id=run,
         name=described.name,
-        state=state_of(described.finished, last_record),
+        state=state_of(described.finished, last_record, described.started, written=written, now=now),
         host=described.host,
         topology=described.topology,
         seed=described.seed,
@@ -126,10 +128,19 @@ def status_of(reader: Reader, run: str) -> Status:
     )
 
 
-def state_of(finished: float | None, last_record: float | None, now: float | None = None) -> str:
+def state_of(
+    finished: float | None,
+    last_record: float | None,
+    started: float | None = None,
+    *,
+    written: bool = False,
+    now: float | None = None,
+) -> RunState:
+    """`written`: somebody is there who may write to it still, so that a long round is no silence."""
     if finished is not None:
         return "finished"
-    if last_record is not None and (time.time() if now is None else now) - last_record > SILENT:
+    heard = started if last_record is None else last_record
+    if not written and heard is not None and (time.time() if now is None else now) - heard > SILENT:
         return "silent"
     return "running"
 

@@ -18,8 +18,7 @@ from fedvitals.records import is_client, natural
 from fedvitals.store import queries
 from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
-from fedvitals.views.grid import FAILURES
-from fedvitals.views.troubles import case_key, cases_of
+from fedvitals.views.troubles import case_key, cases_of, failures_by_client
 
 KINDS = {"hierarchical": "tree", "clustered": "clusters", "rings": "rings"}
 DOTS = {"tree": 200}  # nodes with a dot of their own; of more, those that are well are counted
@@ -183,7 +182,7 @@ def _nodes(
         received[receiver] = received.get(receiver, 0.0) + size
     group_of = {node: group for group, members in groups.items() for node in members}
     there = _present(reader, run, number) | sent.keys() | received.keys()
-    failed = _failed(reader, run, number)
+    failed = failures_by_client(reader, run, number)
     worst = _worst(reader, run, number)
     clients = {node for node in named if is_client(node)} | {node for node in there if is_client(node)} | set(group_of)
     between = {*groups, *(node for node in there if not is_client(node) and node != SERVER)}
@@ -221,16 +220,6 @@ def _present(reader: Reader, run: str, number: int) -> set[str]:
     """Who trained or sent an update in a round."""
     history = reader.history(run)
     return {*history.latest("steps", number), *history.latest("update.norm", number)}
-
-
-def _failed(reader: Reader, run: str, number: int) -> set[str]:
-    marks_ = ", ".join("?" * len(FAILURES))
-    found = reader.database.rows(
-        "SELECT DISTINCT n.text FROM event AS e JOIN symbol AS n ON n.id = e.node JOIN symbol AS s ON s.id = e.name "  # noqa: S608 - our own words
-        f"WHERE e.run = ? AND e.round = ? AND s.text IN ({marks_})",
-        (reader.names.number(run) or 0, number, *FAILURES),
-    )
-    return {row[0] for row in found}
 
 
 def _worst(reader: Reader, run: str, number: int) -> dict[str, Case]:

@@ -10,19 +10,11 @@ from urllib.parse import quote, unquote
 from fedvitals.diagnosis.cases import Case, cases
 from fedvitals.diagnosis.correct import told
 from fedvitals.errors import ConfigError
-from fedvitals.protocols import Node
-from fedvitals.records import Action, Event, Finding
+from fedvitals.records import FAILURES, Action, Event, Finding
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 
 TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
-
-# Whoever trained or sent an update took part, as in `queries.attendance`; here of few nodes, by one seek a round.
-_TOOK_PART = (
-    "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
-    "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round = r.round "
-    "AND m.node = ? AND m.layer IS NULL) ORDER BY r.round"
-)
 
 
 def case_key(case: Case) -> str:
@@ -36,20 +28,10 @@ def cases_of(reader: Reader, run: str, number: int | None = None) -> list[Case]:
     findings = list(queries.records(reader, run, Finding))
     if number is not None:
         findings = [f for f in findings if f.where.round is not None and f.where.round <= number]
-    attendance = _attendance(reader, run, {finding.where.node for finding in findings})
+    attendance = queries.attendance(reader, run, {finding.where.node for finding in findings})
     if number is not None:
         attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
     return cases(findings, attendance)
-
-
-def _attendance(reader: Reader, run: str, nodes: Iterable[Node | None]) -> dict[Node | None, list[int]]:
-    """The rounds in which these nodes took part. All of a run with a thousand clients would be a walk of seconds."""
-    place = reader.names.number(run) or 0
-    found: dict[Node | None, list[int]] = {None: reader.history(run).rounds()}
-    for node in nodes:
-        if node is not None and (rounds := reader.database.rows(_TOOK_PART, (place, reader.names.number(node) or 0))):
-            found[node] = [row[0] for row in rounds]
-    return found
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:
@@ -89,6 +71,22 @@ def failures_of(reader: Reader, run: str, found: Sequence[Case]) -> list[Event |
         same = [e for e in events if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
         errors.append(max(same, key=lambda e: e.at, default=None))
     return errors
+
+
+def failures_by_client(reader: Reader, run: str, number: int | None = None) -> dict[str, list[tuple[str, int]]]:
+    """What failed of each client (`records.FAILURES`), by name and round; with `number`, in that round only."""
+    names = ", ".join("?" * len(FAILURES))
+    one = "" if number is None else "AND e.round = ? "
+    found = reader.database.rows(
+        "SELECT node.text, name.text, e.round FROM event AS e JOIN symbol AS name ON name.id = e.name "  # noqa: S608 - our own words
+        "JOIN symbol AS node ON node.id = e.node WHERE e.run = (SELECT id FROM symbol WHERE text = ?) "
+        f"{one}AND name.text IN ({names}) AND e.round IS NOT NULL",
+        (run, *(() if number is None else (number,)), *FAILURES),
+    )
+    events: dict[str, list[tuple[str, int]]] = {}
+    for node, name, when in found:
+        events.setdefault(node, []).append((name, when))
+    return events
 
 
 def traceback_of(failure: Event) -> list[str]:

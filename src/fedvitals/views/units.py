@@ -1,71 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people read them: three digits, a unit, thin spaces between thousands. One way for every view."""
+"""Numbers as people read them: three digits, a unit, thin spaces between thousands. One way for every view.
+
+The dashboard's `static/format.js` has the same rules; `tests/number_cases.json` holds both to them. Only the spaces
+differ: a terminal and a report want plain ones before a unit.
+"""
 
 from __future__ import annotations
 
 import math
+from decimal import ROUND_HALF_UP, Context, Decimal
 
 THIN = "\u2009"  # between thousands
+NONE = "–"
+MINUS = "−"
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+MINUTE, HOUR, DAY = 60, 3600, 86400
+_THREE = Context(prec=3, rounding=ROUND_HALF_UP)
+
+
+def _unusual(value: float | None) -> str | None:
+    """What is said of a value that is no finite number; None if it is one."""
+    if value is None:
+        return NONE
+    if math.isnan(value):
+        return "NaN"
+    return None if math.isfinite(value) else "∞" if value > 0 else f"{MINUS}∞"
+
+
+def _three(size: float) -> Decimal:
+    return _THREE.create_decimal(Decimal(size))
+
+
+def _thousands(whole: int) -> str:
+    return f"{whole:,}".replace(",", THIN)
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits, thin spaces between thousands, and the unit."""
-    if value is None:
-        return "–"
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    if value == 0:
-        text = "0"
-    elif abs(value) >= 1e6 or abs(value) < 1e-4:
-        text = f"{value:.2e}"
-    elif abs(value) >= 1000 or float(value).is_integer():
-        text = f"{value:,.0f}".replace(",", THIN)
-    else:
-        text = f"{value:.3g}"
-    return f"{text}{unit}".replace("-", "−")
+    """Three significant digits, whole numbers under ten million in full, and the unit as it is given."""
+    said = _unusual(value)
+    if said is not None or value is None:
+        return said or NONE
+    return f"{MINUS if value < 0 else ''}{_size(abs(value))}{unit}"
+
+
+def _size(size: float) -> str:
+    if float(size).is_integer() and size < 1e7:
+        return _thousands(int(size))
+    if size >= 1e6 or size < 1e-3:
+        short = _three(size)
+        mantissa, power = f"{float(short.scaleb(-short.adjusted())):g}", str(short.adjusted()).translate(SUPERSCRIPT)
+        return f"{'' if mantissa == '1' else f'{mantissa}×'}10{power}"
+    return _thousands(math.floor(size + 0.5)) if size >= 1000 else f"{float(_three(size)):g}"
+
+
+def size(value: float | None, unit: str = "B") -> str:
+    """Bytes."""
+    said = _unusual(value)
+    if said is not None or value is None:
+        return said or NONE
+    rest, step = abs(value), 0
+    # 999.9 would round to «1000 kB»: take the next prefix there.
+    while step < len(PREFIXES) - 1 and _three(rest) >= 1000:
+        rest, step = rest / 1000, step + 1
+    return f"{MINUS if value < 0 else ''}{float(_three(rest)):g} {PREFIXES[step]}{unit}"
 
 
 def seconds(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "–"
-    if value >= 7200:
-        hours, minutes = divmod(round(value / 60), 60)
-        return f"{hours} h {minutes} min"
-    if value >= 120:
-        return f"{value // 60:.0f} min {value % 60:.0f} s"
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}"
-    return "0 s"
+    said = _unusual(value)
+    if said is not None or value is None:
+        return said or NONE
+    sign, size = MINUS if value < 0 else "", abs(value)
+    if size == 0:
+        return "0 s"
+    for below, factor, unit in ((0.9995e-6, 1e9, "ns"), (0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (59.95, 1, "s")):
+        if size < below:
+            return f"{sign}{number(size * factor)} {unit}"
+    whole = math.floor(size + 0.5)
+    if whole < HOUR:
+        return sign + _pair(whole, MINUTE, "min", "s")
+    if whole < DAY:
+        return sign + _pair(math.floor(whole / MINUTE + 0.5), 60, "h", "min")
+    return sign + _pair(math.floor(whole / HOUR + 0.5), 24, "d", "h")
 
 
-def size(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "–"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 1000 or unit == "TB":
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return "–"
+def _pair(count: int, many: int, large: str, small: str) -> str:
+    whole, rest = divmod(count, many)
+    return f"{_thousands(whole)} {large}{f' {rest} {small}' if rest else ''}"
+
+
+def percent(share: float | None) -> str:
+    """A share between 0 and 1, as per cent."""
+    said = _unusual(share)
+    if said is not None or share is None:
+        return said or NONE
+    return number(float(_three(share * 100)), " %")
+
+
+def whole_percent(share: float | None) -> str:
+    """A probability: whole per cent are as much as anybody knows."""
+    return NONE if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 
 def with_unit(value: float | None, unit: str) -> str:
     """A metric's value in the catalogue's unit, as people write it."""
-    match unit:
-        case "seconds":
-            return seconds(value)
-        case "bytes":
-            return size(value)
-        case "1" | "":
-            return number(value)
-        case "share" if value is not None and math.isfinite(value):
-            return f"{100 * value:.3g} %"
-        case _:
-            return number(value)
-
-
-def percent(share: float | None) -> str:
-    """A share or a probability, in whole percent."""
-    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
+    known = {"seconds": seconds, "s": seconds, "bytes": size, "B": size, "share": percent}
+    said = _unusual(value)
+    if said is not None:
+        return said
+    if unit in known:
+        return known[unit](value)
+    if unit == "bytes/s":
+        return size(value, "B/s")
+    return number(value, "" if unit in ("", "1", "0/1", "class") else f" {'%' if unit == 'percent' else unit}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fedvitals.diagnosis.cases import Case, is_trouble, rank
@@ -18,13 +17,14 @@ from fedvitals.diagnosis.scores import FEWEST
 from fedvitals.protocols import History
 from fedvitals.records import Action, Run, is_client
 from fedvitals.store import queries
-from fedvitals.store.marks import marks
+from fedvitals.store.marks import Mark, marks
 from fedvitals.store.reader import Reader
+from fedvitals.views.briefs import since_of
 from fedvitals.views.card import detectors_of
 from fedvitals.views.troubles import actions_about, case_key, cases_of, culprits
 from fedvitals.views.verdict_words import clause, shortened, sure
 
-__all__ = ["Facts", "State", "Verdict", "case_key", "facts_of", "judge", "verdict_of"]
+__all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of", "judge", "verdict_of"]
 
 State = Literal["ill", "watch", "healthy", "warming", "unjudged"]
 WARM = 3  # rounds, before which nobody can be told from the others
@@ -98,7 +98,7 @@ def _is_serious_now(case: Case) -> bool:
 def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
     worst = min(found, key=lambda case: (rank(case.newest.severity), -case.confidence))
     same = [worst, *(case for case in found if case.issue == worst.issue and case is not worst and _alike(case, worst))]
-    beginnings = [begin for case in same if (begin := _began(case)) is not None]
+    beginnings = [begin for case in same if (begin := since_of(case)) is not None]
     since = min(beginnings, default=None)
     said = f"{opening}{_in_which_rounds(same, since)}{clause(same)}"
     if since is not None and worst.still_there and f"since round {since}" not in said:
@@ -124,10 +124,6 @@ def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence
 def _alike(case: Case, worst: Case) -> bool:
     """Whether both fit into one sentence: both of nodes, both of groups, or both of the run."""
     return (case.node is None, case.group is None) == (worst.node is None, worst.group is None)
-
-
-def _began(case: Case) -> int | None:
-    return case.since if case.since is not None else case.first
 
 
 def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
@@ -230,28 +226,30 @@ def facts_of(reader: Reader, run: str) -> Facts:
     described = queries.get_run(reader, run)
     history = reader.history(run)
     rounds, clients = history.rounds(), [node for node in history.nodes() if is_client(node)]
-    told = marks(reader, run)
-    return Facts(
-        rounds=len(rounds),
-        clients=len(clients),
-        detectors=detectors_of(described),
-        false_alarms=_allowed(described),
-        accuracy=_newest(history, rounds, "accuracy"),
-        loss=_newest(history, rounds, "loss"),
-        finished=described.finished is not None,
-        muted=frozenset(mark.target for mark in told if mark.kind == "muted"),
-        acknowledged=frozenset(mark.target for mark in told if mark.kind == "acknowledged"),
+    return replace(
+        facts_in_short(described, len(rounds), len(clients), marks(reader, run)),
+        accuracy=_finite(queries.newest(reader, run, "accuracy")),
+        loss=_finite(queries.newest(reader, run, "loss")),
         samples=_samples(history, rounds, clients),
         actions=queries.records(reader, run, Action),
     )
 
 
-def _newest(history: History, rounds: Sequence[int], name: str) -> float | None:
-    """Of the global model where it was measured, else the mean over the clients of the last round."""
-    whole = history.series(name, None)[1] or history.series(name, "server")[1]
-    values = whole[-1:] or [*history.latest(name, rounds[-1]).values()] if rounds else []
-    mean = fmean(values) if values else math.nan
-    return mean if math.isfinite(mean) else None
+def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark]) -> Facts:
+    """What decides the state and the headline; the rest is for the detail, for which a list has no room."""
+    return Facts(
+        rounds=rounds,
+        clients=clients,
+        detectors=detectors_of(run),
+        false_alarms=_allowed(run),
+        finished=run.finished is not None,
+        muted=frozenset(mark.target for mark in told if mark.kind == "muted"),
+        acknowledged=frozenset(mark.target for mark in told if mark.kind == "acknowledged"),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _samples(history: History, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:

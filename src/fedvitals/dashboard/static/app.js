@@ -35,8 +35,9 @@ let page = null; // what is shown: {name, run, path, address, view, ctx, …}
 
 function route() {
   const parts = location.pathname.split("/").filter(Boolean).map(decodeURIComponent);
-  if (parts.length === 0) return { view: "runs", run: null, path: {} };
+  if (parts.length === 0 || (parts.length === 1 && parts[0] === "runs")) return { view: "runs", run: null, path: {} };
   if (parts[0] === "compare") return { view: "compare", run: null, path: {} };
+  if (parts[0] !== "runs") return { view: "", run: null, path: {} };
   const [, run, view = "overview", name] = parts;
   if (name !== undefined && ENTRY[view]) return { view: ENTRY[view][0], run, path: { [ENTRY[view][1]]: name } };
   return { view, run, path: {} };
@@ -146,7 +147,7 @@ onNavigate((kind) => {
 let due = null;
 listen((kind, data) => {
   head.connection(kind, data);
-  if (kind === "trouble") head.trouble({ message: data.message, hint: "What is shown is from before. The page goes on by itself." });
+  if (kind === "trouble" && page?.shown) head.trouble({ message: data.message, hint: "What is shown is from before. The page goes on by itself." });
   const mine = page;
   if (!mine || kind === "lost" || kind === "trouble") return;
   const concerned = kind !== "change" || mine.run === null || mine.run in data.runs || mine.ctx?.runs?.some((run) => run in data.runs);

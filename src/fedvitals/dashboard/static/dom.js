@@ -73,6 +73,11 @@ export function keyed(parent, items, key, make, update) {
   parent.keyedNodes = now;
 }
 
+/** A sentence whose `code` stands out, as elements. */
+export function words(text) {
+  return String(text).split("`").map((part, i) => (i % 2 ? h("code", { text: part }) : part));
+}
+
 /** Say something to those who listen instead of look. */
 export function announce(text) {
   const node = document.getElementById("announcer");

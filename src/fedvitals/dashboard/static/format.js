@@ -7,6 +7,7 @@ const THIN = "\u202f"; // narrow and unbreakable: «12 345», «4.1 MB»
 const MINUS = "\u2212";
 const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
 const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
+const LEAST = 0.001; // per cent, under which only the size matters
 const MINUTE = 60;
 const HOUR = 3600;
 const DAY = 86400;
@@ -92,7 +93,10 @@ function pair(count, big, bigName, small, smallName) {
 /** A share between 0 and 1, as per cent. */
 export function percent(value) {
   const said = unusual(value);
-  return said ?? `${number(Number((value * 100).toPrecision(3)))}${THIN}%`;
+  if (said !== null) return said;
+  const size = Math.abs(value * 100);
+  if (size > 0 && size < LEAST) return `${value < 0 ? "> " + MINUS : "< "}${LEAST}${THIN}%`;
+  return `${number(Number((value * 100).toPrecision(3)))}${THIN}%`;
 }
 
 /** A value with the unit that the catalogue gives it. */
@@ -109,15 +113,16 @@ export function withUnit(value, unit) {
       return bytes(value, "B/s");
     case "percent":
     case "%":
-      return `${number(value)}${THIN}%`;
+      return percent(value / 100);
     case undefined:
     case null:
     case "":
     case "1":
     case "0/1":
-    case "share":
     case "class":
       return number(value);
+    case "share":
+      return percent(value);
     default:
       return `${number(value)}${THIN}${unit}`;
   }
@@ -125,7 +130,7 @@ export function withUnit(value, unit) {
 
 /** Short, for a column or an axis under a title that says the unit: only prefixed units are repeated. */
 export function brief(value, unit) {
-  return ["bytes", "B", "bytes/s", "seconds", "s"].includes(unit) ? withUnit(value, unit) : number(value);
+  return ["bytes", "B", "bytes/s", "seconds", "s", "share"].includes(unit) ? withUnit(value, unit) : number(value);
 }
 
 const two = (count) => String(count).padStart(2, "0");
@@ -153,5 +158,5 @@ export function ago(epoch, now = Date.now() / 1000) {
 
 /** The word for a unit beside a title: none where the number says it all. */
 export function unitName(unit) {
-  return { 1: "", "0/1": "", bytes: "bytes", seconds: "seconds" }[unit] ?? unit ?? "";
+  return { 1: "", "0/1": "", share: "", bytes: "bytes", seconds: "seconds" }[unit] ?? unit ?? "";
 }

@@ -3,6 +3,7 @@
 
 import { h } from "./dom.js";
 import { runLink } from "./params.js";
+import { compareLink } from "./parts/chosen.js";
 import { changeTheme } from "./theme.js";
 
 const PAGES = { o: "overview", c: "clients", m: "map", l: "layers", r: "rounds", t: "topology", f: "findings" };
@@ -14,9 +15,12 @@ function typing(target) {
 function help(own) {
   const rows = [
     ["g h", "all runs"],
+    ["g x", "compare this run with others"],
     ...Object.entries(PAGES).map(([key, page]) => [`g ${key}`, page]),
     ["t", "light or dark"],
     ["Tab, ← →", "into a plot, and along it"],
+    ["+ −, [ ]", "in a plot: closer or wider, and sideways"],
+    ["0, double click", "in a plot: all rounds again"],
     ...Object.entries(own ?? {}).map(([key, act]) => [key, act.label ?? "on this page"]),
   ];
   const dialog = h("dialog", { class: "help", "aria-label": "Keys" },
@@ -35,7 +39,8 @@ export function keyboard(page, go) {
     const now = page();
     const own = now?.view?.keys ?? {};
     const key = event.key;
-    if (before === "g" && (key === "h" || (PAGES[key] && now?.run))) {
+    if (before === "g" && key === "x") go(now?.run ? compareLink([now.run]) : "/compare");
+    else if (before === "g" && (key === "h" || (PAGES[key] && now?.run))) {
       go(key === "h" ? "/" : key === "o" ? runLink(now.run) : runLink(now.run, PAGES[key]));
     } else if (own[key]) own[key](event);
     else if (key === "?") help(own);

@@ -14,7 +14,7 @@ export function listen(listener) {
   function fell() {
     source?.close();
     source = null;
-    if (!lost) listener("lost", { since: new Date() });
+    if (!lost) listener("lost", { since: new Date(heard) });
     lost = true;
     clearTimeout(timer);
     timer = setTimeout(open, wait);

@@ -4,9 +4,7 @@
 import "./theme.js";
 import { api } from "./api.js";
 
-const told = new URLSearchParams(location.hash.slice(1)); // a fragment is never sent, nor written into a log
-const back = told.get("back") ?? "/";
-history.replaceState(null, "", location.pathname);
+let back = "/"; // where the person wanted to go
 
 /** Whether an address stays here: a browser reads «/⇥/evil.example» as another site's. */
 function inside(address) {
@@ -31,5 +29,15 @@ document.getElementById("login").addEventListener("submit", (event) => {
   event.preventDefault();
   enter(document.getElementById("token").value.trim());
 });
-if (told.get("token")) enter(told.get("token"));
-else document.getElementById("token").focus();
+
+/** What stands behind «#»: a fragment is never sent, nor written into a log. Another may come while this page is open. */
+function read() {
+  const told = new URLSearchParams(location.hash.slice(1));
+  back = told.get("back") ?? back;
+  if (location.hash) history.replaceState(null, "", location.pathname);
+  if (told.get("token")) enter(told.get("token"));
+  else document.getElementById("token").focus();
+}
+
+addEventListener("hashchange", read);
+read();

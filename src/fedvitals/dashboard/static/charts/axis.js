@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one axis of a page. Every chart of the page draws the same rounds, and shows the same round under the pointer.
 
+import { gesture } from "../gesture.js";
+
 /** Rounds (whole numbers) by default; `continuous` for seconds. Told changes: "view", "hover", "domain". */
 export class Axis {
   constructor({ from = 0, to = 0, left = null, right = null, continuous = false, label = "round" } = {}) {
@@ -10,6 +12,7 @@ export class Axis {
     this.left = left; // gutters in pixels, if a page wants its own: names to the left, values to the right
     this.right = right;
     this.names = 0; // pixels that the longest name at the left wants
+    this.ends = 0; // and the longest at the right
     this.continuous = continuous;
     this.label = label;
     this.listeners = new Set();
@@ -66,7 +69,10 @@ export class Axis {
     this.domain = [from, to];
     if (followed) this.view = [from, to];
     this.tell("domain");
-    if (this.wanted) this.want(...this.wanted);
+    if (!this.wanted) return;
+    this.restoring = true; // the address asked for it, not a hand
+    this.want(...this.wanted);
+    this.restoring = false;
   }
 
   /** The view that an address asks for: now, or when the data are there. */
@@ -79,6 +85,13 @@ export class Axis {
   roomForNames(pixels) {
     if (pixels <= this.names) return;
     this.names = pixels;
+    this.tell("domain");
+  }
+
+  /** The same at its right, where the lines end. */
+  roomForEnds(pixels) {
+    if (pixels <= this.ends) return;
+    this.ends = pixels;
     this.tell("domain");
   }
 
@@ -105,6 +118,7 @@ export class Axis {
 /** Keeps the view in the address (`from`, `to`), so that a zoom can be sent to another; gives back what ends that. */
 export function bindAxis(axis, params, names = ["from", "to"]) {
   let reading = false;
+  const begins = gesture();
   const read = () => {
     const [from, to] = names.map((name) => params.get(name, null));
     reading = true;
@@ -117,7 +131,7 @@ export function bindAxis(axis, params, names = ["from", "to"]) {
   const stop = axis.on((what) => {
     if (what !== "view" || reading) return;
     const [from, to] = axis.whole ? [null, null] : axis.view;
-    params.set({ [names[0]]: from, [names[1]]: to });
+    params.set({ [names[0]]: from, [names[1]]: to }, { push: !axis.restoring && begins() });
   });
   // After the shell's own listener has taken the address over.
   const back = () => queueMicrotask(read);

@@ -49,7 +49,7 @@ export function bars(host, options = {}) {
       state.most = list.reduce((most, bar) => Math.max(most, size(bar.value), size(bar.of)), 0) || 1;
       hooks.chosen = Math.min(hooks.chosen, list.length - 1);
       frame.setNote(note);
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };

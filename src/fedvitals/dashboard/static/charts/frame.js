@@ -7,6 +7,7 @@
 //   paintHover(pen, box) what follows the pointer        rows(box) → the names at the left, as links
 //   heavy() → canvas instead of SVG            summary() → the label for those who do not see
 //   readout() → the value under the pointer    tip() → {head, rows, foot}, or null
+//   costly() → not drawn before it is seen
 //   csv() → rows of cells                      blank() → a sentence where there is nothing to draw
 //   key(event) → true if it was for the chart; move, leave, click, double, drag: pointer (see below)
 
@@ -16,10 +17,11 @@ import { unitName } from "../format.js";
 import { canvasPen, svgPen } from "./pen.js";
 import { attachMenu } from "./menu.js";
 import { attachPointer } from "./pointer.js";
-import { forget, soon } from "./soon.js";
+import { atRest, forget, soon } from "./soon.js";
 import { hideTip, showTip } from "./tip.js";
 
-const NEAR = "200px"; // a chart this close to the window is drawn
+const NEAR = "200px"; // a chart this close to the window is drawn at once
+const WAITING = "Not loaded yet.";
 
 const sized = new ResizeObserver((entries) => {
   for (const entry of entries) entry.target.chartFrame?.resized(entry.contentRect.width);
@@ -63,7 +65,7 @@ export function createFrame(host, kind, options, chart) {
   const scrolls = Boolean(options.maxHeight && chart.scrolls);
   const dom = build(kind, options, scrolls);
   const ended = new AbortController();
-  const state = { width: 0, visible: false, stale: true, destroyed: false };
+  const state = { width: 0, visible: false, stale: true, destroyed: false, fed: false };
 
   const frame = {
     chart,
@@ -81,8 +83,16 @@ export function createFrame(host, kind, options, chart) {
     },
     redraw() {
       state.stale = true;
-      if (!state.visible) reserve();
+      if (!state.visible) {
+        reserve();
+        if (!chart.costly?.()) atRest(drawUnseen); // so that it is as new as the rest when it is scrolled to, printed or photographed
+      }
       soon(draw);
+    },
+    /** Data have come: until then nothing can be said of what there is. */
+    fed() {
+      state.fed = true;
+      frame.redraw();
     },
     rehover() {
       soon(hover);
@@ -116,7 +126,7 @@ export function createFrame(host, kind, options, chart) {
       forgetTheme();
       sized.unobserve(dom.figure);
       seen.unobserve(dom.figure);
-      forget(draw, hover);
+      forget(draw, hover, drawUnseen);
       hideTip(frame);
       dom.figure.remove();
     },
@@ -124,7 +134,7 @@ export function createFrame(host, kind, options, chart) {
 
   /** Its room, before it is drawn: or all charts of a page would begin in sight, one on top of the other. */
   function reserve() {
-    if ((chart.blank?.() ?? null) !== null) return;
+    if (!state.fed || (chart.blank?.() ?? null) !== null) return;
     const whole = Math.max(1, Math.round(chart.height(state.width || Math.min(window.innerWidth, 1200))));
     dom.stage.style.height = `${scrolls ? Math.min(whole, options.maxHeight) : whole}px`;
   }
@@ -140,7 +150,8 @@ export function createFrame(host, kind, options, chart) {
   function draw(anyway = false) {
     if (state.destroyed || state.width < 40 || !(state.visible || (anyway && state.stale))) return;
     state.stale = false;
-    const said = chart.blank?.() ?? null;
+    const said = state.fed ? (chart.blank?.() ?? null) : WAITING;
+    dom.blank.classList.toggle("chart-waiting", !state.fed);
     showBlank(dom, said);
     if (said !== null) {
       frame.box = null;
@@ -158,6 +169,10 @@ export function createFrame(host, kind, options, chart) {
     chart.rows?.(dom.rows, box);
     dom.plot.setAttribute("aria-label", chart.summary?.() ?? frame.title);
     hover();
+  }
+
+  function drawUnseen() {
+    if (!state.visible) draw(true);
   }
 
   function hover() {

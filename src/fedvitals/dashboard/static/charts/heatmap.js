@@ -67,7 +67,7 @@ export function heatMap(host, options = {}) {
         axis.roomForNames(grid.rows.slice(0, 400).reduce((most, name) => Math.max(most, textWidth(name)), 0));
         axis.extend(grid.columns[0], grid.last.at(-1) ?? grid.columns.at(-1));
       }
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };
@@ -222,8 +222,18 @@ const rounds = ({ first, last }) => (last > first ? `rounds ${number(first)} to 
 
 function readout(state, axis, options) {
   const cell = cellAt(state, axis);
-  if (!cell) return `${axis.label} ${number(axis.hover)}`;
+  if (!cell) return [`${axis.label} ${number(axis.hover)}`, ...marked(state, axis, options)].join(" · ");
   return `${cell.name} · ${cell.state === VALUE ? withUnit(cell.value, options.unit) : SAID[cell.state]}`;
+}
+
+/** The rows that a finding is about, with their values at the round that is pointed at elsewhere. */
+function marked(state, axis, options) {
+  const column = columnAt(state.grid, axis.hover);
+  const rows = [...new Set(state.marks.map((mark) => (typeof mark.row === "number" ? mark.row : state.names.get(mark.row))))];
+  return rows.filter((row) => column >= 0 && row !== undefined).slice(0, 3).map((row) => {
+    const at = row * state.grid.columns.length + column;
+    return `${state.grid.rows[row]} ${state.grid.state[at] === VALUE ? withUnit(shortest32(state.grid.values[at]), options.unit) : SAID[state.grid.state[at]]}`;
+  });
 }
 
 function tip(state, axis, options) {

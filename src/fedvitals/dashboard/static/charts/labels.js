@@ -3,7 +3,7 @@
 
 import { fill, h } from "../dom.js";
 import { readable, theme } from "../colour.js";
-import { textSize } from "./pen.js";
+import { textSize, textWidth } from "./pen.js";
 import { swatch } from "./tip.js";
 
 const line = () => textSize() + 2; // pixels that a label takes
@@ -22,6 +22,11 @@ export function spread(labels, top, bottom) {
     ceiling = label.at - line();
   }
   return labels;
+}
+
+/** Pixels of the longest of these names. */
+export function widest(names) {
+  return names.slice(0, 40).reduce((most, name) => Math.max(most, textWidth(String(name ?? ""))), 0);
 }
 
 /** Whether that many names have room at the right of a box. */
@@ -50,5 +55,6 @@ export function legend(node, entries) {
   const key = entries.map((entry) => `${entry.colour} ${entry.name} ${entry.href ?? ""}`).join("\n");
   if (node.legendKey === key) return;
   node.legendKey = key;
+  node.painted = { entries };
   fill(node, entries.map((entry) => h(entry.href ? "a" : "span", { class: "chart-legend", href: entry.href }, swatch(entry), entry.name)));
 }

@@ -2,7 +2,8 @@
 // Courses over the rounds: the cohort as nested bands with its median, single nodes as lines on top, findings as flags.
 
 import { createFrame } from "./frame.js";
-import { paint, paintHover } from "./lines_paint.js";
+import { widest } from "./labels.js";
+import { endNames, paint, paintHover } from "./lines_paint.js";
 import { csv, readout, spoken, summary, tip } from "./lines_words.js";
 import { joinAxis, onAxis, roundBox } from "./rounds.js";
 import { extent } from "./scales.js";
@@ -34,6 +35,7 @@ export function lineChart(host, options = {}) {
     readout: () => readout(state, axis, options),
     tip: () => tip(state, axis, options),
     summary: () => summary(state, axis, options),
+    labelled: () => state.labels !== null,
     csv: () => csv(state),
     spot: () => spotOf(frame, axis),
   };
@@ -45,10 +47,11 @@ export function lineChart(host, options = {}) {
       take(state, data);
       frame.setNote(data.note ?? "");
       state.note = data.note ?? "";
+      axis.roomForEnds(widest(endNames(state)));
       const [low, high] = extent(...[...state.series, ...state.bands].map((one) => [one.rounds[0], one.rounds.at(-1)]));
       if (joined.own && state.labels) axis.extend(0, state.labels.length - 1);
       else if (low <= high) axis.extend(low, high);
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };

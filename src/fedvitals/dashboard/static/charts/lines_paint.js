@@ -92,6 +92,12 @@ function paintOdd(pen, box, x, kind, colour, colours) {
   pen.path([[x, up ? y - 4 : y + 4, x + 4, up ? y + 3 : y - 3, x - 4, up ? y + 3 : y - 3]], { fill: colour }, true);
 }
 
+/** The names that stand at the ends of lines, where there is room. */
+export function endNames(state) {
+  const lines = state.series.filter((one) => !one.faint || state.series.length <= 8);
+  return [...lines, ...state.bands].map((one) => one.name);
+}
+
 function endLabels(state, box, scale, colours) {
   const found = [];
   const put = (one, values, colour, faint) => {

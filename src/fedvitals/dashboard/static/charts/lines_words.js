@@ -2,20 +2,25 @@
 // What a line chart says: under the pointer, aloud, as a label and as a table.
 
 import { theme } from "../colour.js";
-import { exact, number, withUnit } from "../format.js";
+import { exact, NONE, number, withUnit } from "../format.js";
 import { colourOf, lastOf, valueAt } from "./lines_values.js";
 import { flagRows } from "./rounds.js";
+
+const TOLD = 4; // lines named in the heading; the tooltip has them all
 
 const roundName = (state, axis, round) => (state.labels ? (state.labels[round] ?? "") : `${axis.label} ${number(round)}`);
 
 export function readout(state, axis, options) {
   if (axis.hover === null) return "";
-  const first = state.series.find((one) => !one.faint) ?? state.series[0];
-  const value = first ? valueAt(first, first.values, axis.hover) : undefined;
-  const middle = state.bands[0] ? valueAt(state.bands[0], state.bands[0].median, axis.hover) : undefined;
-  const shown = value !== undefined ? value : middle;
-  const where = state.labels ? `${state.labels[axis.hover] ?? ""} ` : "";
-  return shown === undefined ? `${where}–` : `${where}${withUnit(shown, options.unit)}`;
+  const told = (name, one, values) => {
+    const value = valueAt(one, values, axis.hover);
+    return value === undefined ? "" : `${name} ${withUnit(value, options.unit)}`;
+  };
+  const bold = state.series.filter((one) => !one.faint);
+  const lines = (bold.length ? bold : state.series).slice(0, TOLD).map((one) => told(one.name, one, one.values));
+  const bands = state.bands.map((one) => told(`median of ${one.name}`, one, one.median));
+  const said = [...lines, ...bands].filter(Boolean).join(" · ") || NONE;
+  return state.labels ? `${state.labels[axis.hover] ?? ""}: ${said}` : said;
 }
 
 export function tip(state, axis, options) {

@@ -10,6 +10,7 @@ import { textWidth } from "./pen.js";
 import { extent } from "./scales.js";
 import { colourStrip } from "./strip.js";
 
+const COSTLY = 100_000; // cells that are painted only when somebody looks
 const LABEL = 10; // pixels of a cell from which every name fits
 
 /** Options: {title, colours, unit, onCell(row, column)}; data: {rows, columns, values, groups, low, high, note}. */
@@ -27,6 +28,7 @@ export function matrix(host, options = {}) {
       return { x0: left, x1: left + across, y0: 4, y1: 4 + cell * state.rows.length, cell, below: names(state.columns, width) };
     },
     heavy: () => true,
+    costly: () => state.rows.length * state.columns.length > COSTLY,
     blank: () => (state.rows.length && state.columns.length ? null : "There is nothing to compare yet."),
     paint: (pen, box) => paint(pen, box, state, frame, options),
     paintHover: (pen, box) => paintHover(pen, box, state),
@@ -54,7 +56,7 @@ export function matrix(host, options = {}) {
       const scale = scaleFor(grid, { colours: options.colours });
       Object.assign(state, { rows, columns, groups, grid, scale, row: -1, column: -1, picture: null });
       frame.setNote(note);
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };
@@ -73,9 +75,9 @@ function names(list, width) {
   return Math.max(24, Math.min(width < 560 ? 64 : 120, longest + 12));
 }
 
-/** The length of the square's side: cells of at most 24 pixels, at least what the page gives. */
+/** The length of the square's side: cells of at most 36 pixels, at least what the page gives. */
 function side(state, width) {
-  return Math.max(40, Math.min(width - names(state.rows, width) - 8, 640, state.columns.length * 24));
+  return Math.max(40, Math.min(width - names(state.rows, width) - 8, 640, state.columns.length * 36));
 }
 
 function walk(event, state, pick, told) {

@@ -4,13 +4,14 @@
 import { mix, theme } from "../colour.js";
 import { number } from "../format.js";
 import { createFrame } from "./frame.js";
+import { textWidth } from "./pen.js";
 import { picking } from "./picking.js";
 import { extent, linear, niceTicks } from "./scales.js";
 
 const ROW = 22;
 const RISE = 2.4; // rows that the highest ridge reaches up
 
-/** Options: {title, unit}; data: {ridges: [{name, xs, heights}], xLabel, ticks: [{x, text}], note}. */
+/** Options: {title, unit}; data: {ridges: [{name, short, xs, heights}], xLabel, ticks: [{x, text}], note}. */
 export function ridgelines(host, options = {}) {
   const state = { ridges: [], label: "", x: null, ticks: null };
   const hooks = picking(() => frame, {
@@ -41,7 +42,7 @@ export function ridgelines(host, options = {}) {
       Object.assign(state, { ridges, label: xLabel, ticks });
       hooks.chosen = -1;
       frame.setNote(note);
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };
@@ -70,10 +71,14 @@ function scales(state, box) {
 function ticksOf(state, x, count) {
   if (!state.ticks) return niceTicks(x.low, x.high, count).map((tick) => ({ x: tick, text: number(tick) }));
   const every = Math.max(1, Math.ceil(state.ticks.length / Math.max(2, count)));
-  return state.ticks.filter((_, at) => at % every === 0 || at === state.ticks.length - 1);
+  const last = state.ticks.length - 1;
+  // The end is always told; what would stand under it is left out.
+  return state.ticks.filter((_, at) => at === last || (at % every === 0 && last - at >= Math.max(1, every * 0.8)));
 }
 
 const nameOf = (state, x) => state.ticks?.find((one) => one.x === x)?.text ?? number(x);
+
+const shortName = ({ name, short }, room) => (short && textWidth(name) > room ? short : name);
 
 const baseOf = (box, at) => box.y0 + (at + 1) * ROW - 4;
 
@@ -105,7 +110,7 @@ function paint(pen, box, state) {
       pen.path([points], { stroke: colour, width: 1.25 });
     }
     pen.line(box.x0, base, box.x1, base, { stroke: colours.line });
-    if (at % every === 0) pen.text(box.x0 - 8, base + 1, ridge.name, { fill: colours.ink2, anchor: "end", room: box.x0 - 12 });
+    if (at % every === 0) pen.text(box.x0 - 8, base + 1, shortName(ridge, box.x0 - 12), { fill: colours.ink2, anchor: "end", room: box.x0 - 12 });
   });
   if (state.label) pen.text(box.x1, box.y1 + 26, state.label, { fill: colours.ink2, anchor: "end", room: box.x1 - box.x0 });
 }

@@ -48,7 +48,7 @@ export function scatter(host, options = {}) {
       const lost = points.length - finite.length;
       frame.setNote([note, lost ? `${number(lost)} without a place` : ""].filter(Boolean).join(" · "));
       hooks.chosen = Math.min(hooks.chosen, state.points.length - 1);
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };

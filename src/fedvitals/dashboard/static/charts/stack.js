@@ -4,7 +4,7 @@
 import { partColour, theme } from "../colour.js";
 import { brief, number, withUnit } from "../format.js";
 import { createFrame } from "./frame.js";
-import { legend, paintEndLabels, roomFor } from "./labels.js";
+import { legend, paintEndLabels, roomFor, widest } from "./labels.js";
 import { flagRows, joinAxis, onAxis, paintBrush, paintCrosshair, paintFlags, paintRounds, roundBox } from "./rounds.js";
 import { linear } from "./scales.js";
 import { firstAt, indexAt } from "./tracks.js";
@@ -43,8 +43,9 @@ export function stackChart(host, options = {}) {
       const totals = rounds.map((_, at) => parts.reduce((sum, part) => sum + positive(part.values[at]), 0));
       Object.assign(state, { rounds, parts, flags, totals, note });
       frame.setNote(note);
+      axis.roomForEnds(widest(parts.map((part) => part.name)));
       if (rounds.length) axis.extend(rounds[0], rounds.at(-1));
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };
@@ -129,7 +130,14 @@ function at(state, axis) {
 
 function readout(state, axis, options) {
   const index = at(state, axis);
-  return index < 0 ? "" : withUnit(state.totals[index], options.unit);
+  if (index < 0) return "";
+  const most = largestPart(state, index);
+  const part = most ? ` · most of it ${most.name} ${withUnit(most.values[index], options.unit)}` : "";
+  return `all ${withUnit(state.totals[index], options.unit)}${part}`;
+}
+
+function largestPart(state, index) {
+  return state.parts.reduce((best, part) => (positive(part.values[index]) > positive(best?.values[index]) ? part : best), null);
 }
 
 function tip(state, axis, options) {
@@ -147,7 +155,7 @@ function tip(state, axis, options) {
 function spoken(state, axis, options) {
   const index = at(state, axis);
   if (index < 0) return axis.hover === null ? `rounds ${axis.view[0]} to ${axis.view[1]}` : `round ${axis.hover}, no value`;
-  const largest = state.parts.reduce((best, part) => (positive(part.values[index]) > positive(best?.values[index]) ? part : best), null);
+  const largest = largestPart(state, index);
   const most = largest ? `, most of it ${largest.name}` : "";
   return `round ${axis.hover}, ${withUnit(state.totals[index], options.unit)}${most}`;
 }

@@ -13,9 +13,10 @@ export function colourStrip(node, scale, { unit, smallest, largest } = {}) {
   const key = [scale.kind, low, high, under, over, unit, theme().dark].join(" ");
   if (node.stripKey === key) return;
   node.stripKey = key;
+  node.painted = { strip: strip(scale.kind), from: under + number(low), to: over + withUnit(high, unit) + (scale.log ? ", log colours" : "") };
   fill(node, h("span", { class: "chart-strip" },
     h("span", { text: under + number(low) }), strip(scale.kind), h("span", { text: over + withUnit(high, unit) }),
-    scale.log ? h("span", { text: "log" }) : null));
+    scale.log ? h("span", { text: "log colours" }) : null));
 }
 
 function ends({ low, high }) {

@@ -48,7 +48,7 @@ export function topologyPicture(host, options = {}) {
       Object.assign(state, { kind, nodes, order, edges, most, aspect: 0, index: new Map(nodes.map((node, at) => [node.name, at])) });
       hooks.chosen = Math.min(hooks.chosen, nodes.length - 1);
       frame.setNote(note);
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };

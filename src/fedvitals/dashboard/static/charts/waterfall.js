@@ -66,7 +66,7 @@ export function waterfall(host, options = {}) {
         axis.empty = false;
         axis.tell("domain");
       }
-      frame.redraw();
+      frame.fed();
     },
     destroy: () => frame.destroy(),
   };

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Clients: one vital sign of everybody over the rounds. Who is in trouble comes first, then who is unlike the others.
 
-import { decodeGrid } from "../api.js";
+import { decodeGrid, of } from "../api.js";
 import { heatMap } from "../charts/heatmap.js";
 import { h } from "../dom.js";
 import { number } from "../format.js";
 import { go, link, runLink } from "../params.js";
 import { ask, bandFrame, chooser, closer, COLUMNS, remade, shownOf } from "./band.js";
+import { signGroups, signWords } from "./sign_words.js";
 import { empty } from "./states.js";
 
 const ROWS = 300; // clients in this picture, the worst; the page of the clients has all
@@ -33,7 +34,7 @@ export function clientBand(ctx, axis) {
   }));
 
   function draw(grid, now, wanted, order) {
-    chart.with({ title: wanted, unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
+    chart.with({ title: signWords(now.signs.find((one) => one.name === wanted), wanted), unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
       grid: decodeGrid(grid),
       flags: now.flags,
       marks: now.cases.filter((one) => one.node && !one.muted && one.since !== null)
@@ -51,21 +52,31 @@ export function clientBand(ctx, axis) {
     }
   }
 
+  let usual = null; // what is shown unless a person chooses: told once, so that a picture stays what it was
+
+  /** The sign that the worst finding rests on, where clients have it; else the first that most of them tell. */
+  async function first(now, signal) {
+    const { key, node } = now.verdict;
+    if (!key || !node) return now.sign;
+    const found = await ctx.api.get(of(ctx.run, "findings", key), {}, signal).catch(() => null);
+    const named = (row) => now.signs.find((one) => [row.name, row.title].includes(one.name) || one.name.split(".").slice(1).join(".") === row.name);
+    return found?.numbers.map(named).find(Boolean)?.name ?? now.sign;
+  }
+
   return {
     node: frame.node,
 
-    follow(now, signal) {
+    async follow(now, signal) {
       const told = now.signs.map((one) => one.name);
       const asked = ctx.params.get("sign");
-      const wanted = told.includes(asked) ? asked : now.sign;
+      if (now.sign !== null) usual = await (usual ??= first(now, signal));
+      if (signal.aborted) return;
+      const wanted = told.includes(asked) ? asked : told.includes(usual) ? usual : now.sign;
       const order = ORDER[ctx.params.get("sort")] ? ctx.params.get("sort") : "worst";
       none.hidden = wanted !== null;
       map.hidden = sign.node.hidden = sort.node.hidden = pick.hidden = wanted === null;
       if (wanted === null) return;
-      sign.show([
-        ["vital signs", now.signs.filter((one) => one.vital).map(option)],
-        ["everything else", now.signs.filter((one) => !one.vital).map(option)],
-      ].filter(([, options]) => options.length), wanted);
+      sign.show(signGroups(now.signs), wanted);
       sort.show([["", SORTS]], order);
       if (document.activeElement !== choose) choose.value = now.chosen ?? "";
       frame.fill(
@@ -76,16 +87,4 @@ export function clientBand(ctx, axis) {
 
     destroy: () => chart.destroy(),
   };
-}
-
-/** A sign in the catalogue's words; where those lean on the line above in the catalogue, its name. */
-function sentence(known, name) {
-  if (!known?.meaning || known.meaning.startsWith("The same")) return name;
-  return known.meaning.split(/[;:.]/)[0].replace(/[*`]/g, ""); // the catalogue is written in Markdown
-}
-
-function option(one) {
-  const words = sentence(one, one.name);
-  const short = words.length > 64 ? `${words.slice(0, 63)}…` : words;
-  return [one.name, words === one.name ? one.name : `${short} (${one.name})`];
 }

@@ -49,7 +49,7 @@ export function layerBand(ctx, axis) {
   function drawMap(grid, now, { family: name, statistic: what }) {
     const words = WORDS[what] ?? what.replaceAll("_", " ");
     layers.with({
-      title: `${LOG.has(what) ? "log₁₀ " : ""}${words} of ${name.replaceAll(".", ", ")} by layer`,
+      title: `${words} of ${name.replaceAll(".", ", ")} by layer`,
       colours: SIGNED.has(what) ? "signed" : "even",
       log: LOG.has(what),
       rowHeight: Math.max(4, Math.min(14, Math.floor(HEIGHT / grid.rows.length))), // all layers at a glance

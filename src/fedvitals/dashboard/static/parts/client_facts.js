@@ -40,15 +40,15 @@ export function numbersTable(numbers) {
   return h("table", { class: "data small" }, h("caption", { class: "unseen", text: "What the finding rests on" }),
     h("thead", {}, h("tr", {}, ["sign", "value", "usual", "score"].map((text, i) => h("th", { scope: "col", class: i ? "num" : null, text })))),
     h("tbody", {}, numbers.slice(0, 6).map((one) => h("tr", {},
-      h("td", { title: one.meaning }, one.title, one.compared_as && h("span", { class: "muted", text: ` (${one.compared_as})` })), ...["value", "usual", "score"].map((key) => h("td", { class: "num", text: number(one[key] ?? null) }))))));
+      h("td", { title: one.meaning }, one.title, one.compared_as && h("span", { class: "muted", text: ` (compared as ${one.compared_as})` })), ...["raw_value", "raw_usual", "score"].map((key) => h("td", { class: "num", text: number(one[key] ?? null) }))))));
 }
 
 export function factList(facts) {
   return h("dl", { class: "facts-list" }, facts.map((one) => [
     h("dt", { text: one.name, title: one.meaning }),
     h("dd", { title: one.value === null ? null : exact(one.value) },
-      one.value === null ? h("span", { class: "sev-critical", text: "not finite" }) : one.unit === "share" ? percent(one.value) : withUnit(one.value, one.unit),
-      h("span", { class: "muted small", text: ` r${one.round}${one.median === null ? "" : `; median ${one.unit === "share" ? percent(one.median) : withUnit(one.median, one.unit)} of ${number(one.clients)}`}` })),
+      one.value === null ? h("span", { class: "sev-critical", text: "not finite" }) : withUnit(one.value, one.unit),
+      h("span", { class: "muted small", text: ` r${one.round}${one.median === null ? "" : `; median ${withUnit(one.median, one.unit)} of ${number(one.clients)}`}` })),
   ]));
 }
 

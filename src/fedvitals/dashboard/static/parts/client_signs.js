@@ -32,9 +32,9 @@ export function clientSigns(ctx, axis, node) {
   function cellOf(sign) {
     const { name, unit, meaning } = sign.series;
     if (!cells.has(name)) {
-      const host = h("div", { data: { sign: name }, title: meaning });
+      const host = h("div", { data: { sign: name }, title: name });
       grid.append(host);
-      const chart = lineChart(host, { title: name, unit, axis, height: HEIGHT, onRound: (round) => go(runLink(ctx.run, "rounds", String(round))) });
+      const chart = lineChart(host, { title: meaning.replace(/\.$/, "") || name, unit, axis, height: HEIGHT, onRound: (round) => go(runLink(ctx.run, "rounds", String(round))) });
       cells.set(name, { host, chart, sign, band: null, asked: null, inSight: false });
       seen.observe(host);
     }
@@ -72,7 +72,7 @@ export function clientSigns(ctx, axis, node) {
 
   return {
     nodes: [
-      h("p", { class: "small muted", text: "Its line over the band of all clients (5 % to 95 %, median, extremes). σ: robust standard deviations, 1.4826 times the median distance from the median." }),
+      h("p", { class: "small muted", text: "Its line over the band of all clients (5 % to 95 %, median, extremes). σ: robust standard deviations, 1.4826 times the median distance from the median; never less than 5 % of the median." }),
       none, grid, h("p", {}, more),
     ],
     show(signs, marks, version) {

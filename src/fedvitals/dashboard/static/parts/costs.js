@@ -74,7 +74,8 @@ export function trafficPanel(run, axis) {
       if (!found) return;
       const told = [[found.sent, "sent by clients"], [found.received, "received by them"], [found.between, "sent by the server and by groups"]];
       const telemetry = found.telemetry ? `Telemetry, ${bytes(found.telemetry)}, is not in these.` : "No telemetry was sent.";
-      total.textContent = `${bytes(found.total)} in all: ${told.filter(([size]) => size > 0).map(([size, words]) => `${bytes(size)} ${words}`).join(", ")}. ${telemetry}`;
+      const parts = told.filter(([size]) => size > 0).map(([size, words]) => `${bytes(size)} ${words}`);
+      total.textContent = `${bytes(found.total)} in all${parts.length ? `: ${parts.join(", ")}` : ""}. ${telemetry}`;
       course.update({ series: found.courses.map(lineOf), note: shown(found.courses[0]) });
       above.hidden = !found.courses.length;
       right.hidden = !found.clients.length;

@@ -32,7 +32,7 @@ export function distributionPanel(ctx) {
       layer.show([["", known.map((name) => [name, name])]], found.layer);
       if (found.measured) {
         shapes.update({
-          ridges: found.ridges.map((one) => ({ name: `round ${one.round}`, xs: found.bins, heights: one.heights })),
+          ridges: found.ridges.map((one) => ({ name: `round ${one.round}`, short: `r${one.round}`, xs: found.bins, heights: one.heights })),
           ticks: found.bins.map((x, i) => ({ x, text: found.labels[i] })),
           xLabel: "value",
           note: [`${found.layer}. ${found.note}`, zeros(found.ridges), found.ridges.length < found.rounds ? `${found.ridges.length} of ${found.rounds} rounds.` : ""].filter(Boolean).join(" "),

@@ -11,8 +11,8 @@ export function numbersTable(rows) {
     h("thead", {}, h("tr", {}, ["what", "value", "usual", "of", "standard deviations"].map((text, i) => h("th", { scope: "col", class: i && i !== 3 ? "num" : "", text })))),
     h("tbody", {}, rows.map((row) => h("tr", {},
       h("th", { scope: "row", title: row.meaning }, row.title, row.title !== row.name && h("span", { class: "muted small", text: ` ${row.name}` }),
-        row.compared_as && h("span", { class: "muted small", text: `, compared as ${row.compared_as}` })),
-      cell(row.value), cell(row.usual), h("td", { class: "muted", text: row.usual === null ? "" : row.of }), cell(row.score)))));
+        row.compared_as && h("span", { class: "muted small", text: `, compared as ${row.compared_as}: ${number(row.value)}${row.usual === null ? "" : ` against ${number(row.usual)}`}` })),
+      cell(row.raw_value), cell(row.raw_usual), h("td", { class: "muted", text: row.usual === null ? "" : row.of }), cell(row.score)))));
 }
 
 export function trustBox(one, found) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The honest edges: what was lost, what measuring cost, what may be seen; on every page of a run.
 
+import { api } from "../api.js";
 import { fill, h } from "../dom.js";
 import { number, percent } from "../format.js";
 
@@ -9,12 +10,17 @@ export function footer(node) {
   const facts = h("span", {});
   const keys = h("span", { class: "muted" }, "keys ", h("kbd", { text: "?" }));
   fill(node, facts, store, keys);
-  fetch("/api/store").then((response) => response.ok && response.json()).then((found) => {
-    if (found) store.textContent = `${found.store} · fedvitals ${found.fedvitals}`;
-  }).catch(() => {}); // it is only a footer; what is wrong is told above
+  let asked = false;
+  function ask() {
+    if (asked) return;
+    asked = true;
+    api.get("/api/store").then((found) => (store.textContent = `${found.store} · fedvitals ${found.fedvitals}`),
+      () => (asked = false)); // it is only a footer; what is wrong is told above
+  }
 
   return {
     show(status) {
+      ask();
       if (!status) return fill(facts);
       const cost = status.cost_percent === null ? "not measured" : percent(status.cost_percent / 100);
       fill(facts, h("span", { class: status.lost ? "sev-warning" : null, text: `records lost ${number(status.lost)}` }),

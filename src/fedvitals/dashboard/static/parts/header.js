@@ -4,6 +4,7 @@
 import { fill, h } from "../dom.js";
 import { bytes, number, seconds } from "../format.js";
 import { runLink } from "../params.js";
+import { place } from "../place.js";
 import { compareLink } from "./chosen.js";
 import { changeTheme } from "../theme.js";
 
@@ -21,7 +22,35 @@ export function header(node) {
   const connection = h("span", { class: "connection", role: "status" });
   const banner = h("div", { class: "banner", role: "alert", hidden: true });
   const theme = h("button", { class: "icon-button", "aria-label": "Light or dark", title: "Light or dark (t)", text: "◐", on: { click: changeTheme } });
-  fill(node, h("div", { class: "top" }, crumbs, pages, h("div", { class: "right" }, facts, connection, theme)), banner);
+  const right = h("div", { class: "right" }, connection, facts, theme);
+  fill(node, h("div", { class: "top" }, crumbs, pages, right), banner);
+  let lost = null; // since when the server has been silent
+  let shown = { links: "", status: null };
+
+  /** The links, made anew only when they differ: focus and the place in a scrolled row stay. */
+  function linksTo(links) {
+    const now = JSON.stringify(links);
+    if (now === shown.links) return;
+    shown.links = now;
+    fill(pages, links.map(([href, text, current]) => h("a", { href, text, "aria-current": current ? "page" : null })));
+    const here = pages.querySelector("[aria-current]");
+    if (!here || pages.scrollWidth <= pages.clientWidth) return;
+    const [row, one] = [pages.getBoundingClientRect(), here.getBoundingClientRect()];
+    pages.scrollLeft += one.left - row.left - (row.width - one.width) / 2;
+  }
+
+  function factsOf(status) {
+    if (!status) return fill(facts);
+    const rounds = status.last_round === null ? "no round yet" : `round ${status.last_round}${status.rounds_planned ? `/${status.first_round + status.rounds_planned - 1}` : ""}`;
+    const silent = lost && status.state !== "finished"; // what it does now nobody here can know
+    fill(facts,
+      silent ? h("span", { class: "run-state unknown", text: `○ last seen ${lost.toLocaleTimeString([], { hour12: false })}` })
+        : h("span", { class: `run-state ${status.state}`, text: STATES[status.state] ?? status.state }),
+      h("span", { text: rounds }),
+      status.round_seconds !== null && h("span", { text: `last round ${seconds(status.round_seconds)}` }),
+      status.bytes !== null && h("span", { title: `bytes of the training on the wire so far${status.telemetry_bytes ? `; telemetry took ${bytes(status.telemetry_bytes)} more` : ""}`, text: `${bytes(status.bytes)} sent` }),
+      h("span", { class: status.lost ? "sev-warning" : "muted", title: "records that the monitor could not keep", text: `lost ${number(status.lost)}` }));
+  }
 
   return {
     show(page, status) {
@@ -30,33 +59,26 @@ export function header(node) {
       fill(crumbs, h("a", { class: "brand", href: "/", text: "fedvitals" }),
         page.run !== null && [h("span", { class: "muted", "aria-hidden": "true", text: "▸" }), h("a", { class: "run-name", href: runLink(page.run), text: name, title: page.run })]);
       const now = PARENT[at] ?? at;
-      if (page.run === null) {
-        fill(pages, h("a", { href: "/", text: "runs", "aria-current": now === "runs" ? "page" : null }),
-          h("a", { href: "/compare", text: "compare", "aria-current": now === "compare" ? "page" : null }));
-      } else {
-        const found = status?.findings ?? 0;
-        fill(pages, PAGES.map(([key, text]) => h("a", {
-          href: key === "overview" ? runLink(page.run) : runLink(page.run, key),
-          text: key === "findings" && found ? `${text} (${found})` : text,
-          "aria-current": key === now ? "page" : null,
-        })), h("a", { href: compareLink([page.run]), text: "compare" }));
-      }
-      if (!status) return fill(facts);
-      const rounds = status.last_round === null ? "no round yet" : `round ${status.last_round}${status.rounds_planned ? `/${status.first_round + status.rounds_planned - 1}` : ""}`;
-      fill(facts,
-        h("span", { class: `run-state ${status.state}`, text: STATES[status.state] ?? status.state }),
-        h("span", { text: rounds }),
-        status.round_seconds !== null && h("span", { title: "the newest round took", text: `${seconds(status.round_seconds)} a round` }),
-        status.bytes !== null && h("span", { title: `bytes of the training on the wire so far${status.telemetry_bytes ? `; telemetry took ${bytes(status.telemetry_bytes)} more` : ""}`, text: `${bytes(status.bytes)} sent` }),
-        h("span", { class: status.lost ? "sev-warning" : "muted", title: "records that the monitor could not keep", text: `lost ${number(status.lost)}` }));
+      Object.assign(place, { run: page.run === null ? "" : name, page: now });
+      const found = status?.findings ?? 0;
+      linksTo(page.run === null ? [["/", "runs", now === "runs"], ["/compare", "compare", now === "compare"]] : [
+        ...PAGES.map(([key, text]) => [key === "overview" ? runLink(page.run) : runLink(page.run, key), key === "findings" && found ? `${text} (${found})` : text, key === now]),
+        [compareLink([page.run]), "compare", false],
+      ]);
+      shown.status = status;
+      factsOf(status);
     },
 
     /** Whether the server still tells us what is new. */
     connection(kind, data) {
       if (kind === "lost") {
         connection.className = "connection lost";
-        connection.textContent = `connection lost at ${data.since.toLocaleTimeString()}; trying again`;
+        connection.textContent = "connection lost, trying again";
+        lost = data.since;
+        factsOf(shown.status);
       } else if (kind === "back") {
+        lost = null;
+        factsOf(shown.status);
         connection.className = "connection";
         connection.textContent = "";
       }

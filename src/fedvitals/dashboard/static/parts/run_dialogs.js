@@ -42,7 +42,7 @@ export function deleteDialog(ctx, run, done) {
 
   async function remove() {
     go.disabled = true;
-    fill(said, h("span", { class: "muted", text: "Deleting, and giving the space back …" }));
+    fill(said, h("span", { class: "muted", text: "Deleting …" }));
     try {
       const gone = await ctx.api.send("DELETE", of(run.id));
       dialog.close();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What stands where data will be, where there is none, and where something broke.
 
-import { h } from "../dom.js";
+import { h, words } from "../dom.js";
 
 const LINES = `import fedvitals as fv
 
@@ -18,7 +18,7 @@ export function skeleton() {
 
 /** Nothing is here: what it is, why, and where to go. */
 export function nothing(title, why, onward, code) {
-  return h("section", { class: "state" }, h("h1", { text: title }), why && h("p", { text: why }),
+  return h("section", { class: "state" }, h("h1", { text: title }), why && h("p", {}, words(why)),
     code && h("pre", { class: "code", tabindex: "0", "aria-label": "Code" }, h("code", { text: code })),
     onward && h("p", {}, h("a", { class: "button", href: onward.href, text: onward.text })));
 }
@@ -26,10 +26,10 @@ export function nothing(title, why, onward, code) {
 /** No run yet: the lines that would make one. */
 nothing.runs = (store) =>
   nothing("No run yet.", `The store ${store} waits for its first run. These lines around your training fill it; ` +
-    "this page notices by itself. Or see a ready federation fall ill: fedvitals demo", null, LINES);
+    "this page notices by itself. Or see a ready federation fall ill: `fedvitals demo`.", null, LINES);
 
 nothing.store = (error, retry) =>
-  h("section", { class: "state" }, h("h1", { text: "No store to read yet." }), h("p", { text: error.message }),
+  h("section", { class: "state" }, h("h1", { text: "No store to read yet." }), h("p", {}, words(error.message)),
     h("pre", { class: "code", tabindex: "0", "aria-label": "Code" }, h("code", { text: LINES })),
     h("p", {}, h("button", { class: "button", text: "Look again", on: { click: retry } })));
 
@@ -38,8 +38,8 @@ export function broken(error, retry) {
   const here = error.status === undefined;
   return h("section", { class: "state", role: "alert" },
     h("h1", { text: error.status === 404 ? "Not here." : "This page could not be drawn." }),
-    h("p", { text: here ? `The page itself failed: ${error.message}` : error.message }),
-    error.hint && h("p", { class: "muted", text: error.hint }),
+    h("p", {}, words(here ? `The page itself failed: ${error.message}` : error.message)),
+    error.hint && h("p", { class: "muted" }, words(error.hint)),
     h("p", { class: "muted", text: `At ${new Date().toLocaleTimeString()}. Training is never touched by this page; the command line reads the same store.` }),
     h("p", {}, h("button", { class: "button", text: "Try again", on: { click: retry } }), " ", h("a", { class: "link-button", href: "/", text: "All runs" })));
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The verdict: one sentence on top of a run, how it was told and where to go from there.
 
+import { SHAPES } from "../colour.js";
 import { fill, h } from "../dom.js";
 import { runLink } from "../params.js";
 
@@ -25,11 +26,14 @@ export function verdictBox() {
 
   return {
     node,
-    show(run, verdict) {
-      const now = JSON.stringify([run, verdict]);
+    /** `severity`: of the case behind it; an ill run with warnings only is marked as in the list of runs. */
+    show(run, verdict, severity = null) {
+      const now = JSON.stringify([run, verdict, severity]);
       if (now === said) return; // what has not changed is not read out again
       said = now;
-      const [word, shape, colour] = STATES[verdict.state] ?? STATES.unjudged;
+      const [word, usual, hue] = STATES[verdict.state] ?? STATES.unjudged;
+      const own = verdict.state === "ill" && severity !== null;
+      const [shape, colour] = own ? [SHAPES[severity] ?? usual, severity] : [usual, hue];
       node.className = `verdict verdict-${verdict.state}`;
       fill(mark, h("span", { "aria-hidden": "true", text: `${shape} ` }), word);
       mark.className = `verdict-state ${colour === "muted" ? "muted" : `sev-${colour}`}`;

@@ -8,6 +8,7 @@ import { number } from "../format.js";
 import { go, link, runLink } from "../params.js";
 import { ask, chooser, closer, COLUMNS, remade, shownOf } from "../parts/band.js";
 import { clientTable, PAGE } from "../parts/client_table.js";
+import { signGroups, signWords } from "../parts/sign_words.js";
 import { empty } from "../parts/states.js";
 
 export const title = "Clients";
@@ -81,10 +82,10 @@ export function view(root, ctx) {
       if (mine !== turn) return;
       fill(trouble, !grid.rows.length && empty("No client has a value of this sign.", "Choose another one."));
       map.hidden = !grid.rows.length;
-      sign.show(groupsOf(overview.signs), wanted);
+      sign.show(signGroups(overview.signs), wanted);
       if (!grid.rows.length) return;
       const known = overview.signs.find((one) => one.name === wanted);
-      chart.with({ title: sentence(known) || wanted, unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
+      chart.with({ title: signWords(known, wanted), unit: grid.unit, colours: grid.smallest < 0 ? "signed" : "even" }).update({
         grid: decodeGrid(grid),
         flags: [],
         marks: overview.cases.filter((one) => one.node && !one.muted && one.since !== null)
@@ -142,17 +143,4 @@ export function view(root, ctx) {
       h("span", { class: "muted", text: page.rows.length ? `${number(page.offset + 1)} to ${number(last)} of ${number(page.matching)}` : "none" }),
       last < page.matching && h("a", { class: "button quiet", href: to(page.offset + PAGE), text: "next →" }));
   }
-}
-
-/** A sign in the catalogue's words; none where those lean on the line above in the catalogue. */
-function sentence(known) {
-  return !known || known.meaning.startsWith("The same") ? "" : known.meaning.replaceAll("*", "").split(/[;:.]/)[0];
-}
-
-function groupsOf(signs) {
-  const option = (one) => [one.name, one.name];
-  return [
-    ["vital signs", signs.filter((one) => one.vital).map(option)],
-    ["everything else", signs.filter((one) => !one.vital).map(option)],
-  ].filter(([, options]) => options.length);
 }

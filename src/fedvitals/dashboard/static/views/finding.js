@@ -113,7 +113,7 @@ function further(run, one, evidence) {
   return h("ul", { class: "plain-list" },
     one.node !== null && h("li", {}, h("a", { href: runLink(run, "clients", one.node), text: `${one.node}, against the cohort` })),
     one.last !== null && h("li", {}, h("a", { href: runLink(run, "rounds", one.last), text: `round ${one.last}, in which it was seen last` })),
-    one.since !== null && one.since !== one.last && h("li", {}, h("a", { href: runLink(run, "rounds", one.since), text: `round ${one.since}, in which it began` })),
+    one.since !== null && one.since !== one.last && h("li", {}, h("a", { href: runLink(run, "rounds", one.since), text: `round ${one.since}, the first of it` })),
     one.layer !== null && h("li", {}, h("a", { href: link(runLink(run, "layers"), { layer: one.layer }), text: `layer ${one.layer}` })),
     h("li", {}, h("a", { href: records({ kind: "finding", node: one.node, round: one.last }), text: "raw records: findings" })),
     metrics.map((name) => h("li", {}, h("a", { href: records({ kind: "metric", name, node: one.node }), text: `raw records: ${name}` }))),

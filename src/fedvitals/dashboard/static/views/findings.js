@@ -50,7 +50,7 @@ export function view(root, ctx) {
     },
 
     show(found) {
-      verdict.show(run, found.verdict);
+      verdict.show(run, found.verdict, found.cases.find((one) => one.key === found.verdict.key)?.severity ?? null);
       filters.show(found);
       keyed(list, found.cases, (one) => one.key, (one) => card(ctx, one, cards), update);
       const left = found.total - found.cases.length;

@@ -58,7 +58,7 @@ export function view(root, ctx) {
         name: `round ${one.round}`, rounds: layers.map((_, at) => at), values: one.values,
         ...(one.round === chosen ? { colour: theme().ink, dash: true } : { colour: age(lines.length > 1 ? i / (lines.length - 1) : 1) }),
       })),
-      note: [`one line a round, light is early${rounds > lines.length ? `; ${lines.length} of ${rounds} rounds` : ""}`,
+      note: [`one line a round, ${theme().dark ? "grey" : "ochre"} is early, ${theme().dark ? "yellow" : "dark blue"} late${rounds > lines.length ? `; ${lines.length} of ${rounds} rounds` : ""}`,
         found.weights_only ? "weights only" : "", lines.some((one) => one.round === chosen) ? `dashed: round ${chosen}` : ""].filter(Boolean).join("; "),
     });
   }
@@ -66,7 +66,7 @@ export function view(root, ctx) {
   function drawMap(found) {
     const known = found.statistics.find((one) => one.name === found.statistic);
     heat.with({
-      title: `${known.scale === "log" ? "log₁₀ " : ""}${known.meaning.split(":")[0]} of ${found.family} by layer`,
+      title: `${known.meaning.split(":")[0]} of ${found.family} by layer`,
       colours: known.scale === "signed" ? "signed" : "even", log: known.scale === "log",
     }).update({
       grid: decodeGrid(found.grid), flags: [],

@@ -5,12 +5,15 @@ import { decodeGrid, of } from "../api.js";
 import { matrix, scatter } from "../charts/index.js";
 import { fill, h } from "../dom.js";
 import { number, percent } from "../format.js";
+import { held } from "../gesture.js";
 import { go, link, runLink } from "../params.js";
 import { chooser, remade } from "../parts/band.js";
 import { nothing } from "../parts/states.js";
 
 export const title = "Map";
-const REACHES = [0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 2]; // of the plane: in steps, so that rounds share a scale
+const SAMPLE = 5; // rounds, spread over the run, that tell how far the plane reaches
+const PADDING = 0.08; // of that reach, at each side
+const MANY = 1000; // clients from which that would be slow: then the plane grows with what was seen
 const KEEP = `monitor = fv.Monitor("runs.db", privacy=3, probes="standard")`;
 
 export function view(root, ctx) {
@@ -23,6 +26,7 @@ export function view(root, ctx) {
   const label = h("output", { class: "num round-said" });
   const colour = chooser(ctx, "colour by", "colour");
   const space = chooser(ctx, "plane", "plane");
+  const order = chooser(ctx, "order", "order");
   const names = h("datalist", { id: "map-clients" });
   const choose = h("input", {
     class: "field client-field", type: "search", list: "map-clients", placeholder: "none", maxlength: 1000, autocomplete: "off",
@@ -38,21 +42,38 @@ export function view(root, ctx) {
   body.append(
     h("div", { class: "row map-controls" },
       h("label", { class: "field-label round-pick" }, "round", slider, label),
-      space.node, colour.node, h("label", { class: "field-label" }, "trail of", choose, names)),
+      space.node, colour.node, order.node, h("label", { class: "field-label" }, "trail of", choose, names)),
     chosen, h("div", { class: "map-pair" }, plane, square));
   root.append(h("div", { class: "head" }, h("h1", { text: "Who behaves alike" })), none, body);
 
+  const begins = held(slider);
   function show(round) {
-    if (round !== undefined) params.set({ round: round === now.rounds.at(-1) ? null : round });
+    if (round !== undefined) params.set({ round: round === now.rounds.at(-1) ? null : round }, { push: begins() });
   }
   const step = (by, text) => Object.assign(() => {
     if (!now?.rounds.length) return;
     show(now.rounds[Math.max(0, Math.min(now.rounds.length - 1, now.rounds.indexOf(now.round) + by))]);
   }, { label: text });
 
+  const get = (round, signal, node = null) => ctx.api.get(of(run, "map"), { round, node, plane: params.get("plane") }, signal);
+  let known = null; // {plane, reach, order}: what all rounds of the run share, so that they can be compared
+
+  /** How far the points of the run lie, and the order of its newest round: asked for once, then kept. */
+  async function shared(data, signal) {
+    const plane = params.get("plane", "run");
+    if (known?.plane === plane || data.round === null) return;
+    const last = data.rounds.length - 1;
+    const some = data.total > MANY ? [last] : Array.from({ length: SAMPLE }, (_, i) => Math.round((last * i) / (SAMPLE - 1)));
+    const found = await Promise.all([...new Set(some)].map((at) => get(data.rounds[at], signal)));
+    known = { plane, reach: null, order: known?.order ?? found.at(-1).similarity.names };
+    for (const one of found) widen(known, one.points);
+  }
+
   return {
-    load(signal) {
-      return ctx.api.get(of(run, "map"), { round: params.number("round"), node: params.get("client"), plane: params.get("plane") }, signal);
+    async load(signal) {
+      const data = await get(params.number("round"), signal, params.get("client"));
+      await shared(data, signal);
+      return data;
     },
 
     show(data) {
@@ -71,6 +92,7 @@ export function view(root, ctx) {
       colour.show([["", [["health", "health"], ["group", "group"]]]], by);
       colour.node.hidden = !groups;
       space.show([["", [["run", "of the whole run"], ["round", "of this round"]]]], params.get("plane", "run"));
+      order.show([["", [["run", "the same for all rounds"], ["round", "clustered for this round"]]]], params.get("order", "run"));
       draw(data, by);
       about(data);
     },
@@ -84,29 +106,32 @@ export function view(root, ctx) {
   };
 
   function draw(data, by) {
-    const furthest = Math.max(...data.points.map((point) => Math.max(Math.abs(point.x), Math.abs(point.y))), 0);
-    const reach = REACHES.find((one) => one >= furthest) ?? furthest;
+    widen(known, data.points);
     points.with({ title: "updates by direction" }).update({
       points: data.points.map((point) => ({
         name: point.name, x: point.x, y: point.y, group: by === "group" ? point.group : null,
         severity: by === "health" ? point.severity : null,
       })),
       trail: data.trail.length ? data.trail : null,
-      reach: { x: [-reach, reach], y: [-reach, reach] },
+      reach: padded(known.reach),
       note: [
+        `round ${data.round}`,
         `the plane shows ${percent(data.shares[0] + data.shares[1])} of this round’s spread`,
         data.points.length < data.total ? `${number(data.points.length)} of ${number(data.total)} clients` : `${number(data.total)} clients`,
         data.unusable ? `${number(data.unusable)} left out: zero or not finite` : "",
       ].filter(Boolean).join("; "),
     });
-    const shown = data.similarity;
-    const { values } = decodeGrid({ values: shown.values, state: "" });
+    const shown = params.get("order", "run") === "round" ? decoded(data.similarity) : inOrder(decoded(data.similarity), known.order);
+    const { values } = shown;
     const most = largest(values, shown.names.length);
     alike.with({ title: "cosines of updates" }).update({
       rows: shown.names, columns: shown.names, values, low: -most, high: most,
-      note: shown.names.length < shown.total
-        ? `${number(shown.names.length)} of ${number(shown.total)} clients: ${shown.chosen}; neighbours are alike`
-        : "neighbours are alike; ± 0.06",
+      note: [
+        `round ${data.round}`,
+        shown.names.length < shown.total ? `${number(shown.names.length)} of ${number(shown.total)} clients: ${shown.chosen}` : "",
+        params.get("order", "run") === "round" ? "neighbours are alike" : "in the order of the newest round",
+        "from sketches, good to ± 0.06",
+      ].filter(Boolean).join("; "),
     });
   }
 
@@ -124,6 +149,31 @@ export function view(root, ctx) {
       : [h("a", { href: link(runLink(run, "clients", mine), { round: data.round }), text: mine }),
         h("span", { class: "muted", text: there ? trailWords(data) : ` is not in round ${data.round}.` })]);
   }
+}
+
+/** The plane as wide as all points that were seen need it. */
+function widen(known, points) {
+  for (const name of ["x", "y"]) {
+    const before = known.reach?.[name] ?? [0, 0];
+    const own = points.map((point) => point[name]);
+    known.reach = { x: [0, 0], y: [0, 0], ...known.reach, [name]: [Math.min(before[0], ...own), Math.max(before[1], ...own)] };
+  }
+}
+
+function padded(reach) {
+  return Object.fromEntries(Object.entries(reach).map(([name, [low, high]]) => [name, [low - PADDING * (high - low), high + PADDING * (high - low)]]));
+}
+
+const decoded = (similarity) => ({ ...similarity, values: decodeGrid({ values: similarity.values, state: "" }).values });
+
+/** The matrix in the order of the run; who is not in it comes last, as they are. */
+function inOrder(shown, order) {
+  const place = new Map(order.map((name, at) => [name, at]));
+  const from = shown.names.map((_, at) => at).sort((a, b) => (place.get(shown.names[a]) ?? Infinity) - (place.get(shown.names[b]) ?? Infinity) || a - b);
+  const count = from.length;
+  const values = new Float32Array(count * count);
+  from.forEach((row, i) => from.forEach((column, j) => (values[i * count + j] = shown.values[row * count + column])));
+  return { ...shown, names: from.map((at) => shown.names[at]), values };
 }
 
 /** What nearly all cosines lie within, but for everybody's with itself: the ends of the colours. */

@@ -52,7 +52,7 @@ export function view(root, ctx) {
     show([overview, learnt]) {
       if (overview.first_round !== null) axis.extend(overview.first_round, overview.last_round);
       const chosen = params.get("client");
-      verdict.show(run, overview.verdict);
+      verdict.show(run, overview.verdict, severityOf(overview));
       findings.show(run, overview.cases, overview.total_cases, overview.muted);
       suspects.show(run, overview.suspects, overview.clients, chosen);
       fill(none, overview.first_round === null && empty("No round yet.", "The pictures appear with the first one, by themselves."));
@@ -70,6 +70,11 @@ export function view(root, ctx) {
       for (const one of bands) one.destroy();
     },
   };
+}
+
+/** Of the case that the verdict speaks of. */
+function severityOf({ verdict, cases }) {
+  return cases.find((one) => one.key === verdict.key)?.severity ?? null;
 }
 
 /** Every finding that is not muted, where it began and as long as it lasted. */

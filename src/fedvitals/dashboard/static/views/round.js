@@ -128,8 +128,8 @@ export function view(root, ctx) {
     destroy: () => fall.destroy(),
 
     keys: {
-      "[": () => neighbours.previous !== null && neighbours.previous !== undefined && go(to(neighbours.previous)),
-      "]": () => neighbours.next !== null && neighbours.next !== undefined && go(to(neighbours.next)),
+      "[": Object.assign(() => neighbours.previous !== null && neighbours.previous !== undefined && go(to(neighbours.previous)), { label: "the round before" }),
+      "]": Object.assign(() => neighbours.next !== null && neighbours.next !== undefined && go(to(neighbours.next)), { label: "the next round" }),
     },
   };
 }

@@ -180,7 +180,7 @@ function filterBar(params) {
       tag.hidden = !found.tags.length && !asked;
       worst.setAttribute("aria-pressed", String(params.get("sort") === "worst"));
       const running = found.running ? `, ${number(found.running)} running` : "";
-      count.textContent = found.total === found.stored ? `${number(found.stored)} runs${running}` : `${number(found.total)} of ${number(found.stored)} runs${running}`;
+      count.textContent = found.total === found.stored ? `${number(found.stored)} ${found.stored === 1 ? "run" : "runs"}${running}` : `${number(found.total)} of ${number(found.stored)} runs${running}`;
     },
   };
 }

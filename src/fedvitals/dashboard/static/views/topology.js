@@ -5,18 +5,20 @@ import { of } from "../api.js";
 import { topologyPicture } from "../charts/index.js";
 import { fill, h } from "../dom.js";
 import { bytes, number, percent } from "../format.js";
+import { held } from "../gesture.js";
 import { go, link, runLink } from "../params.js";
 import { rowTable } from "../parts/rows.js";
 
 export const title = "Topology";
 const KINDS = { star: "a star: every client with the server", clusters: "clusters: clients that are alike share a model", tree: "a tree: clients, edges, server", rings: "rings: clients pass the model on" };
-const HEALTH = { critical: "■ critical", warning: "▲ warning", note: "· note", failed: "✕ failed", ok: "well", absent: "not in this round" };
+const HEALTH = { critical: "■ critical", warning: "▲ warning", note: "· note", failed: "✕ failed", ok: "✓ well", absent: "not in this round" };
 const ROWS = 12;
 
 export function view(root, ctx) {
   const { run, params } = ctx;
   const [said, picture, kinds, changed] = [h("p", { class: "said" }), h("div", {}), h("p", { class: "muted small" }), h("p", { class: "muted small" })];
   const slider = roundSlider(params);
+  const counted = [h("span", { class: "sorted" }), h("span", { class: "sorted" })];
   const nodes = rowTable([
     { name: "name", text: "node", class: "name", cell: (row) => (row.role === "client" ? h("a", { href: runLink(run, "clients", row.name), text: row.name }) : row.name) },
     { name: "health", text: "health", cell: (row) => h("span", { class: `sev-${row.health}`, text: HEALTH[row.health] ?? row.health }) },
@@ -36,8 +38,8 @@ export function view(root, ctx) {
     h("div", { class: "head" }, h("h1", { text: "Topology" }), h("span", { class: "muted", text: "who talks to whom?" }), slider.node),
     said, picture, kinds, changed,
     h("div", { class: "split" },
-      h("section", { class: "panel" }, h("h2", { text: "nodes, the ill ones first" }), nodes.node),
-      h("section", { class: "panel" }, h("h2", { text: "links, the largest first" }), edges.node)));
+      h("section", { class: "panel" }, h("h2", {}, "nodes, the ill ones first", counted[0]), nodes.node),
+      h("section", { class: "panel" }, h("h2", {}, "links, the largest first", counted[1]), edges.node)));
   const drawing = topologyPicture(picture, {
     title: "the federation in this round",
     onNode: (node) => {
@@ -62,7 +64,7 @@ export function view(root, ctx) {
         kind: found.kind,
         nodes: drawn(found),
         edges: found.edges.map((one) => ({ ...one, from: one.sender, to: one.receiver })),
-        note: [found.joined ? "clients that are well stand together, with their number" : "", "width: bytes; colour and shape: health"].filter(Boolean).join("; "),
+        note: [found.joined ? "clients that are well stand together, with their number" : "", `round ${found.round}`, "width: bytes; colour and shape: health"].filter(Boolean).join("; "),
       });
       kinds.textContent = found.kinds.length
         ? `${found.kinds.map((one) => `${one.kind} ${bytes(one.bytes)} in ${number(one.messages)} messages`).join("; ")}. Telemetry goes to the server past every edge, and is not drawn.`
@@ -70,12 +72,16 @@ export function view(root, ctx) {
       fill(changed, found.changed.length > 1 && ["The groups changed in round ", found.changed.map((round, i) => [i ? ", " : "", h("a", { href: link(runLink(run, "topology"), { round }), text: round })]), "."]);
       const order = ["critical", "warning", "failed", "note", "ok", "absent"];
       const ranked = found.nodes.filter((one) => one.role !== "server").sort((a, b) => order.indexOf(a.health) - order.indexOf(b.health) || b.sent + b.received - a.sent - a.received);
+      [ranked, found.edges].forEach((all, i) => (counted[i].textContent = all.length > ROWS ? `${ROWS} of ${number(all.length)} shown` : ""));
       nodes.show(ranked.slice(0, ROWS), { nothing: "No node yet." });
       edges.show(found.edges.slice(0, ROWS), { nothing: "No transfer of this round was told." });
     },
 
     destroy: () => drawing.destroy(),
-    keys: { "[": () => slider.step(-1), "]": () => slider.step(1) },
+    keys: {
+      "[": Object.assign(() => slider.step(-1), { label: "one round back" }),
+      "]": Object.assign(() => slider.step(1), { label: "one round on" }),
+    },
   };
 }
 
@@ -106,7 +112,8 @@ function roundSlider(params) {
   const said = h("output", { for: "topology-round", class: "num" });
   const newest = h("button", { class: "link-button", type: "button", text: "newest", on: { click: () => params.set({ round: null }) } });
   let ends = [0, 0];
-  const choose = (round) => params.set({ round: Math.max(ends[0], Math.min(ends[1], round)) });
+  const begins = held(range);
+  const choose = (round) => params.set({ round: Math.max(ends[0], Math.min(ends[1], round)) }, { push: begins() });
   return {
     node: h("label", { class: "field-label" }, "round", range, said, newest),
     step: (by) => choose(Number(range.value) + by),

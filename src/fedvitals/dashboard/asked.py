@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several routes ask for in the same words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Path, Query
+
+FURTHEST = 2**53  # the largest whole number that a browser can say
+RunPath = Annotated[str, Path(max_length=300, description="Id of a run, its name, or the beginning of its id.")]
+First = Annotated[int | None, Query(alias="from", ge=-FURTHEST, le=FURTHEST, description="First round.")]
+Last = Annotated[int | None, Query(alias="to", ge=-FURTHEST, le=FURTHEST, description="Last round.")]

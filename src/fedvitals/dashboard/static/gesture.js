@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// One step of the back button for one gesture: a drag of a slider is many changes, and one thing that a person did.
+
+const STILL = 800; // ms without a change, after which the next one is a new gesture
+
+/** Gives a function to call for each change: true where a gesture begins. */
+export function gesture() {
+  let last = -Infinity;
+  return () => {
+    const now = performance.now();
+    const begins = now - last > STILL;
+    last = now;
+    return begins;
+  };
+}
+
+/** The same for a slider: as long as it is held, it is one gesture, however slow. */
+export function held(input) {
+  const begins = gesture();
+  let [down, moved] = [false, false];
+  input.addEventListener("pointerdown", () => ([down, moved] = [true, false]));
+  input.addEventListener("change", () => (down = false));
+  return () => {
+    const first = begins() && !(down && moved);
+    moved = true;
+    return first;
+  };
+}

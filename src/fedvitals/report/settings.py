@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of the report: settings as flat paths and readable values. No value is a piece of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from fedvitals.records import Run
+from fedvitals.report.markup import Block, Heading, Table, Text, literal
+from fedvitals.views.compare import all_settings
+
+MOST = 80  # rows of a table
+LONGEST = 120  # characters of a value
+
+
+def flat(name: str, value: Any) -> dict[str, Any]:
+    """One setting as one or several, down to what has no parts: «faults.0.kind»; a list of plain values stays one."""
+    if isinstance(value, Mapping) and value:
+        parts = [(str(key), one) for key, one in value.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(one, Mapping | list | tuple) for one in value):
+        parts = [(str(place), one) for place, one in enumerate(value)]
+    else:
+        return {name: value}
+    return {path: leaf for key, one in parts for path, leaf in flat(f"{name}.{key}", one).items()}
+
+
+def readable(value: Any) -> str:
+    """A value as one would write it: no quotes, no brackets."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple | Mapping):
+        return ", ".join(map(readable, value)) or "none"
+    return literal(value, LONGEST)
+
+
+def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> list[Block]:
+    """What differs between sides, first; what all have in common, after it."""
+    tables: list[dict[str, Any]] = [{} for _ in groups]
+    for one in all_settings(groups):
+        if one.name == "model":
+            continue  # a line for each layer instead
+        for table, value in zip(tables, one.values, strict=True):
+            table.update(flat(one.name, value))
+    for table, group in zip(tables, groups, strict=True):
+        table.update(_model(group[0]))
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    rows = {name: [table.get(name) for table in tables] for name in names}
+    differing = {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+    same = {
+        name: values[0]
+        for name, values in rows.items()
+        if name not in differing and values[0] is not None and not name.startswith("model.")
+    }
+    blocks: list[Block] = [Heading(2, "Why: settings that differ")]
+    if differing:
+        shown = [(literal(name, LONGEST), *map(readable, values)) for name, values in differing.items()]
+        blocks.append(_table("", ("setting", *letters), shown))
+    else:
+        blocks.append(Text("No setting, seed or version differs: what differs lies outside of them."))
+    if same:
+        shown = [(literal(name, LONGEST), readable(value)) for name, value in same.items()]
+        blocks.append(_table("The same in all", ("setting", "value"), shown))
+    return blocks
+
+
+def _table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    more = len(rows) - MOST
+    return Table(title, head, tuple(rows[:MOST]), f"and {more} more" if more > 0 else "")
+
+
+def _model(run: Run) -> dict[str, str]:
+    """How large it is, and the shape of each layer."""
+    layers = [layer for table in run.tables if table.rows == "parameter" for layer in table.layers]
+    if not layers:
+        return {}
+    weights = sum(prod(layer.shape) for layer in layers)
+    shapes = {f"model.{layer.name}": "×".join(map(str, layer.shape)) or "1" for layer in layers}
+    return {"model": f"{len(layers)} layers, {weights} weights", **shapes}

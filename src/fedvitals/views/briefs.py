@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A case in short: the one shape in which lists, rows and cards tell of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedvitals.diagnosis.cases import Case
+from fedvitals.store.marks import marks
+from fedvitals.store.reader import Reader
+from fedvitals.views.troubles import case_key
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    key: str
+    issue: str
+    title: str
+    place: str
+    node: str | None
+    layer: str | None
+    severity: str  # the worst that it had
+    confidence: float | None
+    since: int | None  # as the detector says, else the first round in which it was seen
+    last: int | None
+    still_there: bool
+    course: str  # since when, how often, still there
+    message: str
+    acknowledged: bool
+    muted: bool
+
+
+class Marked:
+    """What people have said of a run's cases."""
+
+    def __init__(self, reader: Reader, run: str) -> None:
+        told = marks(reader, run)
+        self.acknowledged = {mark.target for mark in told if mark.kind == "acknowledged"}
+        self.muted = {mark.target: mark.value for mark in told if mark.kind == "muted"}
+
+
+def since_of(case: Case) -> int | None:
+    return case.since if case.since is not None else case.first
+
+
+def brief(case: Case, marked: Marked) -> Brief:
+    key = case_key(case)
+    return Brief(
+        key=key,
+        issue=case.issue,
+        title=case.known.title,
+        place=case.place,
+        node=case.node,
+        layer=case.layer,
+        severity=case.severity,
+        confidence=case.confidence,
+        since=since_of(case),
+        last=case.last,
+        still_there=case.still_there,
+        course=case.course,
+        message=case.newest.message,
+        acknowledged=key in marked.acknowledged,
+        muted=key in marked.muted,
+    )

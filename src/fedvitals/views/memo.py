@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was worked out once is told again as long as its records are the same, also while others of the run come."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from fedvitals.store.reader import Reader
+from fedvitals.views.matrix import memory_of
+
+T = TypeVar("T")
+MOST = 6  # of one kind
+_GATE = threading.Lock()
+
+
+class _Entry:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.sign: object = self  # equal to no other
+        self.value: Any = None
+
+
+def remembered(reader: Reader, kind: str, key: Hashable, sign: object, make: Callable[[], T]) -> T:
+    """What `make` gives, made once for each `sign`: who asks meanwhile waits for it instead of working, too.
+
+    `key`: what it is of, of which the last few are kept. Between readers that share `Matrices`; else it is just made.
+    """
+    memory = memory_of(reader)
+    with _GATE:
+        entries: OrderedDict[Hashable, _Entry] = memory.setdefault(("memo", kind), OrderedDict())
+        entry = entries.setdefault(key, _Entry())
+        entries.move_to_end(key)
+        while len(entries) > MOST:
+            entries.popitem(last=False)
+    with entry.lock:
+        if entry.sign != sign:
+            entry.value = make()
+            entry.sign = sign
+        found: T = entry.value
+        return found
