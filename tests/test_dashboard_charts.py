@@ -356,7 +356,8 @@ def test_numbers_are_written_as_people_read_them(page: Any, gallery: str) -> Non
         ("number", 0.8712): "0.871", ("number", -1234567.8): "−1.23×10⁶", ("number", 12345): "12 345",
         ("number", 0.00012): "1.2×10⁻⁴", ("number", None): "–", ("number", math.nan): "NaN", ("number", -0.0): "0",
         ("seconds", 0.0123): "12.3 ms", ("seconds", 125): "2 min 5 s", ("seconds", 4000): "1 h 7 min",
-        ("bytes", 4.1e6): "4.1 MB", ("bytes", 999_999): "1 MB", ("percent", 0.96): "96 %", ("percent", 9.99e-6): "< 0.001 %",
+        ("bytes", 4.1e6): "4.1 MB", ("bytes", 999_999): "1 MB", ("percent", 0.96): "96 %",
+        ("percent", 9.99e-6): "< 0.001 %",
         ("withUnit", 3, "nats"): "3 nats", ("withUnit", 0.3, "share"): "30 %", ("brief", 3, "nats"): "3",
         ("exact", -0.1): "−0.1", ("ago", 100, 280): "3 min ago", ("when", math.nan): "–",
     }  # fmt: skip

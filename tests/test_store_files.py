@@ -141,9 +141,9 @@ def test_what_is_no_database_is_refused_and_left_alone(path, content):
 
 def test_a_damaged_database_is_refused(path):
     path.write_bytes(b"SQLite format 3\x00" + b"x" * 5000)
-    with pytest.raises(StoreError, match="could not be read: file is not a database"):
+    with pytest.raises(StoreError, match="it is no SQLite database"):
         open_reader(path)
-    with pytest.raises(StoreError, match="could not be read: file is not a database"):
+    with pytest.raises(StoreError, match="it is no SQLite database"):
         open_store(path).write([RUN])
 
 

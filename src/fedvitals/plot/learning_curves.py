@@ -42,9 +42,9 @@ def learning(run: Which, *, store: Target = None) -> Figure:
         return nothing("Neither accuracy nor loss was told.", "monitor.log(accuracy=...) does, or data and loss.")
     figure, grid = sheet(len(shown), 1.9, share_x=True)
     for place, (axes, (name, (own, cohort))) in enumerate(zip(grid[:, 0], shown.items(), strict=True)):
+        round_axis(axes, rounds, label=place == len(shown) - 1)
         _draw(axes, name, own, cohort, clients)
         flags(axes, cases, named=place == 0)
-        round_axis(axes, rounds, label=place == len(shown) - 1)
     return figure
 
 
@@ -65,9 +65,9 @@ def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) 
         draw_band(axes, cohort, height, BLUE, clients=clients)
         few, middle = told_by_few(cohort, clients), height.of(numbers(cohort.median))
         alone = bool(few.size and few.all())  # never enough of them for a band
-        ends += _end(
-            "clients" if alone else "median client", BLUE, cohort.rounds, np.where(few & ~alone, np.nan, middle)
-        )
+        known = np.flatnonzero(np.isfinite(middle))
+        whose = "clients" if known.size and few[known[-1]] else "median client"
+        ends += _end(whose, BLUE, cohort.rounds, middle)
         note = f"{'points' if alone else 'band'}: {cohort.name}, told by {told_by(cohort, clients)}"
     if own.rounds:
         heights = height.of(numbers(own.values))

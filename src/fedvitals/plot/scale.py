@@ -84,13 +84,15 @@ def label_ends(axes: Any, ends: Sequence[tuple[str, str, float, float]]) -> None
     ordered = sorted(ends, key=lambda end: end[3])
     wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for _, _, _, y in ordered]
     placed = _apart(wanted)
+    left, right = axes.get_xlim()
     for (name, colour, x, y), at in zip(ordered, placed, strict=True):
+        early = x < right - 0.1 * (right - left)  # a long leader must not be taken for the line itself
         axes.annotate(
             name, (x, min(high, max(low, y))), (1.05, at), "data", "axes fraction", va="center",
             annotation_clip=False,
             arrowprops={
-                "arrowstyle": "-", "linewidth": 0.6, "color": colour, "relpos": (0, 0.5), "shrinkA": 2,
-                "shrinkB": 0,
+                "arrowstyle": "-", "linewidth": 0.6, "color": HAIRLINE if early else colour, "relpos": (0, 0.5),
+                "shrinkA": 2, "shrinkB": 3 if early else 0, "linestyle": (0, (1, 3)) if early else "solid",
             },
         )  # fmt: skip
 

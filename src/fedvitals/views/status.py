@@ -21,7 +21,7 @@ from fedvitals.views.tally import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
 RunState = Literal["running", "silent", "finished"]
-SILENT = 600.0  # seconds without a record after which nobody should wait for the next one
+SILENT = 60.0  # seconds without a record, and without a writer that we could see, after which nobody should wait
 
 
 @dataclass(frozen=True, slots=True)
