@@ -98,7 +98,7 @@ def page(chromium: object, request: pytest.FixtureRequest) -> Iterator[object]:
 
 def _is_local(url: str) -> bool:
     parts = urlsplit(url)
-    return parts.scheme in ("data", "blob", "about") or parts.hostname in ("127.0.0.1", "localhost", "::1")
+    return parts.scheme in ("data", "blob", "about", "file") or parts.hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def ready(page: object, url: str, view: str | None = None) -> None:

@@ -145,7 +145,9 @@ def test_back_returns_and_keys_lead_on(page, store: Path) -> None:
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-@pytest.mark.parametrize("path", ["/runs/none", "/runs/%E0%A4%A", "/runs/a/nothing", "/runs//clients", "/nope", "/nope/x"])
+@pytest.mark.parametrize(
+    "path", ["/runs/none", "/runs/%E0%A4%A", "/runs/a/nothing", "/runs//clients", "/nope", "/nope/x"]
+)
 def test_an_address_that_leads_nowhere_says_so(page, store: Path, path: str) -> None:
     page.expected_errors += ["404", "400"]
     with serve(store) as url:

@@ -167,19 +167,13 @@ def test_settings_are_flat_paths_and_readable_values():
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(pdf.browser() is None, reason="no Chromium on this machine (Debian: apt install chromium)")
-def test_on_a_telephone_pictures_scroll_in_their_own_box(pages, tmp_path):
-    api = pytest.importorskip("playwright.sync_api")
+@pytest.mark.parametrize("page", [{"viewport": {"width": 390, "height": 800}}], indirect=True, ids=["phone"])
+def test_on_a_telephone_pictures_scroll_in_their_own_box(pages, page, tmp_path):
     (tmp_path / "x.html").write_text(pages[pictured.FULL], encoding="utf-8")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=pdf.browser(), args=["--no-sandbox"])
-        page_ = browser.new_page(viewport={"width": 390, "height": 800})
-        page_.goto((tmp_path / "x.html").as_uri())
-        widths = page_.evaluate("[...document.querySelectorAll('figure svg')].map((one) => one.clientWidth)")
-        across = page_.evaluate("document.documentElement.scrollWidth")
-        browser.close()
+    page.goto((tmp_path / "x.html").as_uri())
+    widths = page.evaluate("[...document.querySelectorAll('figure svg')].map((one) => one.clientWidth)")
     assert min(widths) >= 640
-    assert across == 390
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_the_same_run_gives_the_same_bytes(store, pages, tmp_path):
