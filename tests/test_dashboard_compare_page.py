@@ -57,7 +57,7 @@ def test_says_what_changed_and_shows_it(home, page):
     assert "nothing here tells a difference from chance" in said
     assert pictures(page) == ["accuracy", "loss", "gsc", "difference.accuracy", "difference.loss", "seconds", "bytes"]
     last = page.locator("table.compared tr", has_text="accuracy, last").inner_text()
-    assert re.sub(r"\s+", " ", last) == "learning accuracy, last 0.9 0.7 −20 pp worse"
+    assert re.sub(r"\s+", " ", last) == "learning accuracy, last 90 % 70 % −20 pp worse"
     assert "Labels are wrong" in page.get_by_role("region", name="Findings").last.inner_text()
     assert page.locator("td.changed").all_inner_texts()[-1] == "0.2"
     page.get_by_text("settings are the same").click()
@@ -130,7 +130,7 @@ def test_a_zoom_is_in_the_address_and_survives_a_live_round(home, page, store):
     sink = open_store(store)
     sink.write([Metric(Where("more-0", 4), time.time(), "accuracy", 0.777, f"later-{time.time()}", 0)])
     sink.close()
-    expect(page.locator("table.compared").first).to_contain_text("0.777")
+    expect(page.locator("table.compared").first).to_contain_text(re.compile(r"77\.7\s%"))
     expect(page).to_have_url(re.compile("from=1&to=2"))
     expect(label).to_have_attribute("aria-label", re.compile("rounds 1 to 2"))
 

@@ -62,11 +62,14 @@ def test_a_page_follows_a_training_without_being_touched(page, tmp_path: Path) -
 
 def test_a_change_keeps_zoom_scroll_and_focus(page, store: Path) -> None:
     with serve(store) as url:
+        page.set_viewport_size({"width": 1440, "height": 500})
         ready(page, f"{url}/runs/{RUN}?from=2&to=4", "overview")
+        page.wait_for_timeout(1000)  # all bands have come; what is shown first takes no less room than what follows
         page.evaluate("scrollTo(0, 200)")
         button = page.locator("header button").last
         button.focus()
         at = page.evaluate("scrollY")
+        assert at > 100
         _round(store, 6)
         page.get_by_text("round 6").first.wait_for(timeout=10_000)
         assert "from=2&to=4" in page.url

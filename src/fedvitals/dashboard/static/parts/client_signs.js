@@ -2,6 +2,7 @@
 // A client's vital signs, each as its line over the band of its cohort, all on one axis: the most deviating first.
 // The order stays as it was when the page opened: new rounds must not move what a person looks at.
 
+import { signWords } from "./sign_words.js";
 import { lineChart } from "../charts/index.js";
 import { fill, h } from "../dom.js";
 import { number } from "../format.js";
@@ -34,7 +35,7 @@ export function clientSigns(ctx, axis, node) {
     if (!cells.has(name)) {
       const host = h("div", { data: { sign: name }, title: name });
       grid.append(host);
-      const chart = lineChart(host, { title: meaning.replace(/\.$/, "") || name, unit, axis, height: HEIGHT, onRound: (round) => go(runLink(ctx.run, "rounds", String(round))) });
+      const chart = lineChart(host, { title: signWords({ meaning }, name), unit, axis, height: HEIGHT, onRound: (round) => go(runLink(ctx.run, "rounds", String(round))) });
       cells.set(name, { host, chart, sign, band: null, asked: null, inSight: false });
       seen.observe(host);
     }
