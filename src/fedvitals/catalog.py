@@ -79,7 +79,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "fit.loss_after",
         "nats",
-        "The same after training, on the same samples.",
+        "Loss of the trained model, on the same samples as before.",
         "mean over at most 64 samples",
         needs=_LABELLED,
     ),
@@ -169,7 +169,9 @@ MEASURES: tuple[Measure, ...] = (
         "Σ (w_after − w_before)",
         needs=_MODEL,
     ),
-    Measure("weight.difference_absolute", "1", "The same with magnitudes.", "Σ |w_after − w_before|", needs=_MODEL),
+    Measure(
+        "weight.difference_absolute", "1", "The weights' change, in magnitudes.", "Σ |w_after − w_before|", needs=_MODEL
+    ),
     Measure(
         "weight.update_ratio",
         "1",
@@ -227,8 +229,8 @@ MEASURES: tuple[Measure, ...] = (
         "mean over samples of (1/√n)·‖J‖_F·‖logits‖ / ‖input‖",
         needs=_INPUTS,
     ),
-    Measure("scale.gsc_median", "1", "The same, median over the samples.", needs=_INPUTS),
-    Measure("scale.gsc_spread", "1", "The same, standard deviation over the samples.", needs=_INPUTS),
+    Measure("scale.gsc_median", "1", "Gradient scale, median over the samples.", needs=_INPUTS),
+    Measure("scale.gsc_spread", "1", "Gradient scale, standard deviation over samples.", needs=_INPUTS),
     Measure("scale.gsc_error", "1", "Standard error of the mean: spread / √samples.", needs=_INPUTS),
     Measure(
         "scale.sensitivity",
@@ -237,8 +239,8 @@ MEASURES: tuple[Measure, ...] = (
         "mean over samples of (1/√n)·‖J‖_F·‖input‖ / ‖logits‖",
         needs=_INPUTS,
     ),
-    Measure("scale.sensitivity_median", "1", "The same, median over the samples.", needs=_INPUTS),
-    Measure("scale.sensitivity_spread", "1", "The same, standard deviation over the samples.", needs=_INPUTS),
+    Measure("scale.sensitivity_median", "1", "Sensitivity, median over the samples.", needs=_INPUTS),
+    Measure("scale.sensitivity_spread", "1", "Sensitivity, standard deviation over samples.", needs=_INPUTS),
     Measure("scale.sensitivity_error", "1", "Standard error of the mean: spread / √samples.", needs=_INPUTS),
     Measure(
         "scale.zero_samples", "samples", "Samples whose output does not answer to the input at all.", needs=_INPUTS
@@ -312,11 +314,13 @@ MEASURES: tuple[Measure, ...] = (
     Measure("time.step", "seconds", "Mean time from one optimiser step to the next.", level=0),
     Measure("time.critical", "seconds", "Until the client that the round waited for was done.", **_BOTTLENECK),
     Measure("bottleneck.compute", "share", "Of the round, computing on its critical path.", **_BOTTLENECK),
-    Measure("bottleneck.data_loading", "share", "The same for loading data.", **_BOTTLENECK),
-    Measure("bottleneck.download", "share", "The same for sending the model to clients.", **_BOTTLENECK),
-    Measure("bottleneck.upload", "share", "The same for sending updates to the server.", **_BOTTLENECK),
-    Measure("bottleneck.aggregation", "share", "The same for aggregating.", **_BOTTLENECK),
-    Measure("bottleneck.server", "share", "The same for the server's receiving and evaluating.", **_BOTTLENECK),
+    Measure("bottleneck.data_loading", "share", "Of the round, loading data on its critical path.", **_BOTTLENECK),
+    Measure(
+        "bottleneck.download", "share", "Of the round, the model's way to clients on its critical path.", **_BOTTLENECK
+    ),
+    Measure("bottleneck.upload", "share", "Of the round, the updates' way back on its critical path.", **_BOTTLENECK),
+    Measure("bottleneck.aggregation", "share", "Of the round, aggregating on its critical path.", **_BOTTLENECK),
+    Measure("bottleneck.server", "share", "Of the round, the server's other work on its critical path.", **_BOTTLENECK),
     Measure(
         "bottleneck.straggler", "share", "Saved if the round waited for nine tenths of the clients.", **_BOTTLENECK
     ),
