@@ -297,7 +297,7 @@ def address(store):
 
 
 @pytest.mark.browser
-def test_the_table_opens_worst_first_and_sorts(address, page):  # noqa: F811
+def test_the_table_opens_worst_first_and_sorts(address, page):
     ready(page, f"{address}/clients", "clients")
     rows = page.locator(".clients-table tbody tr")
     assert rows.count() == len(NAMES)
@@ -316,7 +316,7 @@ def test_the_table_opens_worst_first_and_sorts(address, page):  # noqa: F811
 
 
 @pytest.mark.browser
-def test_a_chosen_row_is_marked_in_table_and_picture(address, page):  # noqa: F811
+def test_a_chosen_row_is_marked_in_table_and_picture(address, page):
     ready(page, f"{address}/clients", "clients")
     page.wait_for_selector(".clients-map canvas", state="attached")
     page.locator(".clients-table tbody tr", has_text="c10").locator("td").last.click()
@@ -327,7 +327,7 @@ def test_a_chosen_row_is_marked_in_table_and_picture(address, page):  # noqa: F8
 
 @pytest.mark.browser
 @pytest.mark.parametrize("name", [IMAGE, "../../etc/passwd", "a/b?c#d"])
-def test_hostile_names_are_text_and_lead_to_their_page(address, page, name):  # noqa: F811
+def test_hostile_names_are_text_and_lead_to_their_page(address, page, name):
     alerts = []
     page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
     ready(page, f"{address}/clients", "clients")
@@ -349,7 +349,7 @@ def test_hostile_names_are_text_and_lead_to_their_page(address, page, name):  # 
 
 
 @pytest.mark.browser
-def test_the_page_of_one_client(address, page):  # noqa: F811
+def test_the_page_of_one_client(address, page):
     ready(page, f"{address}/clients/c3?round=6", "client")
     assert page.locator(".verdict-state").inner_text().endswith("ILL")
     assert "c3" in page.locator(".verdict-headline").inner_text()
@@ -370,7 +370,7 @@ def test_the_page_of_one_client(address, page):  # noqa: F811
 
 
 @pytest.mark.browser
-def test_the_map_has_its_round_in_the_address(address, page):  # noqa: F811
+def test_the_map_has_its_round_in_the_address(address, page):
     ready(page, f"{address}/map?client=c3", "map")
     assert "since round 1" in page.locator(".map-chosen").inner_text()
     slider = page.locator(".round-slider")
@@ -387,7 +387,7 @@ def test_the_map_has_its_round_in_the_address(address, page):  # noqa: F811
 
 
 @pytest.mark.browser
-def test_a_run_without_sketches_says_what_to_set(tmp_path, page):  # noqa: F811
+def test_a_run_without_sketches_says_what_to_set(tmp_path, page):
     with serve(charted.written(tmp_path / "s.db")) as url:
         ready(page, f"{url}/runs/{charted.RUN}/map", "map")
         said = page.locator("main").inner_text()
@@ -397,7 +397,7 @@ def test_a_run_without_sketches_says_what_to_set(tmp_path, page):  # noqa: F811
 
 
 @pytest.mark.browser
-def test_new_rounds_come_by_themselves_and_leave_what_was_chosen(tmp_path, page):  # noqa: F811
+def test_new_rounds_come_by_themselves_and_leave_what_was_chosen(tmp_path, page):
     store = charted.written(tmp_path / "s.db", finished=False)
     with serve(store) as url:
         ready(page, f"{url}/runs/{charted.RUN}/clients?sort=name&client=c2", "clients")
@@ -414,7 +414,7 @@ def test_new_rounds_come_by_themselves_and_leave_what_was_chosen(tmp_path, page)
     "page", [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 800}}], indirect=True
 )
 @pytest.mark.parametrize("what", ["clients", "clients/c3", "map"])
-def test_pages_are_accessible(address, page, what):  # noqa: F811
+def test_pages_are_accessible(address, page, what):
     ready(page, f"{address}/{what}")
     page.wait_for_timeout(300)
     assert judge(page) == []
