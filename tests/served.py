@@ -59,9 +59,9 @@ def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple
         process.stderr.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
-    """One browser for a worker's tests."""
+    """One browser for the tests of a file. No longer: Playwright keeps an event loop running, which others start too."""
     if CHROMIUM is None:
         pytest.skip(MISSING)
     from playwright.sync_api import sync_playwright
