@@ -61,7 +61,7 @@ def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[object]:
-    """One browser for the tests of a file, no longer: Playwright keeps an event loop running, which others start too."""
+    """One browser for the tests of a file, no longer: Playwright keeps an event loop running, and others start one."""
     if CHROMIUM is None:
         pytest.skip(MISSING)
     from playwright.sync_api import sync_playwright
