@@ -172,6 +172,12 @@ def test_the_token_stands_where_no_server_log_sees_it() -> None:
     assert Address("::1", 81, None).url == "http://[::1]:81"
 
 
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_this_machines_is_told(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host"):
+        bind(host, None)
+
+
 def test_a_port_that_is_taken_is_told_and_a_free_one_is_found() -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()

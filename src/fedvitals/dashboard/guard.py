@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedvitals.dashboard.answers import failure
 from fedvitals.dashboard.tokens import Tokens
+from fedvitals.telemetry.http_server import LOOPBACK
 
-OWN = {"localhost", "127.0.0.1", "::1"}
 LARGEST_BODY = 65_536
 LONGEST_URL = 8192
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE")
@@ -41,7 +41,7 @@ class Guard:
         self._app = app
         self._tokens = None if token is None else Tokens(token)
         # With a token the name does not matter: a page from elsewhere has no cookie of ours to use.
-        self._hosts = None if token is not None else {*OWN, *hosts}
+        self._hosts = None if token is not None else {*LOOPBACK, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import errno
 import ipaddress
 import secrets
 import socket
@@ -61,6 +62,11 @@ def bind(host: str, port: int | None) -> socket.socket:
             listener.bind((host, number))
         except (OSError, OverflowError) as error:
             listener.close()
+            if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"The dashboard cannot listen on '{host}': {error}. Name an address of this machine with --host, "
+                    "or leave it out: then only this machine sees it."
+                ) from error
             if number == wanted[-1]:
                 raise ConfigError(
                     f"The dashboard cannot listen on {host}, port {number}: {error}. Choose another with --port, "
