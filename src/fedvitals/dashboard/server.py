@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import gc
 import errno
+import gc
 import ipaddress
 import secrets
 import socket
