@@ -99,6 +99,12 @@ export function percent(value) {
   return `${number(Number((value * 100).toPrecision(3)))}${THIN}%`;
 }
 
+/** How sure a finding is: whole per cents, and never «100 %», which no statistic can be. */
+export function sure(confidence) {
+  const whole = confidence === null ? null : Math.round(confidence * 100) / 100;
+  return whole !== null && whole >= 1 ? `> 99${THIN}%` : percent(whole);
+}
+
 /** A value with the unit that the catalogue gives it. */
 export function withUnit(value, unit) {
   if (unusual(value) !== null) return unusual(value);

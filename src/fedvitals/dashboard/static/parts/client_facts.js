@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { exact, number, percent, when, withUnit } from "../format.js";
+import { exact, number, percent, sure, when, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 
 export function panel(name, ...children) {
@@ -25,7 +25,7 @@ export function caseList(run) {
         fill(item,
           h("p", {}, h("span", { class: `sev-${one.severity}` }, h("span", { "aria-hidden": "true", text: `${SHAPES[one.severity] ?? "·"} ` }), one.severity),
             " ", h("a", { href, text: one.title }), one.layer && ` in ${one.layer}`,
-            h("span", { class: "muted", text: ` ${percent(one.confidence === null ? null : Math.round(one.confidence * 100) / 100)}, ${one.course}` }),
+            h("span", { class: "muted", text: ` ${sure(one.confidence)}, ${one.course}` }),
             one.muted && h("span", { class: "muted", text: ", muted" }), one.acknowledged && h("span", { class: "muted", text: ", acknowledged" })),
           h("p", { class: "muted small", text: one.message }),
           h("p", { class: "small" }, h("a", { href, text: "evidence" }), " ", h("a", { href: `${href}#remedies`, text: "what to do" })));

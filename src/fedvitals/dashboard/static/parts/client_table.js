@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { bytes, exact, number, percent, seconds } from "../format.js";
+import { bytes, exact, number, seconds, sure } from "../format.js";
 import { runLink } from "../params.js";
 
 export const PAGE = 100; // rows
@@ -104,7 +104,7 @@ function health(row) {
   if (row.severity === null) return h("span", { class: "sev-ok" }, h("span", { "aria-hidden": "true", text: "✓ " }), "well");
   return h("span", { class: `sev-${row.severity}` },
     h("span", { "aria-hidden": "true", text: `${SHAPES[row.severity] ?? "·"} ` }), WORDS[row.severity] ?? row.severity,
-    row.confidence !== null && h("span", { class: "muted small", text: ` ${percent(Math.round(row.confidence * 100) / 100)}` }));
+    row.confidence !== null && h("span", { class: "muted small", text: ` ${sure(row.confidence)}` }));
 }
 
 function score(row) {

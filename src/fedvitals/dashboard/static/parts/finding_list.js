@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { percent } from "../format.js";
+import { sure } from "../format.js";
 import { runLink } from "../params.js";
 
 const SHOWN = 12;
@@ -41,6 +41,6 @@ function line(item, run, one) {
     h("span", { class: `sev-${one.severity} shape`, "aria-label": one.severity, role: "img", text: SHAPES[one.severity] ?? "·" }),
     h("span", { class: "what" }, one.node ?? one.layer ?? one.place, " ", h("span", { class: "muted", text: one.title })),
     h("span", { class: "num small", text: since }),
-    h("span", { class: "num small", text: percent(one.confidence === null ? null : Math.round(one.confidence * 100) / 100) }),
+    h("span", { class: "num small", text: sure(one.confidence) }),
     one.acknowledged && h("span", { class: "small muted seen", text: "✓ acknowledged" })));
 }

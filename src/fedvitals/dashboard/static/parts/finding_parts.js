@@ -2,7 +2,7 @@
 // What a finding's page says beside its pictures: numbers, certainty, suspects, actions, the error.
 
 import { h } from "../dom.js";
-import { exact, number, percent, when } from "../format.js";
+import { exact, number, sure, when } from "../format.js";
 import { runLink } from "../params.js";
 
 export function numbersTable(rows) {
@@ -34,7 +34,7 @@ export function suspectBars(run, suspects, severity) {
     bar.style.width = `${100 * share}%`;
     return h("li", {},
       h("a", { class: "name", href: runLink(run, "clients", one.node), text: one.node }),
-      h("span", { class: "num", text: percent(Math.round(share * 100) / 100) }), h("span", {}),
+      h("span", { class: "num", text: sure(share) }), h("span", {}),
       h("span", { class: "bar", "aria-hidden": "true" }, bar), h("span", { class: "small muted reason", text: one.reason }));
   }));
 }

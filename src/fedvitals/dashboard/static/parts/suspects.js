@@ -2,7 +2,7 @@
 // Who is suspected, and how strongly. One click lays a suspect's own lines over the cohort; its name leads to its page.
 
 import { fill, h, keyed } from "../dom.js";
-import { percent } from "../format.js";
+import { sure } from "../format.js";
 import { runLink } from "../params.js";
 
 const SHOWN = 10;
@@ -35,7 +35,7 @@ function line(item, run, one, chosen, choose) {
   bar.style.width = `${100 * score}%`;
   fill(item,
     h("a", { class: "name", href: runLink(run, "clients", one.node), text: one.node }),
-    h("span", { class: "num", text: percent(Math.round(score * 100) / 100) }),
+    h("span", { class: "num", text: sure(score) }),
     h("button", {
       class: "link-button small", "aria-pressed": String(chosen === one.node), "aria-label": `Show ${one.node} in all pictures`,
       text: chosen === one.node ? "shown" : "show", on: { click: () => choose(chosen === one.node ? null : one.node) },
