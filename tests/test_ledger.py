@@ -8,7 +8,7 @@ import pytest
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor import Monitor
 from fedvitals.parts import edge_span, parts_of, unfold
-from fedvitals.profiling.ledger import Ledger
+from fedvitals.profiling.ledger import Exchange, Ledger
 from fedvitals.records import Span, Where
 from fedvitals.testing import MemorySink
 
@@ -104,7 +104,7 @@ def test_a_client_elsewhere_is_seen_from_being_asked_to_the_rounds_end():
 def test_on_one_clock_the_parts_are_those_that_were():
     ledger = Ledger()
     ledger.begin("a" * 16, 100.0)
-    ledger.exchange("c0", 100.0, 100.5, 104.0, 107.0)
+    ledger.exchange("c0", Exchange(100.0, 100.5, 104.0, 107.0))
     told = {"parts": {"data": 1.0, "forward": 2.0}, "folded": True}
     ledger.trained(Span(Where("r", 0, "c0"), 101.0, "client", 2.5, "", "b" * 16, None, told))
     (server, journey) = ledger.close(110.0)
@@ -116,7 +116,7 @@ def test_on_one_clock_the_parts_are_those_that_were():
 def test_a_client_that_lies_about_its_times_stays_within_what_the_server_saw():
     ledger = Ledger()
     ledger.begin("a" * 16, 100.0)
-    ledger.exchange("c0", 100.0, 100.5, 104.0, 107.0)
+    ledger.exchange("c0", Exchange(100.0, 100.5, 104.0, 107.0))
     ledger.trained(Span(Where("r", 0, "c0"), 5.0, "client", 1e9, "", "b" * 16, None, {"parts": {"data": 1e300}}))
     journey = ledger.close(110.0)[1]
     assert min(journey.parts.values()) >= 0
@@ -128,7 +128,7 @@ def test_wrong_use_is_told():
     with pytest.raises(ConfigError, match="aggregate"):
         ledger.spent("agregate", 1.0, "server")
     with pytest.raises(RecordError, match="before it began"):
-        ledger.exchange("c0", 10.0, 0.0, 1.0, 9.0)
+        ledger.exchange("c0", Exchange(10.0, 0.0, 1.0, 9.0))
 
 
 def test_parts_unfold_to_spans_that_follow_each_other():

@@ -17,6 +17,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from fedvitals import lab as lab
+    from fedvitals.integrations import flower as flower
     from fedvitals import plot as plot
     from fedvitals.integrations.torch_loop import watch as watch
     from fedvitals.monitor import Monitor as Monitor
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Monitor": "fedvitals.monitor",
-    "lab": "fedvitals",
-    "plot": "fedvitals",
+    "flower": "fedvitals.integrations.flower",
+    "lab": "fedvitals.lab",
+    "plot": "fedvitals.plot",
     "watch": "fedvitals.integrations.torch_loop",
     "preset": "fedvitals.probes.presets",
     "budget": "fedvitals.schedule",
@@ -53,12 +55,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'fedvitals' has no attribute '{name}'. It offers: {', '.join(_HOME)}.")
-    # A package of ours is its own value; asking it of its parent would ask us again.
-    value = (
-        importlib.import_module(f"fedvitals.{name}")
-        if home == "fedvitals"
-        else getattr(importlib.import_module(home), name)
-    )
+    module = importlib.import_module(home)
+    value = module if home.endswith(f".{name}") else getattr(module, name)  # a package of ours is its own value
     globals()[name] = value
     return value
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Snapshot
-from fedvitals.stats import DERIVED, FAMILIES
+from fedvitals.stats import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ _LABELLED = "`data` that yields (x, y), and `loss`"
 _MODEL = "a model"
 _INPUTS = "a classifier: one row of outputs per sample"
 _JOURNEY = "`monitor.exchange`, or the lab with a network"
+_FLOWER = "Flower, with `fv.flower.client_mod`"
 _PARTS = "`monitor.part`, or the lab"
 _SHARES: dict[str, Any] = {"level": 0, "needs": "a model; the shares: told when they change", "rare": True}
 _BOTTLENECK: dict[str, Any] = {"level": 0, "needs": "profiling; told when the next round has begun"}
@@ -305,6 +306,17 @@ MEASURES: tuple[Measure, ...] = (
     Measure("time.client", "seconds", "Length of the client's scope.", level=0),
     Measure("time.download", "seconds", "Until the model had arrived there.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.queue", "seconds", "That the client waited for its turn.", level=0, needs=_JOURNEY, rare=True),
+    Measure("time.start", "seconds", "That its process took to start.", level=0, needs=_FLOWER, rare=True),
+    Measure("time.cpu", "seconds", "Of a processor, that the client's handler took.", level=0, needs=_FLOWER, rare=True),
+    Measure("time.reply", "seconds", "Until its answer was in the server's hands.", level=0, needs=_FLOWER, rare=True),
+    Measure(
+        "time.worked",
+        "share",
+        "Of the round: in which a client's handler ran, or the server aggregated or evaluated. The rest was waiting.",
+        level=0,
+        needs=_FLOWER,
+        rare=True,
+    ),
     Measure("time.data", "seconds", "That the client loaded data.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.upload", "seconds", "Until the client's update had arrived.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.wait", "seconds", "From there to the end of the round.", level=0, needs=_JOURNEY, rare=True),
@@ -372,12 +384,14 @@ HOSTS = (
     "time.client_virtual",
     "time.clock_error",
     "time.compute_virtual",
+    "time.cpu",
     "time.data",
     "time.download",
     "time.queue",
     "time.round_virtual",
     "time.upload",
     "time.wait",
+    "time.worked",
     "update.samples",
     "update.staleness",
 )
@@ -407,16 +421,6 @@ PEERS = {
     "spread": "`‖d‖₁ / (‖d‖₂ √D)`: 1 where all coordinates move alike, small where few do",
 }
 """The columns of the family `update.peers`."""
-
-PRIVACY = """
-Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deployment. It stands in the run's config, and `fedvitals show` prints it.
-
-- Level 1 acts where there is someone to sum: a round or an edge with at least `Monitor(cohort=10)` clients behind every layer of the sum; elsewhere it is 0. Smallest and largest values are left out, since each is one client's own, and a sum is held back if others would give away a smaller one by subtraction.
-- A client's words (log lines, messages of exceptions, attributes of `timed`) need level 3. Below, an error leaves with its class, a warning with its logger's name, and nothing else. `Monitor(tracebacks=)` is off by default in a deployment, at any level.
-- What you log inside a client needs level 2; what you log outside any client is the server's own. On a thread without a scope, while clients train in the same process, it counts as a client's.
-- `update.*`, the families `update` and sketches need their level to leave a client. A server computes them itself from the updates that it holds: that is not telemetry, and passes at every level.
-- Run, layer names and shapes, names of nodes, loggers and `timed` blocks are told at every level: do not put secrets there.
-"""  # noqa: E501 - a paragraph of Markdown is one line
 
 
 def public_name(name: str) -> str:
@@ -449,51 +453,3 @@ def from_update(record: Record) -> bool:
         case Snapshot(kind=kind):
             return kind == "update"
     return isinstance(record, Sketch)
-
-
-def markdown() -> str:
-    """The page docs/metrics.md."""
-    lines = [
-        "# Metrics",
-        "",
-        "Generated from `src/fedvitals/catalog.py` by `scripts/docs`; do not edit.",
-        "",
-        "A metric whose *needs* are not met is absent; `fedvitals show RUN` says which and why.",
-        "",
-        "| name | unit | meaning | formula | needs | level |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for m in MEASURES:
-        formula = f"`{m.formula}`" if m.formula else ""
-        lines.append(f"| `{m.name}` | {m.unit} | {m.meaning} | {formula} | {m.needs} | {m.level} |")
-    lines += [
-        "",
-        "## Families of layer statistics",
-        "",
-        "Packed matrices, one row a layer; the columns add up over steps, clients and edges where `merges` says so.",
-        "",
-        "| family | rows | columns | merges | level |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, family in FAMILIES.items():
-        columns = (
-            ", ".join(family.columns)
-            if len(family.columns) < 20
-            else (f"{len(family.columns)} bins: sign × binary exponent, `{family.columns[0]}` … `{family.columns[-1]}`")
-        )
-        lines.append(f"| `{name}` | {family.rows} | {columns} | {'yes' if family.merge else 'no'} | {family.level} |")
-    lines += [
-        "",
-        f"From the nine sums derive, over the finite values: {', '.join(DERIVED)}.",
-        "",
-        "`update.peers`: how a client's update d_i stands among its round's; NaN where there is nothing to compare:",
-        "",
-        *(f"- {column}: {meaning}." for column, meaning in PEERS.items()),
-        "",
-        "## Privacy",
-        "",
-        "| level | may leave a client |",
-        "| --- | --- |",
-    ]
-    lines += [f"| {level} | {text} |" for level, text in enumerate(LEVELS)]
-    return "\n".join([*lines, "", PRIVACY.strip(), ""])

@@ -29,6 +29,7 @@ from fedvitals import kernels
 from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
+from fedvitals.errors import ConfigError
 from fedvitals.parts import edge_span
 from fedvitals.probes.results import Results
 from fedvitals.profiling.live import LiveProfile
@@ -137,6 +138,16 @@ class Chart:
         """The newest table with rows of this kind and number."""
         fitting = (t.digest for t in reversed(self.tables.values()) if t.rows == rows and len(t.layers) == layers)
         return next(fitting, None)
+
+    def hosted(self, host: str, config: Mapping[str, Any], policy: Policy, trace: str | None) -> None:
+        """Whose run it is, known only after the monitor was made."""
+        with self._lock:
+            if self._outlet is not None:
+                raise ConfigError(
+                    f"This monitor watches the run '{self.run.name}' ({self.run.host}) already: make a new one to attach."
+                )
+            self.run = replace(self.run, host=host, config=config)
+            self._policy, self.trace = policy, trace or self.trace
 
     def exception(self, scope: Scope, name: str, error: BaseException) -> None:
         """What was raised inside a scope, as an event."""

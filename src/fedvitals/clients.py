@@ -55,6 +55,9 @@ class OpenClient:
     recording: Recording | None = None  # of single operators
     tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
+    results: Results = field(default_factory=Results)
+    told: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
+    found: Mapping[str, float] | None = None  # of its memory
 
 
 @dataclass(slots=True)
@@ -122,31 +125,49 @@ class Clients:
     ) -> OpenClient | None:
         """What was opened, to be closed by whoever opened it; None if that name is open already."""
 
-        def watch(opened: OpenClient) -> None:
-            view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
-            if not self._kit.preset.brief:
-                tables = tables_of(self._kit, view)
-                self._chart.know(tables)
-                opened.tables = {rows: table.digest for rows, table in tables.items()}
-            report = functools.partial(self._chart.report, scope=opened.scope)
-            # Who measures nothing at steps has no hooks there, which the clock would need.
-            opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
-            opened.session = ClientSession(self._kit, view, report, opened.clock)
-            if self._profile:
-                opened.memory = self._memory.begin(model, view.parameters, node)
-            opened.recording = self._captures.begin(node, opened.scope.round, model, report)
-
         def begin() -> OpenClient:
             if node in self._open:
                 raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
             entered = self._chart.enter(node, group=group, client=True, inside=inside)
             opened = self._open[node] = OpenClient(*entered)
             if model is not None:
-                self._chart.guard("watching a client", lambda: watch(opened), opened.scope)
+                watch = functools.partial(self._watch, opened, model, data, loss)
+                self._chart.guard("watching a client", watch, opened.scope)
             return opened
 
         opened: OpenClient | None = self._chart.guard("opening a client", begin)
         return opened
+
+    @contextlib.contextmanager
+    def watching(self, node: Node, model: Any, data: Any = None, loss: Callable[..., Any] | None = None) -> Iterator[None]:
+        """The stretch in which the model of a client trains that was opened without one; of several, the first."""
+        opened = self._open.get(node)
+        if opened is None or opened.session is not None or opened.told:
+            yield
+            return
+        watch = functools.partial(self._watch, opened, model, data, loss)
+        self._chart.guard("watching a client", watch, opened.scope)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._chart.guard("measuring a client", lambda: self._measure(opened, failed=failed), opened.scope)
+
+    def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
+        node = opened.scope.node or ""
+        view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
+        if not self._kit.preset.brief:
+            tables = tables_of(self._kit, view)
+            self._chart.know(tables)
+            opened.tables = {rows: table.digest for rows, table in tables.items()}
+        report = functools.partial(self._chart.report, scope=opened.scope)
+        # Who measures nothing at steps has no hooks there, which the clock would need.
+        opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
+        opened.session = ClientSession(self._kit, view, report, opened.clock)
+        if self._profile:
+            opened.memory = self._memory.begin(model, view.parameters, node)
+        opened.recording = self._captures.begin(node, opened.scope.round, model, report)
 
     def end(self, opened: OpenClient | None, outcome: BaseException | None) -> None:
         def end(opened: OpenClient) -> None:
@@ -326,30 +347,42 @@ class Clients:
         self._chart.emit(Transfer(where(scope), time.time(), sender, receiver, int(size), int(before), seconds, kind))
 
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:
-        results = Results()
-        scope, node = opened.scope, opened.scope.node or ""
-        told: dict[str, Any] = {"failed": failed}
-        guard = functools.partial(self._chart.guard, scope=scope)  # of each part its own: none may cost the client
-        guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
-        if opened.session is not None:
-            results, update, rows = opened.session.finish()
-            results.tables = opened.tables
-            started = time.perf_counter()
-            self._sent(node, update, rows)
-            cost = opened.session.cost + time.perf_counter() - started
-            results.take({"monitor.cost": cost})
-            if self._profile and not self._kit.preset.brief:
-                told |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
+        self._measure(opened, failed=failed)
+        results, scope, told = opened.results, opened.scope, {**opened.told, "failed": failed}
+        guard = functools.partial(self._chart.guard, scope=scope)
         seconds = time.perf_counter() - opened.began
         results.take({"time.client": seconds})
-        results.take(guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {})
-        recorded = guard("recording operators", lambda: opened.recording and opened.recording.finish())
-        if recorded is not None:
-            results.remarks.append((OPERATORS, *recorded))
+        found = opened.found
+        if found is None:
+            found = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
+        results.take(found)
         _tell_loss(results, logged="loss" in opened.logged)
         self._chart.tell(scope, results)
         self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
         turn_over()
+
+    def _measure(self, opened: OpenClient, *, failed: bool) -> None:
+        """What is to be known of its model, which has been trained; once."""
+        session, opened.session = opened.session, None
+        guard = functools.partial(self._chart.guard, scope=opened.scope)  # of each part its own: none may cost the client
+        guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
+        if session is None:
+            return
+        results, update, rows = session.finish()
+        opened.results = results
+        results.tables = opened.tables
+        started = time.perf_counter()
+        self._sent(opened.scope.node or "", update, rows)
+        cost = session.cost + time.perf_counter() - started
+        results.take({"monitor.cost": cost})
+        opened.told = {"failed": failed}
+        if self._profile and not self._kit.preset.brief:
+            opened.told |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
+        found = guard("measuring memory", lambda: self._memory_of(opened, session, failed=failed))
+        opened.found = found or {}
+        recorded = guard("recording operators", lambda: opened.recording and opened.recording.finish())
+        if recorded is not None:
+            results.remarks.append((OPERATORS, *recorded))
 
     def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
         """What a client's Span tells of its time; its throughput goes to the results."""
@@ -362,8 +395,10 @@ class Clients:
             self._chart.report(opened.clock.error, "timing a model", opened.scope)
         return told
 
-    def _memory_of(self, opened: OpenClient, *, failed: bool) -> Mapping[str, float]:
-        session, scope = opened.session, opened.scope
+    def _memory_of(
+        self, opened: OpenClient, session: ClientSession | None = None, *, failed: bool
+    ) -> Mapping[str, float]:
+        scope = opened.scope
         if opened.memory is None or session is None:
             resident = resident_bytes()
             return {} if resident is None else {"memory.resident": resident}

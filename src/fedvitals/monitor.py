@@ -31,13 +31,13 @@ from fedvitals.diagnosis.examine import STANDARD, choose
 from fedvitals.diagnosis.live import Findings
 from fedvitals.diagnosis.policy import Policy, policy_of
 from fedvitals.diagnosis.unusable import Unusable
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, RecordError
 from fedvitals.probes.presets import resolve
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments
 from fedvitals.probes.updates import measured
 from fedvitals.profiling.capture import Capture
-from fedvitals.profiling.ledger import Ledger
+from fedvitals.profiling.ledger import Exchange, Ledger
 from fedvitals.protocols import Detector, Node, Sink, Stack
 from fedvitals.records import Action, Record, Run, Truth, Where
 from fedvitals.rounds import Rounds
@@ -45,7 +45,7 @@ from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.privacy import LEAST_CLIENTS, described_policy, policy_for
 from fedvitals.telemetry.traceparent import carried
-from fedvitals.worker import Arrivals, WorkerObserver
+from fedvitals.worker import Arrivals, Sender, WorkerObserver
 
 
 class Monitor:
@@ -89,7 +89,8 @@ class Monitor:
         id: str | None = None,  # noqa: A002 - the domain's word
     ) -> None:
         _check_parts(sinks, capture)
-        self._policy = policy_for(host, privacy, cohort, tracebacks)
+        self._wanted = (privacy, cohort, tracebacks)  # of privacy
+        self._policy = policy_for(host, *self._wanted)
         self._kit = Instruments(resolve(probes), update_memory)
         self._detectors = choose(detectors, false_alarms)
         self._cure = policy_of(cure)
@@ -126,6 +127,26 @@ class Monitor:
         """What the run's configuration says of us."""
         ours = {"probes": self._kit.preset.name, "detectors": len(self._detectors), "cure": self._cure.described()}
         return {**ours, "false_alarms": false_alarms, **described_policy(self._policy)}
+
+    def hosted(
+        self, host: str, config: Mapping[str, Any] | None = None, *, trace: str | None = None, most: int = 4
+    ) -> None:
+        """A framework takes the monitor in, before anything happened: its name, and what else is known of the run.
+
+        From here on the privacy of such a host holds, where the user chose none. `most`: the highest level that it
+        allows. `trace`: the id that all its machines know.
+        """
+        privacy, cohort, tracebacks = self._wanted
+        if privacy is not None and privacy > most:
+            raise ConfigError(
+                f"Monitor(privacy={privacy}) would tell of single clients, and this federation hides them (secure "
+                f"aggregation or differential privacy): at most level {most} goes with it. Leave privacy= out."
+            )
+        level = min(policy_for(host, privacy).level, most)
+        self._policy = policy_for(host, level, cohort, tracebacks)
+        ours = {**self.run.config["fedvitals"], **described_policy(self._policy)}
+        self._chart.hosted(host, {**self.run.config, **(config or {}), "fedvitals": ours}, self._policy, trace)
+        self._arrivals.policy = self._policy
 
     # -- what people write --------------------------------------------------------------------------------------------
 
@@ -345,13 +366,26 @@ class Monitor:
         if self._ledger is not None:
             self._guard("spent()", functools.partial(self._ledger.spent, part, seconds, node))
 
-    def exchange(self, node: Node, sent: float, received: float, replied: float, returned: float) -> None:
-        """A client elsewhere was asked and has answered; before `absorb`. Times since the epoch, of the two clocks."""
+    def exchange(
+        self,
+        node: Node,
+        sent: float,
+        received: float,
+        replied: float,
+        returned: float,
+        *,
+        started: float | None = None,
+        span: str | None = None,
+    ) -> None:
+        """A client elsewhere was asked and has answered; before `absorb`. Times since the epoch, of the two clocks.
+
+        `started`: of the process that took the message there. `span`: the id by which the client knows its journey.
+        """
         ledger = self._ledger
 
         def take() -> None:
             assert ledger is not None  # noqa: S101 - asked below
-            error = ledger.exchange(node, sent, received, replied, returned).beyond_doubt
+            error = ledger.exchange(node, Exchange(sent, received, replied, returned, started, span)).beyond_doubt
             if error:
                 self._record.metric(self._clients.at(node), "time.clock_error", error)
 
@@ -393,10 +427,22 @@ class Monitor:
         """These clients train in workers in this round: whoever's records do not come home is told as lost."""
         self._arrivals.expect(nodes)
 
-    def absorb(self, payload: bytes) -> None:
-        """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted."""
+    def absorb(self, payload: bytes, sender: Sender | None = None) -> None:
+        """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
+
+        `sender`: where payloads come from machines that may lie, who it is: they may tell of nobody else.
+        """
         cohort = None if self._rounds.open is None else self._rounds.open.cohort
-        self._guard("absorb()", lambda: self._arrivals.take(payload, cohort))
+
+        def take() -> None:
+            try:
+                self._arrivals.take(payload, cohort, sender)
+            except RecordError as error:
+                if sender is None:
+                    raise
+                self.event("warning", "telemetry.refused", f"Telemetry is refused: {error}", node=sender.node)
+
+        self._guard("absorb()", take)
 
     def round_end(
         self,

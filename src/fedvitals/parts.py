@@ -8,7 +8,7 @@ nested Spans wherever they are shown or exported.
     round                      node None: the whole
     ├ server                   node «server»: wait, receive, aggregate, evaluate
     ├ edge                     an edge node, cluster or ring: wait, aggregate
-    │ └ journey                a client as its parent sees it: queue, download, data, compute, upload, wait
+    │ └ journey                a client as its parent sees it: queue, start, download, data, compute, upload, reply, wait
     └ journey
       └ client                 the client's own training: data, forward, backward, optimizer, measure, wait
 
@@ -42,6 +42,8 @@ WORK = {  # parts in which something is done, and what a round is bound by that 
 }
 REST = {  # parts in which a node waits, and for what
     "queue": "for its turn: a free worker, or the server, which serves one after the other",
+    "start": "for its process, which is started anew for each message",
+    "reply": "for its answer to be sent off, and for the server to look for it",
     "wait": "for others, until the round is closed",
     "idle": "between two rounds",
     "away": "not there at all",

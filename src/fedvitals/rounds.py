@@ -30,7 +30,7 @@ from fedvitals.telemetry.timing import new_span_id
 from fedvitals.worker import Arrivals
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
-TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "upload", "wait")}
+TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
 
 
 @dataclass(slots=True)

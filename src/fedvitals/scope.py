@@ -24,6 +24,7 @@ class Scope:
     trace: str = ""
     span: str | None = None
     parent: str | None = None
+    watch: Callable[..., Any] | None = None  # takes the model of a client that is open without one: see `fv.watch`
 
 
 current: ContextVar[Scope | None] = ContextVar("fedvitals_scope", default=None)

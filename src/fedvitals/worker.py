@@ -26,6 +26,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedvitals.chart import Chart
@@ -39,7 +40,7 @@ from fedvitals.probes.session import Instruments
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import Event, LayerStats, Metric, Record, Run, Span, Transfer, run_of
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, run_of
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
 from fedvitals.store.delivered import Intervals, fresh
@@ -162,19 +163,51 @@ class WorkerObserver:
         told = functools.partial(desk.clients.transfer, sender, receiver, bytes, raw_bytes, seconds, kind)
         desk.chart.guard("transfer()", told)
 
-    def payload(self) -> bytes:
-        """What was recorded in this process since the last time, for `Monitor.absorb`."""
+    def event(
+        self, level: str, name: str, message: str, *, node: Node | None = None, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Something that happened, as `Monitor.event`."""
         desk = self._desk()
-        return desk.chart.guard("payload()", desk.parcel.take) or b""
+        desk.chart.guard("event()", lambda: desk.clients.event(level, name, message, node, data))
+
+    def tell_layers(self, node: Node, family: str, matrix: Any, table: LayerTable) -> None:
+        """Statistics that a host computed of a node's layers, [layers, columns]."""
+        desk = self._desk()
+        results = Results(matrices=[(family, np.asarray(matrix), None)], tables={table.rows: table.digest})
+
+        def tell() -> None:
+            desk.chart.know({table.rows: table})
+            desk.chart.tell(replace(self._inside(desk, None), node=node), results)
+
+        desk.chart.guard("tell_layers()", tell)
+
+    def payload(self, most: int | None = None) -> bytes:
+        """What was recorded in this process since the last time, for `Monitor.absorb`.
+
+        `most`: bytes that it may have. It is then whole in itself, with the layers' names: the last one may be lost.
+        """
+        desk = self._desk()
+        if most is not None:
+            desk.parcel.known.clear()
+        return desk.chart.guard("payload()", functools.partial(desk.parcel.take, most)) or b""
 
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
         """The same, for clients of the round in which `Monitor.headers` were made."""
         found = arrived(headers, lambda _: None, run=self.run)
         return replace(self, round=found.round, trace=found.trace, span=found.span)
 
+    @contextlib.contextmanager
+    def watching(self, node: Node, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
+        """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
+        with self._desk().clients.watching(node, model, data, loss):
+            yield self
+
     def _begin(self, desk: _Desk, node: Node, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
         desk.kit.norms.clear()  # the last round of this client may have been in another process: the parent compares
-        return desk.clients.begin(node, model, data, group, loss, inside=self._inside(desk, number))
+        inside = self._inside(desk, number)
+        if model is None:
+            inside = replace(inside, watch=functools.partial(self.watching, node))
+        return desk.clients.begin(node, model, data, group, loss, inside=inside)
 
     def _inside(self, desk: _Desk, number: int | None) -> Scope:
         """The round's scope, as far as it is known here."""
@@ -199,13 +232,38 @@ class WorkerObserver:
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who a payload came from, as the framework knows it: its records may tell of nobody else.
+
+    `run`: what the run is called there, where ours is not known.
+    """
+
+    node: Node
+    run: str
+
+    def own(self, record: Record, run: str) -> Record:
+        """The record as one of the run here; an error if it is another's."""
+        if run_of(record) != self.run:
+            raise RecordError(f"Telemetry of '{self.node}' is of the run '{run_of(record)[:80]}', not of '{self.run}'.")
+        # Its sources are its own: nobody can use up another's sequence numbers.
+        record = replace(record, source=f"{self.node}/{record.source}"[:200])
+        if isinstance(record, Run):
+            return replace(record, id=run)
+        if record.where.node not in (None, self.node):
+            raise RecordError(f"Telemetry of '{self.node}' tells of another node, '{record.where.node[:80]}'.")
+        if isinstance(record, Transfer):
+            raise RecordError(f"Telemetry of '{self.node}' tells of transfers, which the server counts itself.")
+        return replace(record, where=replace(record.where, run=run, node=self.node))
+
+
 class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
     def __init__(
         self, chart: Chart, kit: Instruments, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
     ) -> None:
-        self._chart, self._kit, self._policy, self._ledger = chart, kit, policy, ledger
+        self._chart, self._kit, self.policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()
         self._capture = capture
         self._delivered: dict[tuple[str, str], Intervals] = {}
@@ -223,7 +281,7 @@ class Arrivals:
             run=chart.run.id,
             name=chart.run.name,
             preset=self._sendable(kit.preset),
-            policy=self._policy,
+            policy=self.policy,
             strict=chart.strict,
             round=None if here is None else here.round,
             trace=chart.trace,
@@ -237,13 +295,15 @@ class Arrivals:
     def expect(self, nodes: Iterable[Node]) -> None:
         self._expected.update(dict.fromkeys(nodes))
 
-    def take(self, payload: bytes, cohort: Cohort | None) -> None:
+    def take(self, payload: bytes, cohort: Cohort | None, sender: Sender | None = None) -> None:
         """Into the queues with their own identity; clients that finished into the cohort of the open round."""
         if payload == b"":
             return
         with self._lock:  # a pool's callbacks come on a thread of their own
             try:
                 records = decode(payload)
+                if sender is not None:
+                    records = [sender.own(record, self._chart.run.id) for record in records]
                 self._check(records)
             except RecordError:
                 self._chart.missed += 1

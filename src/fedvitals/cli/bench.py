@@ -11,12 +11,13 @@ import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "profile", "lab", "soak", "ui")
-LONG = ("overhead", "gsc", "diagnosis", "profile", "lab", "soak", "ui")  # these say how far they are
-LAB = ("cnn", "mlp", "start", "memory", "study")
+PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "profile", "lab", "flower", "soak", "ui")
+LONG = ("overhead", "gsc", "diagnosis", "profile", "lab", "flower", "soak", "ui")  # these say how far they are
+BARS = {"lab": ("cnn", "mlp", "start", "memory", "study"), "flower": ("lines", "cnn", "large", "faults")}
 SHOWN = {  # the rest is for --json
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
     "profile": ("what", "bar", "measured", "verdict"),
+    "flower": ("what", "bar", "measured", "verdict"),
     "ui": ("what", "bar", "measured", "verdict"),
     "diagnosis": (
         *("after_rounds", "milliseconds", "bar_milliseconds"),
@@ -38,24 +39,47 @@ SHOWN = {  # the rest is for --json
 @click.option(
     "--data", type=click.Path(exists=True, file_okay=False, path_type=Path), help="lab: the folder that holds GTSRB."
 )
-@click.option("--only", type=click.Choice(LAB), multiple=True, help="lab: some of its bars.")
+@click.option(
+    "--only",
+    type=click.Choice([*dict.fromkeys(bar for bars in BARS.values() for bar in bars)]),
+    multiple=True,
+    help="lab, flower: some of its bars.",
+)
+@click.option(
+    "--stores", type=click.Path(file_okay=False, path_type=Path), help="flower: a folder to keep the runs' stores in."
+)
 @json_option
-def command(part: str | None, quick: bool, as_json: bool, **lab: Any) -> None:
+def command(part: str | None, quick: bool, as_json: bool, **more: Any) -> None:
     """Measure what fedvitals costs on this machine: all parts, or one of them.
 
     Everything is compared in one run, interleaved, and given as a ratio with its spread.
     """
-    given = {name: value for name, value in lab.items() if value}
-    if given and part not in (None, "lab"):
-        raise click.UsageError(f"--{next(iter(given))} belongs to `fedvitals bench lab`, not to `bench {part}`.")
+    given = _given(part, {name: value for name, value in more.items() if value})
     results: dict[str, list[dict[str, Any]]] = {}
     for name in [part] if part else PARTS:
         click.echo(f"bench {name} ...", err=True)
-        results[name] = _measure(name, quick, given if name == "lab" else {})
+        results[name] = _measure(name, quick, given.get(name, {}))
         if not as_json:
             _print(name, results[name])
     if as_json:
         print_json("bench", results)
+
+
+def _given(part: str | None, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options for each part that has some."""
+    given: dict[str, dict[str, Any]] = {}
+    for name, value in more.items():
+        owners = [*BARS] if name == "only" else ["flower" if name == "stores" else "lab"]
+        taken = [owner for owner in owners if part in (None, owner)]
+        if not taken:
+            raise click.UsageError(f"--{name} belongs to `fedvitals bench {owners[0]}`, not to `bench {part}`.")
+        for owner in taken:
+            given.setdefault(owner, {})[name] = value
+    for owner, options in given.items():
+        strange = [bar for bar in options.get("only", ()) if bar not in BARS[owner]]
+        if strange:
+            raise click.UsageError(f"`bench {owner}` has no bar '{strange[0]}'. It has {', '.join(BARS[owner])}.")
+    return given
 
 
 def _measure(part: str, quick: bool, more: dict[str, Any]) -> list[dict[str, Any]]:

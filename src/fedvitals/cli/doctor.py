@@ -38,6 +38,7 @@ EXTRAS = {
     "plots": "matplotlib",
 }
 WAL_RESET_FIXED = (3, 51, 3)
+FLOWER_OLDEST, FLOWER_TESTED = "1.21", "1.41"
 COLOURS = {"fine": "green", "note": "yellow", "trouble": "red"}
 
 
@@ -120,6 +121,8 @@ def environment() -> list[Sign]:
         kernel = backend()
         signs.append(Sign("kernel", "fine" if kernel.name == "llvm" else "note", str(kernel)))
     signs.append(_sqlite())
+    if importlib.util.find_spec("flwr") is not None:
+        signs.append(_flower())
     missing = [extra for extra, module in EXTRAS.items() if importlib.util.find_spec(module) is None]
     there = [extra for extra in EXTRAS if extra not in missing]
     signs.append(Sign("extras", "fine", f"installed: {', '.join(there) or 'none'}"))
@@ -148,6 +151,21 @@ def _sqlite() -> Sign:
         f"{version}; before 3.51.3 a file can be damaged when two connections write or fold in the log at the same "
         "moment. fedvitals writes through one, so this concerns only other programs that write to the same file",
     )
+
+
+def _flower() -> Sign:
+    from fedvitals.store.doctor import Sign
+
+    version = _version("flwr")
+    ray = "" if importlib.util.find_spec("ray") is None else f", ray {_version('ray')} for simulations"
+    found, oldest, tested = (
+        tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
+        for text in (version, FLOWER_OLDEST, FLOWER_TESTED)
+    )
+    if found < oldest:
+        return Sign("flower", "note", f"{version} is too old: fedvitals attaches to {FLOWER_OLDEST} and newer")
+    newer = f"; newer than what fedvitals was tested with, {FLOWER_TESTED}" if found > tested else ""
+    return Sign("flower", "fine", f"{version}{ray}{newer}")
 
 
 def _print(here: list[Sign], signs: list[Sign], done: list[str], *, mend: bool) -> None:

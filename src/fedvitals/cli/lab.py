@@ -4,33 +4,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
 import shlex
 import shutil
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from fedvitals.cli.lab_progress import Alarms, Ended, Progress, remember
 from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.lab import Experiment, Round
-    from fedvitals.records import Record
+    from fedvitals.lab import Experiment
 
 
 @click.command()
 @click.argument("experiment", type=click.Path(exists=True, dir_okay=False))
 @click.option("--set", "changes", multiple=True, metavar="NAME=VALUE", help="Change a setting: --set clients=50.")
 @click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set. Default: FEDVITALS_DATA.")
-@click.option("--engine", default="auto", show_default=True, help="sequential, reuse, stacked, or auto (measured).")
-@click.option("--workers", type=int, help="Worker processes. Default: one per core.")
+@click.option(
+    "--engine",
+    default="auto",
+    show_default=True,
+    help="sequential, reuse, stacked, flower (on Ray), or auto (measured).",
+)
+@click.option("--workers", type=int, help="Worker processes, or SuperNodes (flower). Default: one per core.")
+@click.option("--superlink", metavar="NAME", help="Engine flower: a connection of your Flower's, in place of Ray.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Engine flower: of a round's answers. Default: an hour.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda (engine stacked).")
 @click.option("--probes", default="standard", show_default=True, help="What is measured: light, standard, deep.")
 @click.option("--run", "named", metavar="NAME", help="The run's name. Default: the experiment's, else the file's.")
@@ -118,57 +125,34 @@ def _pair(change: str) -> tuple[str, str]:
 
 
 def _one(
-    wanted: Experiment, repeat: int, store: str, *, plain: bool, probes: str, resume: bool, unwatched: bool, **how: Any
+    wanted: Experiment, repeat: int, store: str, *, plain: bool, resume: bool, unwatched: bool, **how: Any
 ) -> dict[str, Any]:
     """One repeat, from its beginning or from where it stopped."""
     import msgspec
 
-    from fedvitals import lab
-    from fedvitals.monitor import Monitor
-
     experiment = msgspec.structs.replace(wanted, seed=wanted.seed + repeat, repeats=1)
+    train = _trainer(how, unwatched=unwatched, resume=resume)
     folder, run = _place(_folder(store) / experiment.digest(), resume=resume)
-    began = time.perf_counter()
-    monitor, alarms = None, _Alarms()
-    if not unwatched:
-        monitor = Monitor(
-            store,
-            run=experiment.name,
-            id=run,
-            probes=probes,
-            host="lab",
-            seed=experiment.seed,
-            topology=type(experiment.topology).__name__.lower(),
-            config=_public(experiment),
-            sinks=[alarms],
-        )
-    _remember(folder, None if monitor is None else monitor.run.id, experiment)
-    result = None
+    began, alarms, view = time.perf_counter(), Alarms(), Progress(experiment, plain=plain)
+    place = {"store": store, "folder": folder, "run": run, "resume": resume}
     try:
-        with _Progress(experiment, plain=plain) as view:
-            for result in lab.rounds(experiment, monitor, checkpoint=folder, resume=resume, **how):
-                if result.rounds:
-                    view.show(result.rounds[-1])
+        with view:
+            ended = train(experiment, view, alarms, **place, **how)
     except KeyboardInterrupt:
-        done = 0 if result is None else len(result.rounds)
-        click.echo(f"\nStopped after {done} of {experiment.rounds} rounds; add --resume to go on from there.", err=True)
-        if monitor is not None:
-            monitor.discard()  # the round that was open will be run again, whole
+        text = f"Stopped after {view.done} of {experiment.rounds} rounds"
+        again = "" if how.get("superlink") else "; add --resume to go on from there"
+        click.echo(f"\n{text}{again}.", err=True)
         raise
     finally:
-        if monitor is not None:
-            monitor.close()
-        _tidy(folder, over=result is not None and len(result.rounds) == experiment.rounds)
-    assert result is not None  # noqa: S101 - an experiment has at least one round
-    took = time.perf_counter() - began
+        _tidy(folder, over=view.done == experiment.rounds)
     said = {
-        "run": None if monitor is None else monitor.run.id,
+        "run": ended.run,
         "experiment": experiment.name,
         "seed": experiment.seed,
-        "rounds": len(result.rounds),
-        "metrics": result.rounds[-1].metrics,
-        "engine": result.engine,
-        "seconds": took,
+        "rounds": ended.rounds,
+        "metrics": ended.metrics,
+        "engine": ended.engine,
+        "seconds": time.perf_counter() - began,
         "store": None if unwatched else store,
         "alarms": alarms.count,
     }
@@ -177,11 +161,52 @@ def _one(
     return said
 
 
-def _public(experiment: Experiment) -> dict[str, Any]:
-    """The experiment without its faults: what is wrong on purpose stands in the store as truth, and only there."""
-    import msgspec
+def _trainer(how: dict[str, Any], *, unwatched: bool, resume: bool) -> Callable[..., Ended]:
+    """Who runs an experiment: this process, or Flower. What does not go together is refused here."""
+    if how["engine"] != "flower":
+        for option in ("superlink", "timeout"):
+            if how.pop(option) is not None:
+                raise ConfigError(f"--{option} is for --engine flower; got --engine {how['engine']}.")
+        return functools.partial(_here, unwatched=unwatched)
+    from fedvitals.cli import lab_flower
 
-    return {"experiment": msgspec.structs.replace(experiment, faults=()).to_toml()}
+    lab_flower.check(unwatched=unwatched, resume=resume, **how)
+    return lab_flower.train
+
+
+def _here(
+    experiment: Experiment,
+    view: Progress,
+    alarms: Alarms,
+    *,
+    store: str,
+    folder: Path,
+    run: str | None,
+    probes: str,
+    unwatched: bool,
+    **how: Any,
+) -> Ended:
+    """In this process and its workers."""
+    from fedvitals import lab
+    from fedvitals.integrations.lab_monitor import monitor_of
+
+    monitor = None if unwatched else monitor_of(experiment, store, run=run, probes=probes, sinks=[alarms])
+    remember(folder, None if monitor is None else monitor.run.id, experiment)
+    result = None
+    try:
+        for result in lab.rounds(experiment, monitor, checkpoint=folder, **how):
+            if result.rounds:
+                view.show(result.rounds[-1])
+    except KeyboardInterrupt:
+        if monitor is not None:
+            monitor.discard()  # the round that was open will be run again, whole
+        raise
+    finally:
+        if monitor is not None:
+            monitor.close()
+    assert result is not None  # noqa: S101 - an experiment has at least one round
+    identity = None if monitor is None else monitor.run.id
+    return Ended(identity, len(result.rounds), result.rounds[-1].metrics, result.engine)
 
 
 def _folder(store: str) -> Path:
@@ -208,12 +233,6 @@ def _place(folder: Path, *, resume: bool) -> tuple[Path, str | None]:
     return saved[-1].parent, found if isinstance(found, str) else None
 
 
-def _remember(folder: Path, run: str | None, experiment: Experiment) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
-    (folder / "run.json").write_text(json.dumps({"run": run}), encoding="utf-8")
-
-
 def _tidy(folder: Path, *, over: bool) -> None:
     """A run that is over, or never finished a round, leaves nothing behind."""
     from fedvitals.lab.checkpoint import FILE
@@ -226,7 +245,7 @@ def _tidy(folder: Path, *, over: bool) -> None:
             parent.rmdir()
 
 
-def _closing(said: dict[str, Any], store: str, alarms: _Alarms) -> None:
+def _closing(said: dict[str, Any], store: str, alarms: Alarms) -> None:
     metrics = said["metrics"]
     accuracy = f"accuracy {metrics['accuracy']:.1%}, " if "accuracy" in metrics else ""
     click.echo(
@@ -243,52 +262,3 @@ def _closing(said: dict[str, Any], store: str, alarms: _Alarms) -> None:
         click.echo(f"Health card:     fedvitals show {run}{option}")
         click.echo(f"Where time went: fedvitals profile {run}{option}")
         click.echo(f"All in one file: fedvitals report {run}{option}")
-
-
-class _Alarms:
-    """A sink that counts what a person should be told of."""
-
-    def __init__(self) -> None:
-        self.count, self.first = 0, ""
-
-    def write(self, records: Sequence[Record], /) -> None:
-        from fedvitals.records import Event
-
-        for record in records:
-            if isinstance(record, Event) and record.level in ("warning", "error", "critical"):
-                self.count += 1
-                self.first = self.first or record.message
-
-
-class _Progress:
-    """Rounds, accuracy and time left: a bar on a terminal, a line a round elsewhere."""
-
-    def __init__(self, experiment: Experiment, *, plain: bool) -> None:
-        self._rounds, self._name = experiment.rounds, experiment.name
-        self._bar = None if plain or not sys.stderr.isatty() else _bar()
-        self._task: Any = None
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task(self._name, total=self._rounds, accuracy="")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, done: Round) -> None:
-        accuracy = f"accuracy {done.metrics['accuracy']:.3f}" if "accuracy" in done.metrics else ""
-        if self._bar is None:
-            click.echo(f"round {done.number + 1}/{self._rounds}: {accuracy} ({done.seconds:.2f} s)", err=True)
-        else:
-            self._bar.update(self._task, completed=done.number + 1, accuracy=accuracy)
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[accuracy]}")
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))

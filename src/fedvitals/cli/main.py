@@ -27,6 +27,7 @@ VERBS = {
     "export": "fedvitals.cli.export",
     "alerts": "fedvitals.cli.alerts",
     "lab": "fedvitals.cli.lab",
+    "flower": "fedvitals.cli.flower",
     "doctor": "fedvitals.cli.doctor",
     "faultbank": "fedvitals.cli.faultbank",
     "reproduce": "fedvitals.cli.reproduce",

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedvitals.errors import ConfigError
 from fedvitals.monitor import Monitor
+from fedvitals.scope import current
 
 NODE = "model"
 
@@ -29,15 +30,23 @@ def watch(
     data: Any = None,
     loss: Callable[..., Any] | None = None,
     **settings: Any,
-) -> Iterator[Monitor]:
+) -> Iterator[Any]:
     """Watch one model's training. Every `steps` optimiser steps are told as one round of the node «model».
 
     `settings` are those of `Monitor`: probes, sinks, detectors, privacy, config, seed...
+
+    Inside of a client that somebody else watches, as the handler of a Flower app with `fv.flower.client_mod`, the model
+    is that client's: its numbers belong to the federation's run, and nothing is stored here.
     """
     if isinstance(optimizer, str | os.PathLike):
         raise ConfigError(f"watch(model, optimizer, store) got {optimizer!r} for the optimiser. Name it as store=...")
     if steps < 1:
         raise ConfigError(f"watch(steps=) needs at least 1 step per round, got {steps}.")
+    around = current.get()
+    if around is not None and around.watch is not None:
+        with around.watch(model, data=data, loss=loss) as observer:
+            yield observer
+        return
     own = {id(p) for p in model.parameters()}
     count = 0
     monitor = Monitor(store, run, **settings)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does the work: one of three engines, in this process or in several.
+"""Who does the work: one of three engines, in this process or in several; or whatever else keeps the same promises.
 
 | engine | how | for |
 | --- | --- | --- |
 | sequential | one client after the other, plain PyTorch | reading; the twin of the others |
 | reuse | models and optimisers made once, channels-last, fused; one process per core | convolutional and large models |
 | stacked | clients as a batch dimension | small models; CUDA |
+
+The engine «flower» trains on Flower's nodes, as «sequential» would: `integrations/flower/lab_engine.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from fedvitals.lab.work import Task, Update
 from fedvitals.protocols import NullObserver, Observer
 
 ENGINES = ("sequential", "reuse", "stacked")
+FLOWER = "flower"  # known by name, and started by the command line: it needs a Flower run around it
 STACK = 64  # clients in one stack on a CPU: more than this leaves the caches without saving calls
 TEST_ROWS = 2048  # of one examination: fixed, so that sums do not depend on the number of processes
 LOCAL_TESTS = 8  # clients in one examination
@@ -37,12 +40,35 @@ MEASURED_SECONDS = 0.2  # of trying each engine
 SMALL, LARGE = 5e6, 20e6  # operations of a client's step: below, stacked is quicker for certain; above, reuse
 
 
+class AnyEngine(Protocol):
+    """What a federation needs of one; closed by leaving its `with`."""
+
+    name: str
+
+    def train(
+        self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
+    ) -> Iterator[list[Update]]: ...
+
+    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class Engine:
     """Trains and tests for a federation. `workers`: processes; 0 and 1 do the work in this one."""
 
     def __init__(self, site: Site, name: str = "auto", workers: int | None = None, device: str = "cpu") -> None:
+        if name == FLOWER:
+            raise ConfigError(
+                "The engine 'flower' is a Flower app of its own: start it with "
+                "`fedvitals lab EXPERIMENT.toml --engine flower`."
+            )
         if name not in (*ENGINES, "auto"):
-            raise ConfigError(unknown("engine", name, (*ENGINES, "auto")))
+            raise ConfigError(unknown("engine", name, (*ENGINES, FLOWER, "auto")))
         self.site, self.device = site, _device(device)
         if name == "auto":
             name = "stacked" if device != "cpu" else _quickest(site)

@@ -21,7 +21,7 @@ from fedvitals.lab import streams
 from fedvitals.lab.actions import Orders
 from fedvitals.lab.aggregators import AggregationError, WeightError, checked
 from fedvitals.lab.compression import send_update
-from fedvitals.lab.engine import Engine
+from fedvitals.lab.engine import AnyEngine
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.journeys import Journeys, in_time
 from fedvitals.lab.site import Site
@@ -58,7 +58,7 @@ class Past:
 class Federation:
     """One round at a time: `round` says which."""
 
-    def __init__(self, site: Site, engine: Engine, observer: Observer, server: Server) -> None:
+    def __init__(self, site: Site, engine: AnyEngine, observer: Observer, server: Server) -> None:
         self.site, self.engine, self.observer, self.server = site, engine, observer, server
         self.experiment: Experiment = site.experiment
         self.round = 0

@@ -17,7 +17,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.lab import faults as ill
 from fedvitals.lab.actions import Ward
 from fedvitals.lab.checkpoint import Checkpoint
-from fedvitals.lab.engine import Engine, one_thread
+from fedvitals.lab.engine import AnyEngine, Engine, one_thread
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.federation import Federation, Server
 from fedvitals.lab.site import Site
@@ -53,7 +53,7 @@ def run(
     experiment: Experiment,
     observer: Observer | None = None,
     *,
-    engine: str = "auto",
+    engine: str | Callable[[Site], AnyEngine] = "auto",
     workers: int | None = None,
     device: str = "cpu",
     data: str | os.PathLike[str] | None = None,
@@ -63,7 +63,7 @@ def run(
 ) -> Result:
     """Run an experiment to its end.
 
-    `data`: the folder of its data set. `checkpoint`: a folder in which the state is saved after every round; with
+    `engine`: the name of one, or what makes one of the experiment's site. `data`: the folder of its data set. `checkpoint`: a folder in which the state is saved after every round; with
     `resume` the run goes on from there, bit for bit as if it had never stopped. `progress` hears of every round.
     """
     result = None
@@ -87,7 +87,7 @@ def rounds(
     experiment: Experiment,
     observer: Observer | None = None,
     *,
-    engine: str = "auto",
+    engine: str | Callable[[Site], AnyEngine] = "auto",
     workers: int | None = None,
     device: str = "cpu",
     data: str | os.PathLike[str] | None = None,
@@ -101,12 +101,13 @@ def rounds(
     site = Site.of(experiment, data)
     _check_faults(site)
     saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
-    if saved is not None and resume:
+    if saved is not None and resume and isinstance(engine, str):
         engine = saved.engine_for(engine)
     server, first = Server(site.layout.flat(site.module)), 0
-    with Engine(site, engine, workers, device) as doing:
+    with Engine(site, engine, workers, device) if isinstance(engine, str) else engine(site) as doing:
         result = Result(experiment, copy.deepcopy(site.module).cpu(), server.model, engine=doing.name)
         if saved is not None and resume:
+            saved.engine_for(doing.name)
             server, first, result.rounds = saved.load(server)
         if first >= experiment.rounds:
             site.layout.load(result.model, server.model)

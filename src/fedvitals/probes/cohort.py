@@ -68,15 +68,18 @@ class Cohort:
 
         A client tells honestly of its training, and may have sent something else. What was sent is what counts.
         """
-        strangers = [node for node in sent if node not in self]
         with self._lock:
             others = self._others(sent)
-        for node in strangers:
-            self.add(node, None, _of_sums(sent[node], {}), failed=False)
+            groups = [own for kind, found in self._matrices.items() if kind[0] == "update" for own in found.values()]
+            told = {node for own in groups for node, _ in own}
+        untold = [node for node in sent if node not in told]  # strangers, and those whose level keeps it from us
+        for node in untold:
+            results = _of_sums(sent[node], self._tables.get(node, {}))
+            self.add(node, self._groups.get(node), results, failed=False)
         found: list[tuple[Key, Results]] = [
-            ((n, self._groups[n]), _of_sums(sent[n], self._tables[n])) for n in (*strangers, *others)
+            ((n, self._groups[n]), _of_sums(sent[n], self._tables[n])) for n in (*untold, *others)
         ]
-        for (_, results), node in zip(found, (*strangers, *others), strict=True):
+        for (node, _), results in found:
             if node in others:
                 results.take({"update.differs": 1.0})
         return found

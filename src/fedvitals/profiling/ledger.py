@@ -16,6 +16,7 @@ from fedvitals.profiling.clock import Offset
 from fedvitals.profiling.stays import covered
 from fedvitals.records import Span
 
+SAME = 0.05  # seconds: a process's start is known to a tick of the kernel
 NODES = 100_000  # whose clocks are known; a bound against hosts that name every message's sender anew
 
 
@@ -32,6 +33,22 @@ class Told:
     id: str | None = None
     parent: str | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A client elsewhere was asked and has answered: `sent` and `returned` by the server's clock, the rest by its own.
+
+    `started`: when the process began that took the message, which was started for it or is older; what lies before is
+    then waiting, and no download. `span`: the id that the client knows its journey by.
+    """
+
+    sent: float
+    received: float
+    replied: float
+    returned: float
+    started: float | None = None
+    span: str | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +73,7 @@ class Ledger:
         with self._lock:
             self._round, self._at = span, at
             self._spent: dict[str, dict[str, float]] = {}
-            self._exchanges: dict[str, tuple[float, float, float, float]] = {}
+            self._exchanges: dict[str, Exchange] = {}
             self._trained: dict[str, _Trained] = {}
             self.told_edges: set[str] = set()  # whose own Span was written
 
@@ -67,13 +84,13 @@ class Ledger:
             own = self._spent.setdefault(node, {})
             own[part] = own.get(part, 0.0) + max(0.0, float(seconds))
 
-    def exchange(self, node: str, sent: float, received: float, replied: float, returned: float) -> Offset:
+    def exchange(self, node: str, one: Exchange) -> Offset:
         """What is known of the client's clock now."""
-        offset = self._clocks.get(node, Offset()).learn(sent, received, replied, returned)
+        offset = self._clocks.get(node, Offset()).learn(one.sent, one.received, one.replied, one.returned)
         with self._lock:
             if node in self._clocks or len(self._clocks) < NODES:
                 self._clocks[node] = offset
-            self._exchanges[node] = (sent, received, replied, returned)
+            self._exchanges[node] = one
         return offset
 
     def trained(self, span: Span) -> None:
@@ -88,14 +105,15 @@ class Ledger:
 
     def journey(self, node: str) -> str | None:
         """The id of the Span of a client's way in this round, where there will be one."""
-        return edge_span(self._round, f"journey/{node}") if node in self._exchanges else None
+        one = self._exchanges.get(node)
+        return None if one is None else one.span or edge_span(self._round, f"journey/{node}")
 
     def _server(self, ended: float) -> Told:
         """Unless the host told it, the server waits while a client is under way, or trains in its own process."""
         seconds = max(0.0, ended - self._at)
         parts = dict(self._spent.get("server", {}))
         if "wait" not in parts:
-            away = [(sent, returned) for sent, _, _, returned in self._exchanges.values()]
+            away = [(one.sent, one.returned) for one in self._exchanges.values()]
             away = away or [(one.began, one.ended) for one in self._trained.values()]
             parts = {"wait": min(covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
         return Told("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
@@ -104,8 +122,7 @@ class Ledger:
         """The round's Spans: the server's, each group's, each journey."""
         with self._lock:
             spans = [self._server(ended)] if self._spent or self._trained or self._exchanges else []
-            for node, times in self._exchanges.items():
-                spans.append(self._journey(node, *times, ended))
+            spans += [self._journey(node, one, ended) for node, one in self._exchanges.items()]
             groups: dict[str, list[_Trained]] = {}
             for one in self._trained.values():
                 if one.group is not None and one.group not in self.told_edges:
@@ -117,9 +134,9 @@ class Ledger:
                 spans.append(Told(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
             return spans
 
-    def _journey(self, node: str, sent: float, received: float, replied: float, returned: float, ended: float) -> Told:
+    def _journey(self, node: str, one: Exchange, ended: float) -> Told:
         offset = self._clocks.get(node, Offset(0.0, 0.0))
-        here, away = received - offset.seconds, replied - offset.seconds
+        here, away = one.received - offset.seconds, one.replied - offset.seconds
         own = self._trained.get(node)
         group = None if own is None else own.group
         # Its own times may lie: they count only as far as they are inside of what the server saw.
@@ -127,16 +144,17 @@ class Ledger:
         began = min(max(began, here), away)
         over = min(max(over, began), away)
         data = 0.0 if own is None else min(own.data, over - began)
-        parts = {
-            "download": here - sent,
-            "queue": began - here,
-            "data": data,
-            "compute": away - began - data,  # packing and compressing an update is the client's own work, too
-            "upload": returned - away,
-            "wait": ended - returned,
-        }
-        parts = {name: max(0.0, seconds) for name, seconds in parts.items()}
+        compute = away - began - data  # packing and compressing an update is the client's own work, too
+        if one.started is None:
+            parts = {"download": here - one.sent, "queue": began - here, "data": data, "compute": compute}
+            parts |= {"upload": one.returned - away}
+        else:
+            start = min(max(0.0, one.received - one.started), max(0.0, here - one.sent))
+            start = start if one.started - offset.seconds >= one.sent - SAME else 0.0  # one that is older was there
+            parts = {"queue": here - one.sent - start, "start": start, "data": data, "compute": compute + began - here}
+            parts |= {"reply": one.returned - away}
+        parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - one.returned}.items()}
         told = {"clock_offset": offset.seconds, "clock_error": offset.error}
         parent = self._round if group is None else edge_span(self._round, group)
         whole = sum(parts.values())
-        return Told(node, JOURNEY, sent, whole, parts, group, self.journey(node), parent, told)
+        return Told(node, JOURNEY, one.sent, whole, parts, group, self.journey(node), parent, told)

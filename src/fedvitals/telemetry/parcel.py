@@ -52,32 +52,35 @@ class Parcel:
     def close(self, timeout: float = 0.0) -> None:
         """Nothing is held open."""
 
-    def take(self) -> bytes:
-        """Everything since the last time, with the layer tables that were not sent before; b"" if there is nothing."""
+    def take(self, most: int | None = None) -> bytes:
+        """Everything since the last time, with the layer tables that were not sent before; b"" if there is nothing.
+
+        `most`: bytes, if less than a payload may ever have.
+        """
         with self._lock:
             records, self._records = self._records, []
             tables = self._new_tables()
             about = [Run(self._run.id, self._run.name, tables=tables)] if self._run is not None and tables else []
             if not (records or about or self._untold):
                 return b""
-            payload = self._fitting([*about, *records])
+            payload = self._fitting([*about, *records], most)
             self.known.update(table.digest for table in tables)
             return payload
 
     def _new_tables(self) -> tuple[LayerTable, ...]:
         return () if self._run is None else tuple(t for t in self._run.tables if t.digest not in self.known)
 
-    def _fitting(self, records: list[Record]) -> bytes:
+    def _fitting(self, records: list[Record], most: int | None) -> bytes:
         """As many as one payload may hold: single steps go first, then what is oldest; findings and errors last."""
         for keep in (_all, _whole_rounds, *[_newer_half] * 20, _important, *[_latest] * 20):
             kept = keep(records)
             self._lose(len(records) - len(kept))
             records = kept
             with contextlib.suppress(RecordError):
-                return self._encoded(records)
-        return self._encoded([])
+                return self._encoded(records, most)
+        return self._encoded([], None)
 
-    def _encoded(self, records: Sequence[Record]) -> bytes:
+    def _encoded(self, records: Sequence[Record], most: int | None) -> bytes:
         """With the loss so far told at the end. Sequences are spent only on what is sent."""
         told = [*records]
         if self._untold and self._run is not None:
@@ -86,6 +89,8 @@ class Parcel:
             text = f"{self._untold} records of a worker found no room."
             told.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
         payload = encode([stamped(record, self.source, i) for i, record in enumerate(told, self._sequence)])
+        if most is not None and len(payload) > most:
+            raise RecordError(f"{len(payload)} bytes, where {most} may go.")
         self._sequence += len(told)
         self._untold = 0
         return payload

@@ -56,10 +56,11 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "log": ("logger", "exception"),
     "exception": ("block", "error", "trace", "span"),
     "monitor.error": ("doing", "exception"),
-    "client.failed": ("exception",),
+    "client.failed": ("exception", "code", "phase", "round"),
+    "client.dropped_out": ("exception", "code", "phase", "round"),
     "edge.failed": ("exception",),
     "round.failed": ("exception",),
-    "update.refused": ("weight",),
+    "update.refused": ("weight", "guard"),
 }
 # Times and counts; and nothing of a client's own, since `timed` gives these keys to nobody.
 LEFT_OF_SPANS = (
@@ -67,7 +68,10 @@ LEFT_OF_SPANS = (
     "deadline",
 )  # fmt: skip
 WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
-OUR_WORDS = ("budget", "updates.approximate", "round.unclosed", "worker.lost")  # events that quote nobody
+OUR_WORDS = (  # events that quote nobody
+    "budget", "client.answered_late", "client.busy", "client.partition", "round.unclosed", "telemetry.refused",
+    "update.late", "updates.approximate", "worker.lost",
+)  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
 TROUBLE = ("warning", "error", "critical")
 FREE = (Run, Transfer, Finding, Action, Truth)

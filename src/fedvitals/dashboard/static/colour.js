@@ -39,7 +39,7 @@ const PARTS = {
   evaluate: 3,
   measure: 7,
 };
-const WAITING = ["wait", "queue", "idle", "away", "unaccounted", "other", "rest"];
+const WAITING = ["wait", "queue", "start", "reply", "idle", "away", "unaccounted", "other", "rest"];
 
 // What a page without our stylesheet still gets.
 const FALLBACK = {

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals flower`: watch Flower apps with no line in them, through the environment of their processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from fedvitals.cli.options import store_option
+from fedvitals.errors import FedvitalsError, MissingExtraError
+
+if TYPE_CHECKING:
+    from fedvitals.store.queries import RunSummary
+
+F = TypeVar("F", bound=Callable[..., Any])
+# All that is not ours goes on to Flower's program as it stands; -h is not ours, else `-cbatch=4` would ask for help.
+PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
+ELSEWHERE = (
+    "The app was sent to the SuperLink at {address}, and runs in processes that it and its SuperNodes start: fedvitals "
+    "watches them where those were started with\n  fedvitals flower superlink ...    on the server\n"
+    "  fedvitals flower supernode ...    on each client\nor have the variables that `fedvitals flower env` prints."
+)
+NOTHING = (
+    "fedvitals has no record of this run in {store}. What the app's log says above may tell why: it ended before its "
+    "first message, it attaches a monitor of its own, or its processes have no fedvitals."
+)
+
+
+@click.group()
+def command() -> None:
+    """Watch Flower apps with no line in them, on this machine or in a deployment.
+
+    Guards, detectors of your own and corrections need the two lines in the app: see docs/flower.md.
+    """
+
+
+def _settings(*, server: bool) -> Callable[[F], F]:
+    def add(function: F) -> F:
+        options = [
+            click.option("--probes", metavar="PRESET", help="What is measured: light, standard, deep."),
+            click.option("--privacy", type=click.IntRange(0, 4), help="The most that may be told of a client."),
+            click.option(
+                "--tracebacks", is_flag=True, default=None, help="Tell whole tracebacks; they may quote data."
+            ),
+        ]
+        if server:
+            options += [click.option("--run", metavar="NAME", help="The name of runs."), store_option]
+        for option in options:
+            function = option(function)
+        return function
+
+    return add
+
+
+@command.command(context_settings=PASSED_ON)
+@_settings(server=True)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flwr run]...")
+def run(arguments: tuple[str, ...], **said: Any) -> int:
+    """Run an app as `flwr run` does, watched.
+
+    All arguments but ours go on to it:  fedvitals flower run . --run-config "num-server-rounds=3"
+
+    On this machine the run gets a SuperLink of its own, which ends with it, and the log is shown as with --stream. For
+    a SuperLink elsewhere, see `fedvitals flower superlink`.
+    """
+    from fedvitals.cli import flower_local
+
+    place = _programs()
+    said["run"] = said["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
+    environment = _environment(place, said)
+    address = flower_local.remote_address(arguments, environment)
+    began = time.time()
+    if address is not None or not flower_local.knows_local():
+        code = _run(place, arguments, environment)
+    else:
+        if flower_local.someone_listens(environment):
+            click.echo(
+                "A local SuperLink of Flower's runs already, and knows nothing of fedvitals: this run gets one of its "
+                "own, with Flower's defaults. What `flwr federation simulation-config` has set, say it by "
+                "--federation-config.",
+                err=True,
+            )
+        streamed = arguments if "--stream" in arguments else (*arguments, "--stream")
+        try:
+            with _ended_by_sigterm(), flower_local.superlink(place / "flower-superlink", environment) as its:
+                code = _run(place, streamed, its)
+        except KeyboardInterrupt:
+            click.echo("\nStopped, with all that was started; what was measured is kept: see `fedvitals runs`.", err=True)
+            raise
+    if code == 0:
+        _closing(environment["FEDVITALS_STORE"], began, address)
+    return code
+
+
+@command.command(context_settings=PASSED_ON)
+@_settings(server=True)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flower-superlink]...")
+def superlink(arguments: tuple[str, ...], **said: Any) -> None:
+    """Start `flower-superlink`, watched.
+
+    The server side of every app that is sent to it keeps its run in the store, on this machine.
+    """
+    _become("flower-superlink", arguments, said)
+
+
+@command.command(context_settings=PASSED_ON)
+@_settings(server=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flower-supernode]...")
+def supernode(arguments: tuple[str, ...], **said: Any) -> None:
+    """Start `flower-supernode`, watched.
+
+    The client side of every app measures here; what may leave this machine is said here, too.
+    """
+    _become("flower-supernode", arguments, said)
+
+
+@command.command()
+@_settings(server=True)
+@click.option("--file", "as_file", is_flag=True, help="Without `export`: for EnvironmentFile= of systemd, or Docker.")
+def env(as_file: bool, **said: Any) -> None:
+    """Print the environment variables.
+
+    For servers that something else starts:  eval "$(fedvitals flower env)"
+    """
+    from fedvitals.integrations.flower_environment import Settings, absolute_store
+
+    said["store"] = absolute_store(said["store"])
+    for name, value in Settings(**said).variables(os.environ).items():
+        click.echo(f"{name}={value}" if as_file else f"export {name}={shlex.quote(value)}")
+
+
+def _programs() -> Path:
+    """The folder of Flower's programs: those of the Python that fedvitals is installed in, else apps would lack it."""
+    place = Path(sys.executable).parent
+    if not (place / "flwr").exists() and not (place / "flwr.exe").exists():
+        raise MissingExtraError("flwr", "flower", f"`fedvitals flower` (beside {sys.executable})")
+    return place
+
+
+def _environment(place: Path, said: dict[str, Any]) -> dict[str, str]:
+    from fedvitals.integrations.flower_environment import Settings, absolute_store
+
+    if "store" in said:
+        said["store"] = absolute_store(said["store"])
+    # Flower's programs start each other by name.
+    own = {**os.environ, "PATH": f"{place}{os.pathsep}{os.environ.get('PATH', '')}"}
+    return own | Settings(**said).variables(own)
+
+
+def _become(program: str, arguments: tuple[str, ...], said: dict[str, Any]) -> NoReturn:
+    place = _programs()
+    environment = _environment(place, said)
+    if os.name == "posix":  # one process less: signals, and whoever waits for it, meet Flower's own
+        os.execve(place / program, [program, *arguments], environment)  # noqa: S606
+    sys.exit(subprocess.call([place / program, *arguments], env=environment))  # noqa: S603
+
+
+def _run(place: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> int:
+    return subprocess.call([place / "flwr", "run", *arguments], env=environment)  # noqa: S603
+
+
+def _name_of(arguments: tuple[str, ...]) -> str:
+    """The app's own name, where its folder is at hand."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        folder = Path(arguments[0] if arguments and not arguments[0].startswith("-") else ".")
+        return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
+    return "flower"
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """What is sent to end us leaves nothing running, as Ctrl-C does."""
+
+    def leave(*_: object) -> NoReturn:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _closing(store: str, began: float, address: str | None) -> None:
+    """Where the run is, what was found in it, and what to look at next."""
+    from rich.console import Console
+
+    from fedvitals.cli import case_cards
+    from fedvitals.cli.screen import shown
+    from fedvitals.store import open_reader, store_target
+    from fedvitals.store.postgres import address_of
+    from fedvitals.views.troubles import cases_of
+
+    console = Console(highlight=False)
+    where = store_target(store)
+    told = address_of(where).shown if isinstance(where, str) else store
+    try:
+        with open_reader(store) as reader:
+            done = _newest(reader, began)
+            cases = [] if done is None else cases_of(reader, done.id)
+    except FedvitalsError:  # there is no such store yet
+        done = None
+    if done is None:
+        console.print(ELSEWHERE.format(address=address) if address else NOTHING.format(store=told), soft_wrap=True)
+        return
+    console.print(
+        f"\n[bold]{shown(done.name)}[/bold]  {shown(done.id)}: {done.rounds} rounds, {done.clients} clients, in {told}",
+        soft_wrap=True,
+    )
+    if cases:
+        case_cards.print_list(console, cases, 8)
+    else:
+        console.print("No findings.")
+    option = "" if told == str(Path("runs.db").absolute()) else f" --store {shlex.quote(told)}"
+    console.print("\nLook next at")
+    for verb, why in (
+        ("ui", "all of it in the browser"),
+        ("findings", "what was found, why, and what to do"),
+        ("show", "the run's health card"),
+        ("profile", "where its time, memory and bytes went"),
+    ):
+        console.print(f"  fedvitals {verb} {shown(done.id)}{option}   [dim]{why}[/dim]", soft_wrap=True)
+
+
+def _newest(reader: Any, began: float) -> RunSummary | None:
+    """The run of Flower's that began last, unless it did so before us."""
+    from fedvitals.store import queries
+
+    runs = queries.list_runs(reader)
+    return next((one for one in runs if one.host == "flower" and one.started >= began - 1.0), None)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals lab EXPERIMENT.toml --engine flower`: the experiment as a Flower app; its log and its store tell the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedvitals.cli.lab_progress import Alarms, Ended, Progress, remember
+from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError, StoreError
+
+if TYPE_CHECKING:
+    from fedvitals.lab import Experiment
+    from fedvitals.store import Reader
+
+WORD = "fedvitals lab: "  # as of `integrations.flower.lab_app`, which needs seconds to load
+METRICS = ("loss", "accuracy", "local.loss", "local.accuracy")
+
+
+def check(
+    *,
+    unwatched: bool,
+    resume: bool,
+    device: str,
+    workers: int | None,
+    superlink: str | None,
+    timeout: float | None,
+    **_: Any,
+) -> None:
+    """What the engine cannot do is told before anything is started."""
+    try:
+        from fedvitals.integrations.flower.lab_launch import check_installed
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "flwr", "flower", "The engine 'flower'") from error
+
+    check_installed(simulation=superlink is None)
+    if device != "cpu":
+        raise ConfigError(f"The engine 'flower' trains on CPUs; on '{device}' use the engine 'stacked'.")
+    if unwatched:
+        raise ConfigError("The engine 'flower' tells its results through the store: leave --unwatched out.")
+    if superlink is not None and resume:
+        raise ConfigError("A run on a SuperLink leaves no state here to go on from: leave --resume or --superlink out.")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"The number of SuperNodes (--workers) cannot be {workers}: it is at least 1.")
+    if timeout is not None and not timeout > 0:
+        raise ConfigError(f"The seconds that a round's answers may take (--timeout) cannot be {timeout}.")
+
+
+def train(
+    experiment: Experiment,
+    view: Progress,
+    alarms: Alarms,
+    *,
+    store: str,
+    folder: Path,
+    run: str | None,
+    resume: bool,
+    probes: str,
+    data: str | None,
+    workers: int | None,
+    superlink: str | None,
+    timeout: float | None,
+    **_: Any,
+) -> Ended:
+    """The whole run, in other processes; its progress comes through Flower's log, its result through the store."""
+    from fedvitals.integrations.flower import lab_launch
+    from fedvitals.store import store_target
+
+    if experiment.local.keep_optimizer:
+        raise ConfigError("Optimisers that are kept over the rounds stay in one process: use the engine 'stacked'.")
+    where, began = store_target(store), time.time()
+    run = run or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    nodes = workers or (1 if superlink else min(experiment.clients, os.cpu_count() or 1))
+    settings: dict[str, Any] = {"experiment": experiment.to_toml(), "run": run, "probes": probes, "nodes": nodes}
+    settings |= {} if timeout is None else {"timeout": timeout}
+    settings |= {} if data is None else {"data": str(Path(data).absolute())}
+    if isinstance(where, Path):
+        settings["store"] = str(where.absolute())
+    heard = _hearing(view)
+    if superlink is None:
+        remember(folder, run, experiment)
+        settings |= {"checkpoint": str(folder.absolute()), "resume": resume}
+        view.say(f"Starting Flower on Ray with {nodes} {'nodes' if nodes > 1 else 'node'}, which takes a while.")
+        lab_launch.simulate(settings, nodes, heard, None if isinstance(where, Path) else where)
+    else:
+        lab_launch.submit(settings, superlink, heard)
+    return _ended(experiment, store, run, alarms, began)
+
+
+def _hearing(view: Progress) -> Callable[[str], None]:
+    """What takes the lines of Flower's log and shows those that are ours."""
+    from fedvitals.lab import Round
+
+    def hear(line: str) -> None:
+        _, ours, text = line.partition(WORD)
+        if not ours:
+            return
+        try:
+            told = json.loads(text)
+        except ValueError:
+            view.say(text.strip())
+            return
+        if isinstance(told, dict) and "error" in told:
+            raise ConfigError(str(told["error"]))
+        if isinstance(told, dict) and {"round", "seconds", "metrics"} <= told.keys():
+            view.show(Round(int(told["round"]), float(told["seconds"]), dict(told["metrics"])))
+
+    return hear
+
+
+def _ended(experiment: Experiment, store: str, run: str, alarms: Alarms, since: float) -> Ended:
+    """How it ended, by the store."""
+    from fedvitals.store import open_reader
+
+    elsewhere = (
+        f"The run {run} is over, and is not in the store '{store}' as it is seen from here: the ServerApp has written "
+        "where it runs. Give both the same, such as a --store postgresql://... here that is the SuperLink's "
+        "FEDVITALS_STORE."
+    )
+    try:
+        with open_reader(store) as reader:
+            ended = _found(reader, run, alarms, since)
+    except StoreError as error:
+        raise StoreError(f"{elsewhere} ({error})") from error
+    if ended is None:
+        raise StoreError(elsewhere)
+    if ended.rounds < experiment.rounds:
+        raise FedvitalsError(
+            f"The run {run} ended after {ended.rounds} of {experiment.rounds} rounds; see Flower's log."
+        )
+    return ended
+
+
+def _found(reader: Reader, run: str, alarms: Alarms, since: float) -> Ended | None:
+    history = reader.history(run)
+    rounds = history.rounds()
+    if not rounds:
+        return None
+    alarms.write([event for event in history.events() if event.at >= since])
+    series = {name: history.series(name, None) for name in METRICS}
+    metrics = {name: values[-1] for name, (at, values) in series.items() if at and at[-1] == rounds[-1]}
+    return Ended(run, len(rounds), metrics, "flower")

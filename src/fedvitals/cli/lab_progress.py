@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person sees while a lab runs, and what is left to say when it is over; the same wherever it trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+if TYPE_CHECKING:
+    from fedvitals.lab import Experiment, Round
+    from fedvitals.records import Record
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an experiment ended."""
+
+    run: str | None
+    rounds: int
+    metrics: dict[str, float]  # of the last one
+    engine: str
+
+
+class Alarms:
+    """A sink that counts what a person should be told of."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def write(self, records: Sequence[Record], /) -> None:
+        from fedvitals.records import Event
+
+        for record in records:
+            if isinstance(record, Event) and record.level in ("warning", "error", "critical"):
+                self.count += 1
+                self.first = self.first or record.message
+
+
+class Progress:
+    """Rounds, accuracy and time left: a bar on a terminal, a line a round elsewhere."""
+
+    def __init__(self, experiment: Experiment, *, plain: bool) -> None:
+        self._rounds, self._name = experiment.rounds, experiment.name
+        self._bar = None if plain or not sys.stderr.isatty() else _bar()
+        self._task: Any = None
+        self.done = 0  # rounds
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self._name, total=self._rounds, accuracy="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, done: Round) -> None:
+        self.done = done.number + 1
+        accuracy = f"accuracy {done.metrics['accuracy']:.3f}" if "accuracy" in done.metrics else ""
+        if self._bar is None:
+            click.echo(f"round {self.done}/{self._rounds}: {accuracy} ({done.seconds:.2f} s)", err=True)
+        else:
+            self._bar.update(self._task, completed=self.done, accuracy=accuracy)
+
+    def say(self, text: str) -> None:
+        """A word beside the rounds, such as what is waited for."""
+        if self._bar is None:
+            click.echo(text, err=True)
+        else:
+            self._bar.console.print(text, highlight=False, markup=False)
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[accuracy]}")
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+
+def remember(folder: Path, run: str | None, experiment: Experiment) -> None:
+    """Which run it is whose state is kept there, for whoever goes on with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
+    (folder / "run.json").write_text(json.dumps({"run": run}), encoding="utf-8")

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's side: a mod around the user's handler, which measures and lets the numbers ride home in the reply.
+
+First in the list of mods, it sees what really leaves the machine. It changes no request, no result and no weight; what
+fails on our side costs telemetry and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message
+from flwr.common.constant import ErrorCode
+
+from fedvitals.integrations.flower import arrays
+from fedvitals.integrations.flower.letter import KEY, Letter, journey_id, node_name, room, run_name, trace_id
+from fedvitals.integrations.flower.protection import LEVEL, hiding_mods
+from fedvitals.kernels import sums
+from fedvitals.probes.presets import Preset, resolve
+from fedvitals.probes.view import table_of
+from fedvitals.scope import Scope
+from fedvitals.telemetry.privacy import WORDS, Policy, policy_for
+from fedvitals.telemetry.traceparent import entered
+from fedvitals.worker import WorkerObserver
+
+logger = logging.getLogger("fedvitals")
+Handler = Callable[[Message, Context], Message]
+TRAIN = "train"
+PARTITION = "partition-id"  # what Flower's engines and examples call a client's share of the data
+
+
+def client_mod(
+    *,
+    probes: Any = "standard",
+    privacy: int | None = None,
+    tracebacks: bool = False,
+    layers: Sequence[str] | None = None,
+) -> ClientMod:
+    """The mod for `ClientApp(mods=[...])`; put it first.
+
+    `probes`: what `fv.watch` measures inside of `train`. `privacy`: what may leave this client, 0 to 4, by default 2:
+    scalars of its own, no layers, no words (docs/metrics.md). `tracebacks`: let the server know the whole traceback of
+    an exception; it may quote data. `layers`: names, where the wire has numbers (NumPyClient).
+    """
+    policy = policy_for("flower", privacy, tracebacks=tracebacks)
+    return ClientMod(resolve(probes), policy, None if layers is None else tuple(layers))
+
+
+class ClientMod:
+    """Called by Flower for each message, in processes that may live for one message only."""
+
+    __name__ = "fedvitals"
+
+    def __init__(self, preset: Preset, policy: Policy, layers: Sequence[str] | None) -> None:
+        self._preset, self._policy, self._layers = preset, policy, layers
+        self._told = False
+
+    def __call__(self, message: Message, context: Context, call_next: Handler) -> Message:
+        received, cpu = time.time(), time.process_time()
+        worker = self._guarded("beginning", lambda: self._worker(message, context, call_next))
+        try:
+            with self._scope(worker, message, context):
+                reply = call_next(message, context)
+        except Exception as error:
+            self._guarded("forgetting", lambda: worker and worker.payload())  # it would ride with another's reply
+            if not self._policy.tracebacks:
+                raise
+            return _failed(error, message)
+        letter = self._guarded("writing home", lambda: self._letter(worker, message, context, reply, received, cpu))
+        if letter is not None:
+            reply.content[KEY] = letter.record()
+        return reply
+
+    def _worker(self, message: Message, context: Context, call_next: Handler) -> WorkerObserver:
+        """What watches one message; its Span is the child of the message's own, which the server tells of."""
+        level = self._policy.level
+        hiding = hiding_mods(call_next)
+        if hiding and level > LEVEL:
+            if not self._told:
+                logger.warning(_REFUSED, level, ", ".join(hiding), LEVEL)
+            self._told = True
+            level = LEVEL
+        return WorkerObserver(
+            run=run_name(context.run_id),
+            name="flower",
+            preset=self._preset,
+            policy=Policy(level, self._policy.cohort, self._policy.tracebacks),
+            strict=False,
+            round=None,  # which it is, the server knows
+            trace=trace_id(context.run_id),
+            span=journey_id(message.metadata.message_id),
+            known=frozenset(),
+            initial=None,
+        )
+
+    def _scope(self, worker: WorkerObserver | None, message: Message, context: Context) -> Any:
+        if worker is None:
+            return nullcontext()
+        if message.metadata.message_type.partition(".")[0] == TRAIN:
+            return worker.client(node_name(context.node_id))
+        # Evaluations are timed, not measured: `fv.watch` in there watches nothing.
+        return entered(Scope(worker.run, lambda _: None, node=node_name(context.node_id), watch=_unwatched(worker)))
+
+    def _letter(
+        self,
+        worker: WorkerObserver | None,
+        message: Message,
+        context: Context,
+        reply: Message,
+        received: float,
+        cpu: float,
+    ) -> Letter | None:
+        if worker is None or not isinstance(reply, Message) or not reply.has_content() or KEY in reply.content:
+            return None
+        node = node_name(context.node_id)
+        if message.metadata.message_type.partition(".")[0] == TRAIN:
+            partition = context.node_config.get(PARTITION)
+            if isinstance(partition, int):
+                worker.event("info", "client.partition", f"Partition {partition}.", node=node, data={"partition": partition})
+            if worker.policy.level >= WORDS:
+                self._tell_update(worker, node, message, reply)
+        size = sum(record.count_bytes() for record in reply.content.values())
+        payload = worker.payload(most=room(size))
+        return Letter(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
+
+    def _tell_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
+        """Statistics per layer of what was changed. Below this level they are the server's to take, not ours to tell."""
+        sent, got = arrays.model_of(message.content), arrays.model_of(reply.content)
+        if sent is None or got is None or [*sent] != [*got]:
+            return
+        before, after = arrays.tensors_of(sent, self._layers), arrays.tensors_of(got, self._layers)
+        rows = sums([b - a for a, b in zip(before.values(), after.values(), strict=True)])
+        worker.tell_layers(node, "update", rows, table_of("parameter", after.items()))
+
+    def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - training goes on, whatever happens to us
+            logger.warning("fedvitals failed in %s (%s: %s); training goes on.", doing, type(error).__name__, error)
+            return None
+
+
+_REFUSED = (
+    "fedvitals: privacy level %d is refused: with %s among the mods nobody may learn of a single client, and telemetry "
+    "would tell. Level %d holds. Say client_mod(privacy=1) to say so yourself."
+)
+
+
+def _failed(error: Exception, message: Message) -> Message:
+    """As Flower would say it, and the whole traceback behind it."""
+    text = f"{type(error)}:<'{error}'>\n{''.join(traceback.format_exception(error))}"
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, text), reply_to=message)
+
+
+def _unwatched(worker: WorkerObserver) -> Callable[..., Any]:
+    @contextmanager
+    def watch(*_: Any, **__: Any) -> Any:
+        yield worker
+
+    return watch
+
+
+def process_started() -> float | None:
+    """When this process began, since the epoch; None where the system does not tell (it is Linux that does)."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return time.time() - age

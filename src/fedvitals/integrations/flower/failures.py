@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an error reply says, in the words that detectors know."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Error
+from flwr.common.constant import ErrorCode
+
+_CLASS = re.compile(r"<class '([\w.]{1,200})'>")
+_NAMES = {value: name for name, value in vars(ErrorCode).items() if isinstance(value, int)}
+LONGEST = 20_000  # characters of a traceback
+AWAY, CRASHED = 5, 8  # codes, which the oldest version does not have by name
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    event: str
+    message: str
+    data: dict[str, Any]
+
+
+def failure_of(error: Error, phase: str) -> Failure:
+    """`client.failed`, or `client.dropped_out` where the node is not there any more."""
+    code, reason = int(error.code), str(error.reason or "")[:LONGEST]
+    first, _, rest = reason.partition("\n")
+    raised = _CLASS.search(first)
+    kind = raised[1].rpartition(".")[2] if raised else "WorkerDied" if code == CRASHED else _NAMES.get(code, f"ERROR_{code}")
+    data: dict[str, Any] = {"exception": kind, "code": code, "phase": phase}
+    if rest.startswith("Traceback"):
+        data["traceback"] = rest
+    return Failure("client.dropped_out" if code == AWAY else "client.failed", first or kind, data)

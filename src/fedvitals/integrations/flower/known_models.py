@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that a round's messages carry, read once: most messages carry the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from fedvitals.integrations.flower.arrays import Outline, tensors_of
+
+
+class KnownModels:
+    """`newest`: the aggregate of the open round, where somebody told of it."""
+
+    def __init__(self, layers: Sequence[str] | None) -> None:
+        self._layers = layers
+        self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Tensor]]] = {}
+        self._outline: Outline | None = None
+        self.started: ArrayRecord | None = None  # what the open round began with
+        self.newest: ArrayRecord | None = None
+
+    def forget(self) -> None:
+        """All but the newest, which the next round begins with."""
+        self._read = {key: known for key, known in self._read.items() if known[0] is self.newest}
+        self.started = self.newest = None
+
+    def tensors(self, record: ArrayRecord) -> dict[str, Tensor]:
+        """The arrays are held as long as they are known, so that no other can have their address."""
+        key = tuple(id(array.data) for array in record.values())
+        if key not in self._read:
+            self._read[key] = record, tensors_of(record, self._layers)
+        return self._read[key][1]
+
+    def outline(self, record: ArrayRecord) -> Outline:
+        tensors = self.tensors(record)
+        if self._outline is None or not self._outline.fits(tensors):
+            self._outline = Outline(tensors)
+        else:
+            self._outline.load(tensors)
+        return self._outline

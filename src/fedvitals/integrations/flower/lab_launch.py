@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the lab's Flower app: on Ray, with a SuperLink of our own that lives as long as the run; or on the user's.
+
+Everything that is started is taken down again, however it ends. What was asked for stands in the app's configuration,
+which Flower sends to every node: so an address with a password in it does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
+
+OLDEST = (1, 38)  # whose SuperLink has one port for everything, and whose connections stand in $FLWR_HOME/config.toml
+OWN = "fedvitals-lab"  # the connection to our own SuperLink
+QUIET = {  # a lab calls nobody
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+}
+APP = """[project]
+name = "fedvitals-lab"
+version = "1.0.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedvitals"
+
+[tool.flwr.app.components]
+serverapp = "fedvitals_lab.app:server_app"
+clientapp = "fedvitals_lab.app:client_app"
+
+"""
+MODULE = """from fedvitals.integrations.flower import lab_app
+
+server_app = lab_app.server_app  # Flower looks for assignments before it looks into the module
+client_app = lab_app.client_app
+"""
+START, STOP = 90.0, 15.0  # seconds
+LAST_LINES = 25  # of the log, told when it fails
+STARTED = re.compile(r"Successfully started run (\d+)")
+
+Settings = dict[str, str | int | float | bool]
+
+
+def check_installed(*, simulation: bool) -> None:
+    """Whether what is needed is here, before anything is started."""
+    try:
+        version = importlib.metadata.version("flwr")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingExtraError("flwr", "flower", "The engine 'flower'") from error
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < OLDEST:
+        raise ConfigError(
+            f"The engine 'flower' starts a SuperLink of flwr {OLDEST[0]}.{OLDEST[1]} or newer; installed is {version}. "
+            "Bring it up to date: pip install -U flwr."
+        )
+    if simulation and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "The engine 'flower' simulates on Ray, which is not installed: pip install 'flwr[simulation]'. "
+            "Or name a SuperLink of yours with --superlink."
+        )
+
+
+def simulate(settings: Settings, nodes: int, hear: Callable[[str], None], store: str | None = None) -> None:
+    """Run it on Ray, with so many simulated nodes. `store`: the address of one, which only the server is told."""
+    with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
+        own = {"FLWR_HOME": str(Path(folder) / "home"), **({} if store is None else {"FEDVITALS_STORE": store})}
+        with _superlink(Path(folder), _environment(own)):
+            options = f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus={nodes}"
+            _run(Path(folder), settings, OWN, ["--federation-config", options], _environment(own), hear)
+
+
+def submit(settings: Settings, superlink: str, hear: Callable[[str], None]) -> None:
+    """Run it on the SuperLink of that name in the user's own configuration of Flower."""
+    with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
+        _run(Path(folder), settings, superlink, [], _environment({}), hear)
+
+
+def _run(
+    folder: Path,
+    settings: Settings,
+    superlink: str,
+    options: list[str],
+    environment: dict[str, str],
+    hear: Callable[[str], None],
+) -> None:
+    """`flwr run`, and its log until the run is over. Whoever stops listening stops the run."""
+    app = write_app(folder / "fedvitals-lab", settings)
+    process = subprocess.Popen(
+        [program("flwr"), "run", str(app), superlink, "--stream", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,  # Ctrl-C is our business
+    )
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    run, over = None, False
+    try:
+        assert process.stdout is not None  # noqa: S101 - asked for above
+        for line in process.stdout:
+            last.append(line.rstrip())
+            run = run or STARTED.search(line)
+            hear(line)
+        over = process.wait(STOP) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        if run is not None and not over:  # does nothing where it has ended by itself
+            subprocess.run(
+                [program("flwr"), "stop", run[1], superlink],
+                env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=STOP * 2, check=False,
+            )  # fmt: skip
+    if not over or run is None:
+        raise FedvitalsError("`flwr run` failed. The end of its log:\n" + "\n".join(last))
+
+
+def write_app(folder: Path, settings: Settings) -> Path:
+    """The app that Flower is given: a module that has the lab's, and what to run."""
+    try:
+        import tomli_w  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("tomli-w", "lab", "Writing an experiment as TOML") from error
+    package = folder / "fedvitals_lab"
+    package.mkdir(parents=True)
+    config = tomli_w.dumps({"tool": {"flwr": {"app": {"config": settings}}}})
+    (folder / "pyproject.toml").write_text(APP + config, encoding="utf-8")
+    (package / "__init__.py").write_text("")
+    (package / "app.py").write_text(MODULE)
+    return folder
+
+
+def program(name: str) -> str:
+    """Flower's own, of the Python that we run in."""
+    beside = Path(sysconfig.get_path("scripts")) / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ConfigError(f"Flower's program '{name}' is not beside this Python ({sys.executable}), nor on the PATH.")
+    return found
+
+
+@contextlib.contextmanager
+def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """A SuperLink that simulates, on a free port of this machine alone, with a home and a folder of its own."""
+    port = _free_port()
+    home, empty, log = folder / "home", folder / "empty", folder / "superlink.log"
+    home.mkdir()
+    empty.mkdir()  # a package here would win over the app's
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "{OWN}"\n\n[superlink.{OWN}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            [program("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port),
+             "--disable-runtime-dependency-installation"],
+            stdout=written, stderr=written, stdin=subprocess.DEVNULL, cwd=empty, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        _await(process, port, log)
+        yield
+    finally:
+        _take_down(process, environment["FLWR_HOME"])
+
+
+def _await(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    ends = time.monotonic() + START
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        if process.poll() is not None or time.monotonic() > ends:
+            said = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            raise FedvitalsError("Flower's SuperLink did not start. The end of its log:\n" + "\n".join(said))
+        time.sleep(0.1)
+
+
+def _take_down(process: subprocess.Popen[bytes], home: str) -> None:
+    """The SuperLink ends its children; those that stay, such as Ray's, are known by the home that they were given."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP)
+    for how, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        ends = time.monotonic() + seconds
+        for left in _family(home):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(left, how)
+        while _family(home) and time.monotonic() < ends:
+            time.sleep(0.1)
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _family(home: str) -> list[int]:
+    """Processes with our FLWR_HOME in their environment; where the system does not tell, none."""
+    mark, found = f"FLWR_HOME={home}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def _environment(own: dict[str, str]) -> dict[str, str]:
+    """Flower finds its own programs by name."""
+    path = os.pathsep.join((str(Path(program("flwr")).parent), os.environ.get("PATH", "")))
+    return {**QUIET, **os.environ, **own, "PATH": path, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+
+
+def _free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on a strategy of Flower's older API (`flwr.server.strategy`), whose clients are NumPyClients.
+
+It has no grid of its own: each client's proxy holds it, and is met when the first round is configured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Array, ArrayRecord
+
+from fedvitals.integrations.flower.journal import EVALUATE, Journal
+from fedvitals.integrations.flower.post import MARK, watch_post
+
+
+def is_legacy(strategy: Any) -> bool:
+    return callable(getattr(strategy, "configure_fit", None)) and callable(getattr(strategy, "aggregate_fit", None))
+
+
+def watch_legacy(strategy: Any, journal: Journal, begin: Callable[[Any], None]) -> None:
+    journal.hooked = True
+    hooks = {
+        "configure_fit": functools.partial(_configure_fit, strategy.configure_fit, journal, begin),
+        "aggregate_fit": functools.partial(_aggregate_fit, strategy.aggregate_fit, journal),
+        "configure_evaluate": functools.partial(_configure_evaluate, strategy.configure_evaluate, journal),
+        "aggregate_evaluate": functools.partial(_aggregate_evaluate, strategy.aggregate_evaluate, journal),
+        "evaluate": functools.partial(_evaluate, strategy.evaluate, journal),
+    }
+    for name, hook in hooks.items():
+        setattr(strategy, name, functools.update_wrapper(hook, getattr(strategy, name)))
+    setattr(strategy, MARK, journal)
+
+
+def arrays_of(parameters: Any) -> ArrayRecord | None:
+    """The parameters of the older API as arrays; None where they are no NumPy arrays."""
+    if getattr(parameters, "tensor_type", "") != "numpy.ndarray":
+        return None
+    found = ArrayRecord()
+    for number, data in enumerate(parameters.tensors):
+        found[str(number)] = Array(dtype="", shape=(), stype="numpy.ndarray", data=data)
+    return found
+
+
+def _configure_fit(
+    configure: Callable[..., Any], journal: Journal, begin: Callable[[Any], None], server_round: int, parameters: Any,
+    *rest: Any, **more: Any,
+) -> Any:  # fmt: skip
+    chosen = configure(server_round, parameters, *rest, **more)
+    grid = next((proxy.grid for proxy, _ in chosen if hasattr(proxy, "grid")), None)
+    if grid is not None:
+        begin(grid)
+        if getattr(grid, MARK, None) is None:
+            watch_post(grid, journal)
+    journal.begin(server_round, arrays_of(parameters))
+    return chosen
+
+
+def _aggregate_fit(aggregate: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
+    with journal.busy_with("aggregate"):
+        result = aggregate(*args, **more)
+    model = arrays_of(result[0]) if isinstance(result, tuple) and result else None
+    if model is not None:
+        journal.models.newest = model
+    return result
+
+
+def _configure_evaluate(configure: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
+    journal.evaluating(begin=True)
+    return configure(*args, **more)
+
+
+def _aggregate_evaluate(aggregate: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
+    found = aggregate(*args, **more)
+    journal.evaluating(begin=False)
+    _hear(journal, found, best=False)
+    return found
+
+
+def _evaluate(evaluate: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
+    with journal.busy_with(EVALUATE):
+        found = evaluate(*args, **more)
+    _hear(journal, found, best=True)
+    return found
+
+
+def _hear(journal: Journal, found: Any, *, best: bool) -> None:
+    """A loss and metrics, as the older API gives them."""
+    if isinstance(found, tuple) and len(found) == 2:
+        loss, metrics = found
+        told = {} if loss is None else {"loss": loss}
+        journal.heard({**(metrics or {}), **told}, best=best)

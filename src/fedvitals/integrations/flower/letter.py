@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rides home in a client's reply: one ConfigRecord with our wire bytes and a few times, and how it is read.
+
+It comes from a machine that may lie: everything in it is checked, and nothing of it is trusted but by its sender.
+Requests are never touched. What both sides must know, they make of what Flower tells both: the ids of run and message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import ConfigRecord
+
+from fedvitals.errors import RecordError
+
+KEY = "fedvitals"  # of the record in a reply
+VERSION = 1
+MOST = 1 << 20  # bytes of a payload, ever
+SHARE, LEAST = 0.01, 32 << 10  # of the reply that it rides in, and what a reply of any size may carry
+FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float}
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """Times are the client's own, since the epoch; `cpu`: seconds of a processor that its handler took."""
+
+    payload: bytes
+    received: float
+    replied: float
+    started: float  # of its process
+    cpu: float
+
+    def record(self) -> ConfigRecord:
+        own: dict[str, Any] = {name: getattr(self, name) for name in FIELDS if name != "version"}
+        return ConfigRecord({"version": VERSION, **own})
+
+
+def room(reply_bytes: int) -> int:
+    """Bytes that may ride in a reply of this size."""
+    return min(MOST, max(LEAST, int(SHARE * reply_bytes)))
+
+
+def read(record: Any) -> Letter:
+    """What a client wrote; an error that says what is wrong with it."""
+    if not isinstance(record, ConfigRecord):
+        raise RecordError(f"Under the key '{KEY}' of a reply lies a {type(record).__name__}, not a ConfigRecord.")
+    if record.get("version") != VERSION:
+        told = str(record.get("version"))[:40]
+        raise RecordError(f"Telemetry of version {told}, where {VERSION} is understood: update the older of the two sides.")
+    wrong = [name for name, kind in FIELDS.items() if type(record.get(name)) is not kind]
+    if wrong or len(record) != len(FIELDS):
+        raise RecordError(f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}.")
+    found = Letter(**{name: record[name] for name in FIELDS if name != "version"})
+    if len(found.payload) > MOST:
+        raise RecordError(f"Telemetry of {len(found.payload)} bytes, where {MOST} are taken at most.")
+    times = (found.received, found.replied, found.started, found.cpu)
+    if not all(math.isfinite(t) and t >= 0 for t in times) or found.replied < found.received:
+        raise RecordError(f"Telemetry with times that cannot be: {times}.")
+    return found
+
+
+# -- what both sides know -----------------------------------------------------------------------------------------------
+
+
+def node_name(node_id: int) -> str:
+    """Flower's node id: it stays the same from message to message, while processes come and go."""
+    return str(node_id)
+
+
+def run_name(run_id: int) -> str:
+    """What a client calls the run; the server knows it as what it is in the store."""
+    return f"flower-{run_id}"
+
+
+def trace_id(run_id: int) -> str:
+    return hashlib.blake2b(f"flower/run/{run_id}".encode(), digest_size=16).hexdigest()
+
+
+def journey_id(message_id: str) -> str:
+    """The Span of a message's way to a client and back."""
+    return hashlib.blake2b(f"flower/message/{message_id}".encode(), digest_size=8).hexdigest()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a federation hides its clients, by secure aggregation or differential privacy: then we tell of nobody alone.
+
+Flower's mods do not know of each other. Those further in are found in the closures of what a mod calls next, and those
+further out in the frames that called it: each is wrapped by flwr's `make_ffn`, as the variable `_mod`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+MODS = ("secagg_mod", "secaggplus_mod", "fixedclipping_mod", "adaptiveclipping_mod", "LocalDpMod")
+STRATEGIES = "DifferentialPrivacy"  # how the names of Flower's wrappers begin
+LEVEL = 1  # the most that may be told of such a federation: sums over many
+DEEPEST = 100  # frames and mods that are looked at
+
+
+def hiding_mods(call_next: Any) -> list[str]:
+    """The names of protecting mods around the caller and inside of what it calls."""
+    found = [_name(mod) for mod in (*_outside(), *_inside(call_next))]
+    return [name for name in found if name in MODS]
+
+
+def hiding_strategy(strategy: Any) -> str | None:
+    """The name of the wrapper that makes a strategy differentially private."""
+    for kind in type(strategy).__mro__:
+        if kind.__name__.startswith(STRATEGIES):
+            return kind.__name__
+    return None
+
+
+def masked(content: Mapping[str, Any]) -> bool:
+    """Whether a message belongs to secure aggregation: what it holds is noise to us."""
+    return any("secagg" in str(key).lower() for key in content)
+
+
+def _inside(call_next: Any) -> Iterator[Any]:
+    for _ in range(DEEPEST):
+        code, cells = getattr(call_next, "__code__", None), getattr(call_next, "__closure__", None)
+        inner = {} if code is None or cells is None else dict(zip(code.co_freevars, cells, strict=True))
+        if not {"_mod", "_ffn"} <= inner.keys():
+            return
+        yield inner["_mod"].cell_contents
+        call_next = inner["_ffn"].cell_contents
+
+
+def _outside() -> Iterator[Any]:
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - there is no other way to know who called
+    for _ in range(DEEPEST):
+        if frame is None:
+            return
+        if frame.f_code.co_name == "new_ffn" and "_mod" in frame.f_locals:
+            yield frame.f_locals["_mod"]
+        frame = frame.f_back
+
+
+def _name(mod: Any) -> str:
+    return getattr(mod, "__name__", None) or type(mod).__name__
+

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on a strategy of the Message API: when rounds begin and end, what was aggregated, and how long it took.
+
+They are set on the instance. The object stays what it was, of the same class, with the same methods and results.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from fedvitals.integrations.flower.journal import EVALUATE, Journal
+from fedvitals.integrations.flower.post import MARK, watched_post
+
+Begin = Callable[[Any], None]  # told of the grid, before anything is sent
+
+
+def watch_strategy(strategy: Any, journal: Journal, begin: Begin) -> None:
+    """Every method that a strategy has of these; `start` may be the user's own."""
+    hooks = {
+        "start": functools.partial(_start, strategy.start, journal, begin),
+        "configure_train": functools.partial(_configure_train, strategy.configure_train, journal),
+        "aggregate_train": functools.partial(_aggregate_train, strategy.aggregate_train, journal),
+        "configure_evaluate": functools.partial(_configure_evaluate, strategy.configure_evaluate, journal),
+        "aggregate_evaluate": functools.partial(_aggregate_evaluate, strategy.aggregate_evaluate, journal),
+    }
+    for name, hook in hooks.items():
+        setattr(strategy, name, functools.update_wrapper(hook, getattr(strategy, name)))
+    setattr(strategy, MARK, journal)
+    journal.hooked = True
+
+
+def _start(start: Callable[..., Any], journal: Journal, begin: Begin, *args: Any, **more: Any) -> Any:
+    grid = more.get("grid", args[0] if args else None)
+    args, more = _with_evaluation(start, journal, args, more)
+    begin(grid)
+    with watched_post(grid, journal):
+        try:
+            return start(*args, **more)
+        except BaseException as error:
+            journal.failed(error)
+            raise
+        finally:
+            journal.close()
+
+
+def _with_evaluation(
+    start: Callable[..., Any], journal: Journal, args: tuple[Any, ...], more: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments, with the server's own evaluation timed and heard, where there is one."""
+    try:
+        bound = inspect.signature(start).bind(*args, **more)
+    except (TypeError, ValueError):
+        return args, more  # it will say itself what is wrong
+    evaluate = bound.arguments.get("evaluate_fn")
+    if not callable(evaluate):
+        return args, more
+
+    @functools.wraps(evaluate)
+    def heard(number: int, *rest: Any, **named: Any) -> Any:
+        with journal.busy_with(EVALUATE):
+            found = evaluate(number, *rest, **named)
+        if isinstance(found, MetricRecord):
+            journal.heard(found, best=True)
+        return found
+
+    bound.arguments["evaluate_fn"] = heard
+    return bound.args, bound.kwargs
+
+
+def _configure_train(
+    configure: Callable[..., Any], journal: Journal, server_round: int, arrays: ArrayRecord, *rest: Any, **more: Any
+) -> Iterable[Message]:
+    journal.begin(server_round, arrays)
+    found: Iterable[Message] = configure(server_round, journal.start_of(arrays), *rest, **more)
+    return found
+
+
+def _aggregate_train(
+    aggregate: Callable[..., Any], journal: Journal, server_round: int, replies: Iterable[Message], *rest: Any, **more: Any
+) -> Any:
+    taken = journal.robust([*replies])
+    with journal.busy_with("aggregate"):
+        result = aggregate(server_round, taken, *rest, **more)
+    if isinstance(result, tuple) and result and isinstance(result[0], ArrayRecord):
+        model = journal.aggregated(result[0])
+        result = result if model is result[0] else (model, *result[1:])
+    return result
+
+
+def _configure_evaluate(configure: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
+    journal.evaluating(begin=True)
+    return configure(*args, **more)
+
+
+def _aggregate_evaluate(aggregate: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
+    found = aggregate(*args, **more)
+    journal.evaluating(begin=False)
+    if isinstance(found, MetricRecord):
+        journal.heard(found, best=False)
+    return found

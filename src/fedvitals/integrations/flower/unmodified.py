@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaching with no line in the app: what `site/sitecustomize.py` leads the calls of an app's own objects to.
+
+Does what a person would write: `client_mod()` first among the mods of each ClientApp, and `attach` to the strategy that
+is started, else to the grid before the first message. Who attached a monitor himself keeps his, and only his.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from flwr.serverapp.strategy import Strategy
+
+from fedvitals.integrations.flower.attach import attach
+from fedvitals.integrations.flower.client_mod import ClientMod, client_mod
+from fedvitals.integrations.flower.letter import run_name
+from fedvitals.integrations.flower.post import MARK
+from fedvitals.integrations.flower_environment import Settings
+from fedvitals.monitor import Monitor
+
+logger = logging.getLogger("fedvitals")
+SENDING = ("send_and_receive", "push_messages")
+
+
+def client_app(
+    original: Callable[..., None], app: Any, client_fn: Any = None, mods: Sequence[Any] | None = None, **more: Any
+) -> None:
+    """`ClientApp.__init__`, with our mod first."""
+    original(app, client_fn, _with_ours(mods), **more)
+
+
+def _with_ours(mods: Sequence[Any] | None) -> Sequence[Any] | None:
+    given = [] if mods is None else [*mods]
+    if any(isinstance(mod, ClientMod) for mod in given):
+        return mods
+    try:
+        told = Settings.read(os.environ)
+        ours = client_mod(probes=told.probes or "standard", privacy=told.privacy, tracebacks=bool(told.tracebacks))
+    except Exception as error:  # noqa: BLE001 - the app runs, whatever happens to us
+        _warn(error)
+        return mods
+    return [ours, *given]
+
+
+def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any, *more: Any, **others: Any) -> None:
+    """`ServerApp.__call__`, with a monitor that is there when it is needed, and closed at the end."""
+    visit = Visit(grid, context)
+    server_fn = visit.guarded(lambda: visit.begin(app))
+    token = _VISIT.set(visit)
+    try:
+        original(app, grid, context, *more, **others)
+    except BaseException as error:
+        visit.guarded(functools.partial(visit.failed, error))
+        raise
+    finally:
+        _VISIT.reset(token)
+        if server_fn is not None:
+            app._server_fn = server_fn  # noqa: SLF001 - as it was
+        visit.guarded(visit.end)
+
+
+class Visit:
+    """One run of a ServerApp. The monitor is made when something is attached to it, so an app with its own has one."""
+
+    def __init__(self, grid: Any, context: Any) -> None:
+        self._grid, self._context = grid, context
+        self._monitor: Monitor | None = None
+        self._over = False
+        self._lock = threading.Lock()  # the older API sends from many threads
+
+    def begin(self, app: Any) -> Callable[..., Any] | None:
+        """Wait wherever the app may come by. Gives the function that we stand before, if there is one."""
+        self.wait()
+        for kind in (Strategy, *_below(Strategy)):
+            _lead_start(kind)
+        self.attach_legacy(app)
+        server_fn: Callable[..., Any] | None = getattr(app, "_server_fn", None)
+        if server_fn is not None:  # the older API has no other seam
+            app._server_fn = functools.partial(self.of_components, server_fn)  # noqa: SLF001
+        return server_fn
+
+    def attach(self, what: Any) -> bool:
+        """Whether it is watched from now on, and was not before."""
+        with self._lock:
+            if what is None or self._over or getattr(what, MARK, None) is not None:
+                return False
+            return self.guarded(lambda: attach(what, self._own_monitor())) is not None
+
+    def guarded(self, work: Callable[[], Any]) -> Any:
+        """The app runs, whatever happens to us."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001
+            self._over = True  # it would happen again with each message
+            _warn(error)
+            return None
+
+    def _own_monitor(self) -> Monitor:
+        if self._monitor is None:
+            told = Settings.read(os.environ)
+            run = self._context.run_id
+            self._monitor = Monitor(
+                told.store or "runs.db",
+                run=told.run or "flower",
+                id=run_name(run),
+                probes=told.probes or "standard",
+                privacy=told.privacy,
+                tracebacks=told.tracebacks,
+                host="flower",
+                config={"flwr": importlib.metadata.version("flwr"), "flower_run": str(run), **self._settings()},
+            )
+        return self._monitor
+
+    def _settings(self) -> dict[str, Any]:
+        """The app's own configuration, as Flower tells it."""
+        return {"app": {name: value for name, value in self._context.run_config.items() if value is not None}}
+
+    def wait(self) -> None:
+        """Attach to the grid when something is sent, unless it is watched by then, through a strategy or by the user."""
+        for name in SENDING:
+            send = getattr(self._grid, name)
+            if not hasattr(send, MARK):
+                waiting = functools.partial(self._send, name, send)
+                setattr(waiting, MARK, self)
+                setattr(self._grid, name, waiting)
+
+    def _send(self, name: str, send: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        if self.attach(self._grid):
+            send = getattr(self._grid, name)  # by way of the hooks, which come back here
+        return send(*args, **more)
+
+    def of_components(self, server_fn: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """The older API: a function makes the server's parts, its strategy among them."""
+        components = server_fn(*args, **more)
+        self.attach_legacy(components)
+        return components
+
+    def attach_legacy(self, parts: Any) -> None:
+        server = getattr(parts, "server", None) or getattr(parts, "_server", None)
+        for holder in (parts, server):
+            self.attach(getattr(holder, "strategy", None) or getattr(holder, "_strategy", None))
+
+    def failed(self, error: BaseException) -> None:
+        if self._monitor is not None:
+            self._monitor.event("error", "app.failed", f"The ServerApp ended by {type(error).__name__}.")
+
+    def end(self) -> None:
+        self._over = True
+        for name in SENDING:
+            if getattr(vars(self._grid).get(name), MARK, None) is self:
+                delattr(self._grid, name)
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+_VISIT: ContextVar[Visit | None] = ContextVar("fedvitals_flower_visit", default=None)
+
+
+def _lead_start(kind: type) -> None:
+    """A strategy is attached to when it is started; each class may have a `start` of its own."""
+    original = vars(kind).get("start")
+    if not callable(original) or hasattr(original, MARK):
+        return
+
+    @functools.wraps(original)
+    def start(self: Any, *args: Any, **more: Any) -> Any:
+        visit = _VISIT.get()
+        if visit is None or not visit.attach(self):
+            return original(self, *args, **more)
+        try:
+            return self.start(*args, **more)  # the hook, which comes back here
+        finally:
+            visit.guarded(visit.wait)  # the hooks took ours with them when they were taken off
+
+    setattr(start, MARK, True)
+    kind.start = start  # type: ignore[attr-defined]
+
+
+def _below(kind: type) -> Iterator[type]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _below(child)
+
+
+def _warn(error: Exception) -> None:
+    logger.warning("fedvitals does not watch this app (%s: %s); it runs as ever.", type(error).__name__, error)
