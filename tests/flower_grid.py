@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grid in this process: what is pushed to a node is answered at once by a ClientApp, called as Flower would call it."""
+"""A grid in this process: what is pushed to a node is answered at once by a ClientApp, called as Flower calls it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class InProcessGrid(Grid):
             context = Context(run_id=7, node_id=node, node_config={}, state=RecordDict(), run_config={})
             try:
                 reply = self._app(message, context)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as Flower does
                 reply = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
             changed = self._on_reply(node, reply)
             if changed is not None:

@@ -17,8 +17,8 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from fedvitals import lab as lab
-    from fedvitals.integrations import flower as flower
     from fedvitals import plot as plot
+    from fedvitals.integrations import flower as flower
     from fedvitals.integrations.torch_loop import watch as watch
     from fedvitals.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset

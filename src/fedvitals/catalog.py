@@ -307,7 +307,9 @@ MEASURES: tuple[Measure, ...] = (
     Measure("time.download", "seconds", "Until the model had arrived there.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.queue", "seconds", "That the client waited for its turn.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.start", "seconds", "That its process took to start.", level=0, needs=_FLOWER, rare=True),
-    Measure("time.cpu", "seconds", "Of a processor, that the client's handler took.", level=0, needs=_FLOWER, rare=True),
+    Measure(
+        "time.cpu", "seconds", "Of a processor, that the client's handler took.", level=0, needs=_FLOWER, rare=True
+    ),
     Measure("time.reply", "seconds", "Until its answer was in the server's hands.", level=0, needs=_FLOWER, rare=True),
     Measure(
         "time.worked",

@@ -144,7 +144,7 @@ class Chart:
         with self._lock:
             if self._outlet is not None:
                 raise ConfigError(
-                    f"This monitor watches the run '{self.run.name}' ({self.run.host}) already: make a new one to attach."
+                    f"This monitor watches a run of its own already, '{self.run.name}': make a new one to attach."
                 )
             self.run = replace(self.run, host=host, config=config)
             self._policy, self.trace = policy, trace or self.trace

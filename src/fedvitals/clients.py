@@ -139,7 +139,9 @@ class Clients:
         return opened
 
     @contextlib.contextmanager
-    def watching(self, node: Node, model: Any, data: Any = None, loss: Callable[..., Any] | None = None) -> Iterator[None]:
+    def watching(
+        self, node: Node, model: Any, data: Any = None, loss: Callable[..., Any] | None = None
+    ) -> Iterator[None]:
         """The stretch in which the model of a client trains that was opened without one; of several, the first."""
         opened = self._open.get(node)
         if opened is None or opened.session is not None or opened.told:
@@ -364,7 +366,9 @@ class Clients:
     def _measure(self, opened: OpenClient, *, failed: bool) -> None:
         """What is to be known of its model, which has been trained; once."""
         session, opened.session = opened.session, None
-        guard = functools.partial(self._chart.guard, scope=opened.scope)  # of each part its own: none may cost the client
+        guard = functools.partial(
+            self._chart.guard, scope=opened.scope
+        )  # of each part its own: none may cost the client
         guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
         if session is None:
             return

@@ -8,7 +8,8 @@ nested Spans wherever they are shown or exported.
     round                      node None: the whole
     ├ server                   node «server»: wait, receive, aggregate, evaluate
     ├ edge                     an edge node, cluster or ring: wait, aggregate
-    │ └ journey                a client as its parent sees it: queue, start, download, data, compute, upload, reply, wait
+    │ └ journey                a client as its parent sees it: queue, start, download, data, compute, upload, reply,
+    │   │                      wait
     └ journey
       └ client                 the client's own training: data, forward, backward, optimizer, measure, wait
 

@@ -96,7 +96,9 @@ def run(arguments: tuple[str, ...], **said: Any) -> int:
             with _ended_by_sigterm(), flower_local.superlink(place / "flower-superlink", environment) as its:
                 code = _run(place, streamed, its)
         except KeyboardInterrupt:
-            click.echo("\nStopped, with all that was started; what was measured is kept: see `fedvitals runs`.", err=True)
+            click.echo(
+                "\nStopped, and all that was started; what was measured is kept: see `fedvitals runs`.", err=True
+            )
             raise
     if code == 0:
         _closing(environment["FEDVITALS_STORE"], began, address)

@@ -75,7 +75,7 @@ def superlink(program: Path, environment: Mapping[str, str]) -> Iterator[dict[st
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # As `flwr` itself starts one, but for the file in which that remembers runs. Relative paths of the app hold.
-    command = [program, "--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1"]
+    command = [str(program), "--insecure", "--simulation", "--isolation", "subprocess", "--host", "127.0.0.1"]
     quiet = {**environment, "FLWR_DISABLE_UPDATE_CHECK": "1"}  # `flwr` checks
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(  # noqa: S603 - the program of the installed flwr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals lab EXPERIMENT.toml --engine flower`: the experiment as a Flower app; its log and its store tell the rest."""
+"""`fedvitals lab EXPERIMENT.toml --engine flower`: the experiment as a Flower app; its log and store tell the rest."""
 
 from __future__ import annotations
 

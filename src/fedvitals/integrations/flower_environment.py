@@ -16,7 +16,9 @@ from fedvitals.errors import ConfigError
 from fedvitals.store import store_target
 
 SWITCH = "FEDVITALS_FLOWER"
-SITE = Path(__file__).resolve().parent / "flower" / "site"  # its sitecustomize.py is run by each Python that has it on its path
+SITE = (
+    Path(__file__).resolve().parent / "flower" / "site"
+)  # its sitecustomize.py is run by each Python that has it on its path
 NAMES = {
     "store": "FEDVITALS_STORE",
     "run": "FEDVITALS_RUN",
@@ -71,6 +73,6 @@ class Settings:
 
 
 def absolute_store(store: str | None) -> str:
-    """The store that a person means here, as it is called from anywhere: Flower's processes have folders of their own."""
+    """The store that a person means here, as it is called from anywhere: processes have folders of their own."""
     where = store_target(store)
     return where if isinstance(where, str) else str(where.absolute())

@@ -63,8 +63,9 @@ def run(
 ) -> Result:
     """Run an experiment to its end.
 
-    `engine`: the name of one, or what makes one of the experiment's site. `data`: the folder of its data set. `checkpoint`: a folder in which the state is saved after every round; with
-    `resume` the run goes on from there, bit for bit as if it had never stopped. `progress` hears of every round.
+    `engine`: the name of one, or what makes one of the experiment's site. `data`: the folder of its data set.
+    `checkpoint`: a folder in which the state is saved after every round; with `resume` the run goes on from there, bit
+    for bit as if it had never stopped. `progress` hears of every round.
     """
     result = None
     for result in rounds(

@@ -79,8 +79,8 @@ class Cohort:
         found: list[tuple[Key, Results]] = [
             ((n, self._groups[n]), _of_sums(sent[n], self._tables[n])) for n in (*untold, *others)
         ]
-        for (node, _), results in found:
-            if node in others:
+        for (told_of, _), results in found:
+            if told_of in others:
                 results.take({"update.differs": 1.0})
         return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side: one line that lets a monitor see what a strategy, or a loop of one's own, does with its clients."""
+"""The server's side: one line, and a monitor sees what a strategy or a loop of one's own does with its clients."""
 
 from __future__ import annotations
 

@@ -123,7 +123,9 @@ class ClientMod:
         if message.metadata.message_type.partition(".")[0] == TRAIN:
             partition = context.node_config.get(PARTITION)
             if isinstance(partition, int):
-                worker.event("info", "client.partition", f"Partition {partition}.", node=node, data={"partition": partition})
+                worker.event(
+                    "info", "client.partition", f"Partition {partition}.", node=node, data={"partition": partition}
+                )
             if worker.policy.level >= WORDS:
                 self._tell_update(worker, node, message, reply)
         size = sum(record.count_bytes() for record in reply.content.values())
@@ -131,7 +133,7 @@ class ClientMod:
         return Letter(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
 
     def _tell_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
-        """Statistics per layer of what was changed. Below this level they are the server's to take, not ours to tell."""
+        """Statistics per layer of what was changed; below this level they are not ours to tell."""
         sent, got = arrays.model_of(message.content), arrays.model_of(reply.content)
         if sent is None or got is None or [*sent] != [*got]:
             return

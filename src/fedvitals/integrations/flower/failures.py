@@ -28,7 +28,13 @@ def failure_of(error: Error, phase: str) -> Failure:
     code, reason = int(error.code), str(error.reason or "")[:LONGEST]
     first, _, rest = reason.partition("\n")
     raised = _CLASS.search(first)
-    kind = raised[1].rpartition(".")[2] if raised else "WorkerDied" if code == CRASHED else _NAMES.get(code, f"ERROR_{code}")
+    kind = (
+        raised[1].rpartition(".")[2]
+        if raised
+        else "WorkerDied"
+        if code == CRASHED
+        else _NAMES.get(code, f"ERROR_{code}")
+    )
     data: dict[str, Any] = {"exception": kind, "code": code, "phase": phase}
     if rest.startswith("Traceback"):
         data["traceback"] = rest

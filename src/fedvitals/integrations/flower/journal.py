@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +59,7 @@ class Phase:
 
 
 class Journal:
-    """`weight`: the metric that a strategy weighs clients by. `hidden`: what keeps single clients from being told of."""
+    """`weight`: the metric that clients are weighed by. `hidden`: what forbids to tell of single clients."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Journal:
         self._evaluating = now if begin else None
 
     @contextmanager
-    def busy_with(self, part: str) -> Any:
+    def busy_with(self, part: str) -> Iterator[None]:
         """A stretch of the server's own work."""
         began, clock = time.time(), time.perf_counter()
         try:
@@ -178,11 +178,11 @@ class Journal:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def asked(self, messages: list[Message], ids: list[str | None], sent: float) -> None:
+    def asked(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None:
         with self._lock:
             for message, key in zip(messages, ids, strict=True):
                 if key:
-                    self._guarded("noting a message", lambda m=message, k=key: self._ask(m, k, sent))
+                    self._guarded("noting a message", functools.partial(self._ask, message, key, sent))
 
     def _ask(self, message: Message, key: str, sent: float) -> None:
         phase = message.metadata.message_type.partition(".")[0]

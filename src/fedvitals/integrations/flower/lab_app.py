@@ -94,7 +94,7 @@ def train(message: Message, context: Context) -> Message:
     for task in order.tasks:
         if task.start.shape != (site.layout.size,) or not set(task.nodes) <= set(site.shards):
             raise RecordError(
-                f"A task of {', '.join(task.nodes)[:80]} with {len(task.start)} numbers does not fit to the experiment. "
+                f"A task of {', '.join(task.nodes)[:80]} with {len(task.start)} numbers does not fit the experiment. "
                 "Install the same fedvitals and PyTorch on all machines."
             )
     states = torch.empty(sum(len(task.nodes) for task in order.tasks), site.layout.size)

@@ -61,10 +61,7 @@ Settings = dict[str, str | int | float | bool]
 
 def check_installed(*, simulation: bool) -> None:
     """Whether what is needed is here, before anything is started."""
-    try:
-        version = importlib.metadata.version("flwr")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise MissingExtraError("flwr", "flower", "The engine 'flower'") from error
+    version = importlib.metadata.version("flwr")
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < OLDEST:
         raise ConfigError(
@@ -103,7 +100,7 @@ def _run(
 ) -> None:
     """`flwr run`, and its log until the run is over. Whoever stops listening stops the run."""
     app = write_app(folder / "fedvitals-lab", settings)
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own words
         [program("flwr"), "run", str(app), superlink, "--stream", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -129,7 +126,7 @@ def _run(
         if process.stdout is not None:
             process.stdout.close()
         if run is not None and not over:  # does nothing where it has ended by itself
-            subprocess.run(
+            subprocess.run(  # noqa: S603 - our own words
                 [program("flwr"), "stop", run[1], superlink],
                 env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=STOP * 2, check=False,
             )  # fmt: skip
@@ -172,7 +169,7 @@ def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
         f'[superlink]\ndefault = "{OWN}"\n\n[superlink.{OWN}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     )
     with log.open("wb") as written:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603 - our own words
             [program("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port),
              "--disable-runtime-dependency-installation"],
             stdout=written, stderr=written, stdin=subprocess.DEVNULL, cwd=empty, env=environment,

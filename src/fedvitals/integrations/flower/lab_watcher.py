@@ -45,8 +45,8 @@ def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
         )
     if watcher.preset.name not in PRESETS:
         raise ConfigError(
-            f"Probes of your own stay on this machine; Flower's nodes measure by a preset. Got '{watcher.preset.name}'; "
-            f"take one of {', '.join(PRESETS)}."
+            f"Probes of your own stay on this machine, and Flower's nodes measure by a preset: {', '.join(PRESETS)}. "
+            f"Got '{watcher.preset.name}'."
         )
     fields: dict[str, Any] = {field.name: getattr(watcher, field.name) for field in dataclasses.fields(watcher)}
     initial = fields.pop("initial")

@@ -43,17 +43,24 @@ def room(reply_bytes: int) -> int:
     return min(MOST, max(LEAST, int(SHARE * reply_bytes)))
 
 
-def read(record: Any) -> Letter:
-    """What a client wrote; an error that says what is wrong with it."""
+def read(record: Any, source: int, node: str) -> Letter:
+    """What a client wrote; an error that says what is wrong with it. `source`: where it came from, by Flower's word."""
+    if node_name(source) != node:
+        raise RecordError(f"The reply comes from node {source}, and node {node} was asked.")
     if not isinstance(record, ConfigRecord):
         raise RecordError(f"Under the key '{KEY}' of a reply lies a {type(record).__name__}, not a ConfigRecord.")
     if record.get("version") != VERSION:
         told = str(record.get("version"))[:40]
-        raise RecordError(f"Telemetry of version {told}, where {VERSION} is understood: update the older of the two sides.")
+        raise RecordError(
+            f"Telemetry of version {told}, where {VERSION} is understood: update the older of the two sides."
+        )
     wrong = [name for name, kind in FIELDS.items() if type(record.get(name)) is not kind]
     if wrong or len(record) != len(FIELDS):
-        raise RecordError(f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}.")
-    found = Letter(**{name: record[name] for name in FIELDS if name != "version"})
+        raise RecordError(
+            f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}."
+        )
+    fields: dict[str, Any] = {name: record[name] for name in FIELDS if name != "version"}
+    found = Letter(**fields)
     if len(found.payload) > MOST:
         raise RecordError(f"Telemetry of {len(found.payload)} bytes, where {MOST} are taken at most.")
     times = (found.received, found.replied, found.started, found.cpu)
@@ -62,7 +69,7 @@ def read(record: Any) -> Letter:
     return found
 
 
-# -- what both sides know -----------------------------------------------------------------------------------------------
+# -- what both sides know -------------------------------------------------------------------------------------------
 
 
 def node_name(node_id: int) -> str:

@@ -115,7 +115,13 @@ class Ward:
 
 
 def applied(
-    orders: Orders, node: str, reply: Message, start: Mapping[str, Tensor], got: Mapping[str, Tensor], weight: str, layers: Any
+    orders: Orders,
+    node: str,
+    reply: Message,
+    start: Mapping[str, Tensor],
+    got: Mapping[str, Tensor],
+    weight: str,
+    layers: Any,
 ) -> None:
     """A reply as the orders want it, in place: its length and its weight."""
     model = arrays.model_of(reply.content)

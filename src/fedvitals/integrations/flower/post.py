@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -22,9 +22,12 @@ AT_ONCE = 100  # late answers that are asked after
 class Clerk(Protocol):
     """Told of each message that leaves and of each reply, which it may put another in the place of."""
 
-    owed: Mapping[str, Any]  # by the ids of messages that were given up
+    @property
+    def owed(self) -> Mapping[str, Any]:
+        """By the ids of messages that were given up."""
+        ...
 
-    def asked(self, messages: list[Message], ids: list[str | None], sent: float) -> None: ...
+    def asked(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None: ...
     def returned(self, reply: Message, at: float) -> Message: ...
     def given_up(self, ids: set[str]) -> None: ...
     def came_late(self, reply: Message, at: float) -> None: ...
@@ -39,7 +42,8 @@ def watch_post(grid: Any, clerk: Clerk) -> Callable[[], None]:
         outgoing, sent = [*messages], time.time()
         given = [*push(outgoing, *args, **more)]
         ids = given if len(given) == len(outgoing) else [message.metadata.message_id for message in outgoing]
-        getattr(calls, "ids", set()).update(key for key in ids if key)
+        inside: set[str] = getattr(calls, "ids", set())
+        inside.update(key for key in ids if key)
         clerk.asked(outgoing, ids, sent)
         return given
 

@@ -59,4 +59,3 @@ def _outside() -> Iterator[Any]:
 
 def _name(mod: Any) -> str:
     return getattr(mod, "__name__", None) or type(mod).__name__
-

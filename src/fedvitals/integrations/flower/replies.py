@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MetricRecord
 
-from fedvitals.errors import ConfigError, RecordError
+from fedvitals.errors import RecordError
 from fedvitals.integrations.flower import arrays, guard, orders, protection
 from fedvitals.integrations.flower.failures import failure_of
-from fedvitals.integrations.flower.letter import KEY, Letter, journey_id, node_name, read as read_letter, run_name
+from fedvitals.integrations.flower.letter import KEY, Letter, journey_id, run_name
+from fedvitals.integrations.flower.letter import read as read_letter
+from fedvitals.records import Action
 from fedvitals.worker import Sender
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at
             journal.worked(asked.sent, at)
         return
     try:
-        if node_name(reply.metadata.src_node_id) != node:
-            raise RecordError(f"A reply to '{node}' comes from node {reply.metadata.src_node_id}.")
-        letter = read_letter(record)
+        letter = read_letter(record, reply.metadata.src_node_id, node)
         began, ended = _seen(letter, asked.sent, at)
         journal.worked(began, ended)
         monitor.log({"time.cpu": letter.cpu}, node=node)
@@ -127,7 +126,7 @@ def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | No
     if sent is None or got is None:
         return None
     start, end = journal.models.tensors(sent), arrays.tensors_of(got, journal.layers)
-    answers = ()
+    answers: Sequence[Action] = ()
     if journal.hidden is None:
         answers = journal.monitor.updates(asked.number, {asked.node: arrays.update_of(start, end)})
     left = next((a for a in answers if a.kind == "exclude" and a.target == asked.node), None)
@@ -151,6 +150,6 @@ def _refuse(journal: Journal, asked: Asked, why: str) -> None:
     journal.monitor.event("error", "update.refused", text, node=asked.node, data={"guard": journal.way})
     if journal.way == guard.FAIL:
         raise guard.NonFiniteUpdateError(
-            f"Round {asked.number}: {why}, in the update of node {asked.node}. Aggregating it would make the whole model "
+            f"Round {asked.number}: {why}, in the update of node {asked.node}. Aggregating it would make the model "
             'so. guard="drop" leaves such updates out; guard="report" lets them pass.'
         )

@@ -81,7 +81,12 @@ def _configure_train(
 
 
 def _aggregate_train(
-    aggregate: Callable[..., Any], journal: Journal, server_round: int, replies: Iterable[Message], *rest: Any, **more: Any
+    aggregate: Callable[..., Any],
+    journal: Journal,
+    server_round: int,
+    replies: Iterable[Message],
+    *rest: Any,
+    **more: Any,
 ) -> Any:
     taken = journal.robust([*replies])
     with journal.busy_with("aggregate"):

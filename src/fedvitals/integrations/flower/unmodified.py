@@ -8,18 +8,17 @@ is started, else to the grid before the first message. Who attached a monitor hi
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
 from fedvitals.integrations.flower.attach import attach
-from fedvitals.integrations.flower.client_mod import ClientMod, client_mod
+from fedvitals.integrations.flower.client_mod import TRAIN, ClientMod, client_mod
 from fedvitals.integrations.flower.letter import run_name
 from fedvitals.integrations.flower.post import MARK
 from fedvitals.integrations.flower_environment import Settings
@@ -27,6 +26,7 @@ from fedvitals.monitor import Monitor
 
 logger = logging.getLogger("fedvitals")
 SENDING = ("send_and_receive", "push_messages")
+HOOKED = (*SENDING, "pull_messages", MARK)
 
 
 def client_app(
@@ -67,17 +67,22 @@ def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any,
 
 
 class Visit:
-    """One run of a ServerApp. The monitor is made when something is attached to it, so an app with its own has one."""
+    """One run of a ServerApp.
+
+    Each strategy that it starts, and each loop of its own, is a run of ours with rounds from 1 on. A monitor is made
+    when it is needed: an app that has its own has no other.
+    """
 
     def __init__(self, grid: Any, context: Any) -> None:
         self._grid, self._context = grid, context
-        self._monitor: Monitor | None = None
+        self._monitors: list[Monitor] = []
+        self._told: BaseException | None = None
         self._over = False
         self._lock = threading.Lock()  # the older API sends from many threads
 
     def begin(self, app: Any) -> Callable[..., Any] | None:
         """Wait wherever the app may come by. Gives the function that we stand before, if there is one."""
-        self.wait()
+        self._wait()
         for kind in (Strategy, *_below(Strategy)):
             _lead_start(kind)
         self.attach_legacy(app)
@@ -85,13 +90,6 @@ class Visit:
         if server_fn is not None:  # the older API has no other seam
             app._server_fn = functools.partial(self.of_components, server_fn)  # noqa: SLF001
         return server_fn
-
-    def attach(self, what: Any) -> bool:
-        """Whether it is watched from now on, and was not before."""
-        with self._lock:
-            if what is None or self._over or getattr(what, MARK, None) is not None:
-                return False
-            return self.guarded(lambda: attach(what, self._own_monitor())) is not None
 
     def guarded(self, work: Callable[[], Any]) -> Any:
         """The app runs, whatever happens to us."""
@@ -102,28 +100,34 @@ class Visit:
             _warn(error)
             return None
 
-    def _own_monitor(self) -> Monitor:
-        if self._monitor is None:
-            told = Settings.read(os.environ)
-            run = self._context.run_id
-            self._monitor = Monitor(
-                told.store or "runs.db",
-                run=told.run or "flower",
-                id=run_name(run),
-                probes=told.probes or "standard",
-                privacy=told.privacy,
-                tracebacks=told.tracebacks,
-                host="flower",
-                config={"flwr": importlib.metadata.version("flwr"), "flower_run": str(run), **self._settings()},
-            )
-        return self._monitor
+    def _attach(self, what: Any) -> bool:
+        """Whether it is watched from now on, and was not before."""
+        with self._lock:
+            if what is None or self._over or getattr(what, MARK, None) is not None:
+                return False
+            return self.guarded(lambda: attach(what, self._new_monitor())) is not None
 
-    def _settings(self) -> dict[str, Any]:
-        """The app's own configuration, as Flower tells it."""
-        return {"app": {name: value for name, value in self._context.run_config.items() if value is not None}}
+    def _new_monitor(self) -> Monitor:
+        told = Settings.read(os.environ)
+        if self._monitors:
+            self._monitors[-1].close()
+        number = len(self._monitors) + 1
+        monitor = Monitor(
+            told.store or "runs.db",
+            run=told.run or "flower",
+            id=run_name(self._context.run_id) + (f"-{number}" if number > 1 else ""),
+            probes=told.probes or "standard",
+            privacy=told.privacy,
+            tracebacks=told.tracebacks,
+            config={"app": dict(self._context.run_config)},
+        )
+        self._monitors.append(monitor)
+        return monitor
 
-    def wait(self) -> None:
-        """Attach to the grid when something is sent, unless it is watched by then, through a strategy or by the user."""
+    # -- loops of the app's own ---------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Attach to the grid when somebody is asked to train, unless it is watched by then."""
         for name in SENDING:
             send = getattr(self._grid, name)
             if not hasattr(send, MARK):
@@ -131,33 +135,62 @@ class Visit:
                 setattr(waiting, MARK, self)
                 setattr(self._grid, name, waiting)
 
-    def _send(self, name: str, send: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        if self.attach(self._grid):
-            send = getattr(self._grid, name)  # by way of the hooks, which come back here
-        return send(*args, **more)
+    def _send(self, name: str, send: Callable[..., Any], messages: Iterable[Any], *args: Any, **more: Any) -> Any:
+        outgoing = [*messages]
+        if any(message.metadata.message_type.partition(".")[0] == TRAIN for message in outgoing):
+            send = getattr(self._grid, name) if self._attach(self._grid) else send  # the hooks come back here
+        return send(outgoing, *args, **more)
+
+    def _leave_grid(self) -> None:
+        """What was a loop until now goes on as a strategy, which has hooks of its own."""
+        journal = vars(self._grid).get(MARK)
+        if journal is not None and journal.monitor in self._monitors:
+            for name in HOOKED:
+                vars(self._grid).pop(name, None)
+            journal.close()
+
+    # -- strategies ---------------------------------------------------------------------------------------------------
+
+    def start(self, strategy: Any, start: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """A strategy is started: attached to first, if nobody is."""
+        if getattr(strategy, MARK, None) is None:
+            self.guarded(self._leave_grid)
+            if self._attach(strategy):
+                start = strategy.start  # the hook, which comes back here
+        try:
+            return start(*args, **more)
+        except BaseException as error:
+            self._told = error  # the journal has it
+            raise
+        finally:
+            self.guarded(self._wait)  # hooks that are taken off take ours with them
 
     def of_components(self, server_fn: Callable[..., Any], *args: Any, **more: Any) -> Any:
         """The older API: a function makes the server's parts, its strategy among them."""
         components = server_fn(*args, **more)
-        self.attach_legacy(components)
+        self.guarded(lambda: self.attach_legacy(components))
         return components
 
     def attach_legacy(self, parts: Any) -> None:
         server = getattr(parts, "server", None) or getattr(parts, "_server", None)
         for holder in (parts, server):
-            self.attach(getattr(holder, "strategy", None) or getattr(holder, "_strategy", None))
+            self._attach(getattr(holder, "strategy", None) or getattr(holder, "_strategy", None))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
-        if self._monitor is not None:
-            self._monitor.event("error", "app.failed", f"The ServerApp ended by {type(error).__name__}.")
+        if self._monitors and error is not self._told:
+            data = {"exception": type(error).__name__}
+            text = f"The ServerApp ended: {type(error).__name__}: {error}"[:1000]
+            self._monitors[-1].event("error", "round.failed", text, data=data)
 
     def end(self) -> None:
         self._over = True
         for name in SENDING:
             if getattr(vars(self._grid).get(name), MARK, None) is self:
                 delattr(self._grid, name)
-        if self._monitor is not None:
-            self._monitor.close()
+        for monitor in self._monitors:
+            monitor.close()
 
 
 _VISIT: ContextVar[Visit | None] = ContextVar("fedvitals_flower_visit", default=None)
@@ -172,12 +205,8 @@ def _lead_start(kind: type) -> None:
     @functools.wraps(original)
     def start(self: Any, *args: Any, **more: Any) -> Any:
         visit = _VISIT.get()
-        if visit is None or not visit.attach(self):
-            return original(self, *args, **more)
-        try:
-            return self.start(*args, **more)  # the hook, which comes back here
-        finally:
-            visit.guarded(visit.wait)  # the hooks took ours with them when they were taken off
+        begin = functools.partial(original, self)
+        return begin(*args, **more) if visit is None else visit.start(self, begin, *args, **more)
 
     setattr(start, MARK, True)
     kind.start = start  # type: ignore[attr-defined]

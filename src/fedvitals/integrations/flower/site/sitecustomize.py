@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by Python at its start where this folder is on PYTHONPATH: lets fedvitals meet Flower apps, with no line in them.
 
-It stands in every process of an app, so it loads nothing and waits for Flower's classes to be imported; whatever goes
-wrong on our side, they work as ever. `fedvitals.integrations.flower_environment` says who sets the path.
+It stands in every process of an app, so it loads next to nothing and waits for Flower's classes to be imported; if
+anything goes wrong on our side, they work as ever. `fedvitals.integrations.flower_environment` says who sets the path.
 """
+# ruff: noqa: INP001, PLC0415, PTH120 - no package, and nothing is loaded before it is needed
 
-# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202, INP001, PLC0415, PTH120 - at the start of every process, nothing more is loaded
+from __future__ import annotations
+
 import os
 import sys
 from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # Where the classes are, in the newest Flower and in the oldest that we know; and who of ours is told of which call.
 CLIENT, SERVER = ("ClientApp", "__init__", "client_app"), ("ServerApp", "__call__", "server_app")
@@ -22,18 +28,18 @@ OURS = "fedvitals.integrations.flower.unmodified"
 
 
 class Waiting:
-    """A finder of modules that finds none itself: it is there to be asked, and follows the import of PLACES."""
+    """A finder of modules that has none itself: it is there to be asked, and follows the import of PLACES."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         place = PLACES.get(name)
         if place is None:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        spec: Any = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
         execute = getattr(getattr(spec, "loader", None), "exec_module", None)
         if execute is not None:
 
-            def exec_module(module):
+            def exec_module(module: Any) -> None:
                 execute(module)
                 lead_past_us(module, *place)
 
@@ -41,7 +47,7 @@ class Waiting:
         return spec
 
 
-def lead_past_us(module, owner, method, handler):
+def lead_past_us(module: Any, owner: str, method: str, handler: str) -> None:
     """Calls of that method come to the handler of ours, with the original before the arguments."""
     import functools
     import importlib
@@ -51,7 +57,7 @@ def lead_past_us(module, owner, method, handler):
         original = getattr(kind, method)
 
         @functools.wraps(original)
-        def led(*arguments, **more):
+        def led(*arguments: Any, **more: Any) -> Any:
             try:
                 handle = getattr(importlib.import_module(OURS), handler)
             except Exception as error:  # noqa: BLE001 - not installed here, or broken: the app runs without us
@@ -64,17 +70,16 @@ def lead_past_us(module, owner, method, handler):
         warn(error)
 
 
-def warn(error, told=[]):  # noqa: B006 - remembers what was said
+def warn(error: Exception, told: list[Exception] = []) -> None:  # noqa: B006 - remembers that it was said
     import logging
 
-    if told:
-        return
-    told.append(error)
-    words = "fedvitals does not watch this process (%s: %s); the app runs as ever."
-    logging.getLogger("fedvitals").warning(words, type(error).__name__, error)
+    if not told:
+        told.append(error)
+        words = "fedvitals does not watch this process (%s: %s); the app runs as ever."
+        logging.getLogger("fedvitals").warning(words, type(error).__name__, error)
 
 
-def hand_on():
+def hand_on() -> None:
     """The `sitecustomize` that Python would have run without us takes our place."""
     here = os.path.realpath(os.path.dirname(__file__))
     spec = PathFinder.find_spec("sitecustomize", [place for place in sys.path if os.path.realpath(place) != here])
@@ -86,5 +91,5 @@ def hand_on():
 
 
 if os.environ.get("FEDVITALS_FLOWER", "0") not in {"", "0"}:
-    sys.meta_path.insert(0, Waiting())
+    sys.meta_path.insert(0, Waiting())  # type: ignore[arg-type]
 hand_on()
