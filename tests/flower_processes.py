@@ -33,7 +33,7 @@ QUIET = {
 START, SHORT = 90.0, 60.0  # seconds that a start and a command may take on a machine with much else to do
 
 # Flower knows of a process that was killed when it has not been heard of for 60 s. Nothing but the number is changed.
-SILENCE = 16
+SILENCE = 20
 IMPATIENT = f"""import flwr.common.constant
 flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = {SILENCE}
 flwr.common.constant.HEARTBEAT_PATIENCE = 1
@@ -150,14 +150,15 @@ class Federation:
         (site / "sitecustomize.py").write_text(IMPATIENT)
         path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._environment = {**os.environ, **QUIET, "PYTHONPATH": path, **more, MARK: self._mark}
-        self._port = free_ports(1)[0]
+        self._port, self._processes = free_ports(1)[0], list[Process]()
+        self.pace = 0.0  # seconds that SuperNodes took to start: how fast this machine is now, whatever else it does
 
     def start(self, *, authenticated: bool) -> None:
         # Without a file the SuperLink forgets its nodes and runs when it is restarted.
         command = ["flower-superlink", "--port", self._port, "--database", self.folder / "superlink.db"]
         command += ["--disable-runtime-dependency-installation", *self._security("--ssl-certfile", "--ssl-keyfile")]
         command += ["--enable-supernode-auth"] if authenticated else []
-        self.superlink = Process(self.folder / "superlink", command, self._environment)
+        self.superlink = self._started(Process, "superlink", command)
         self._await_superlink()
 
     def _security(self, *own: str) -> list[object]:
@@ -179,14 +180,15 @@ class Federation:
 
     def add_nodes(self, count: int, *more: list[object]) -> list[SuperNode]:
         """SuperNodes with partition ids 0, 1, …, online. `more`: further arguments for each of them."""
-        nodes = []
+        nodes, began = [], time.monotonic()
         for i, port in enumerate(free_ports(count)):
             command = ["flower-supernode", "--superlink", f"127.0.0.1:{self._port}", "--port", port]
             command += [*self._security(), "--node-config", f"partition-id={i} num-partitions={count}"]
             command += more[i] if more else []
-            nodes.append(SuperNode(self.folder / f"node-{i}", command, self._environment))
+            nodes.append(self._started(SuperNode, f"node-{i}", command))
         for node in nodes:
             assert node.identity  # waits for it: it is online then
+        self.pace = time.monotonic() - began
         return nodes
 
     def flwr(self, *words: object) -> Process:
@@ -195,22 +197,26 @@ class Federation:
 
     def submit(self, app: Path, **config: object) -> Run:
         """`flwr run` of the app, followed to its end. Underscores in the names of the settings stand for dashes."""
-        settings = self.folder / f"settings-{uuid.uuid4().hex}.toml"
+        settings = self.folder / f"settings-{len(self._processes)}.toml"
         settings.write_text("".join(f"{name.replace('_', '-')} = {_toml(value)}\n" for name, value in config.items()))
         return self._cli(Run, ["run", app, "there", "--stream", "--run-config", settings])
 
     def _cli(self, kind: type, words: Sequence[object]) -> Any:
         secure = f'root-certificates = "{self._certificates.authority}"' if self._certificates else "insecure = true"
         config = f'[superlink]\ndefault = "there"\n[superlink.there]\naddress = "127.0.0.1:{self._port}"\n{secure}\n'
-        return kind(self.folder / f"flwr-{uuid.uuid4().hex}", ["flwr", *words], self._environment, config)
+        return self._started(kind, f"flwr-{len(self._processes)}", ["flwr", *words], config)
+
+    def _started(self, kind: type, name: str, command: list[object], config: str = "") -> Any:
+        process = kind(self.folder / name, command, self._environment, config)
+        self._processes.append(process)
+        return process
 
     def restart_superlink(self) -> None:
         """`kill -9` and a new SuperLink on the same port with the same database."""
         below = psutil.Process(self.superlink._process.pid).children(recursive=True)
         self.superlink.kill()
         # SuperExec and ServerApp see that their parent is gone, and end by themselves.
-        _, left = psutil.wait_procs(below, SHORT)
-        assert not left, f"outlived the SuperLink: {left}"
+        until(lambda: not any(map(_runs, below)), SHORT, f"the end of {below}")
         self.superlink.start()
         self._await_superlink()
 
@@ -224,13 +230,22 @@ class Federation:
 
     def end(self) -> None:
         for _ in range(20):  # one may start another while they are ended
-            if not (left := self.marked()):
+            left = self.marked()
+            ours = [process.alive for process in self._processes]  # and with that they are no zombies any more
+            if not left and not any(ours):
                 return
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(left, 5)
         raise AssertionError(f"still running: {self.marked()}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Not what is dead and was not asked for its last words: Flower does not always ask."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _toml(value: object) -> str:

@@ -8,17 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
-from flower_processes import SHORT, Federation, SuperNode, deployed
 
 from fedvitals.parts import CLIENT, JOURNEY, ROUND
 from fedvitals.records import Event, Span
 from fedvitals.store import open_reader, queries
 from fedvitals.store.doctor import examine
 from fedvitals.trials.flower_app import write_app
+from flower_processes import SHORT, Federation, SuperNode, deployed
 
 pytestmark = pytest.mark.flower
 
-DEADLINE = 30.0  # seconds of a round: a client that is well needs 5 to 15, with whatever else the machine does
 # By partition and round. Whoever is to be killed sleeps meanwhile.
 PLANTED = """
 
@@ -68,7 +67,7 @@ def runs_of(store: Path) -> list[str]:
 
 
 def check_trace(store: Path, run: str, nodes: list[SuperNode], clients: set[tuple[int, str]]) -> None:
-    """Every client's Span is joined to its round, over the Span of its journey, and was made in a process of its own."""
+    """Every client's Span is joined to its round, over that of its journey, and was made in a process of its own."""
     with open_reader(store) as reader:
         spans = {span.id: span for span in queries.records(reader, run, Span)}
     assert len({span.trace for span in spans.values()}) == 1
@@ -94,8 +93,11 @@ def check_faults(store: Path, run: str, nodes: list[SuperNode]) -> None:
     everybody = {first, second, third}
     kinds = ("client.failed", "client.dropped_out", "update.late", "client.busy", "telemetry.refused", "update.refused")
     assert told(store, run, *kinds) >= {
-        ("client.failed", 2, first), ("update.late", 2, second), ("client.busy", 3, second), ("client.failed", 3, third),
-    }  # fmt: skip
+        ("client.failed", 2, first),
+        ("update.late", 2, second),
+        ("client.busy", 3, second),
+        ("client.failed", 3, third),
+    }
     raised, died = (the_event(store, run, "client.failed", node).data for node in (first, third))
     assert (raised["exception"], raised["code"], raised["phase"]) == ("RuntimeError", 2, "train")
     assert (died["code"], died["phase"]) == (8, "train")  # CLIENT_APP_CRASHED
@@ -108,18 +110,17 @@ def check_faults(store: Path, run: str, nodes: list[SuperNode]) -> None:
     assert first in found[3]["answered"]
 
 
-def end_client_app(node: SuperNode) -> None:
+def end_client_app(node: SuperNode, deadline: float) -> None:
     """`kill -9` of a client in the midst of its training."""
-    node.says(r"(round 3 of \d+: timeout)", SHORT)
+    node.says(r"(round 3 of \d+: timeout)", SHORT + 3 * deadline)
     (app,) = node.apps()
     app.kill()
-    app.wait(SHORT)
 
 
 def check_kept(store: Path, run: str, nodes: list[SuperNode]) -> None:
     """After the server's process was cut off in the midst of a round: all that was before it is there, and whole."""
     everybody = {node.identity for node in nodes}
-    assert all(sign.well for sign in examine(store)), examine(store)
+    assert "trouble" not in {sign.state for sign in examine(store)}, examine(store)
     with open_reader(store) as reader:
         summary = queries.summary_of(reader, run)
         assert summary.rounds >= 3
@@ -147,10 +148,12 @@ def test_every_fault_of_a_deployment_is_named_and_the_store_outlives_the_superli
     app, store = planted_app(tmp_path / "app"), tmp_path / "runs.db"
     with deployed(tmp_path) as federation:
         nodes = federation.add_nodes(3)
-        settings = {"round_timeout": DEADLINE, "fraction_evaluate": 0.0, "min_nodes": 3}
+        # Of a round: a client that is well needs 5 s on an idle machine, about as long as a SuperNode needs to start.
+        deadline = max(25.0, 6 * federation.pace)
+        settings = {"round_timeout": deadline, "fraction_evaluate": 0.0, "min_nodes": 3}
         run = federation.submit(app, store=store, num_server_rounds=9, **settings)
-        end_client_app(nodes[2])
-        nodes[0].says(r"(round 4 of 9)", 2 * DEADLINE)
+        end_client_app(nodes[2], deadline)
+        nodes[0].says(r"(round 4 of 9)", 2 * deadline)
         federation.restart_superlink()
         assert run.wait(SHORT) != 0  # it says so, and does not hang
         (ours,) = runs_of(store)

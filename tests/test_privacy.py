@@ -41,9 +41,9 @@ CLAIM = {
         "memory.growth", "memory.kept", "memory.limit", "memory.model", "memory.optimizer", "memory.peak",
         "memory.resident", "memory.telemetry", "memory.tensors", "monitor.cost", "monitor.lost", "process.cpu",
         "process.resident", "steps", "steps.skipped", "time.aggregate", "time.client", "time.client_virtual",
-        "time.clock_error", "time.compute_virtual", "time.critical", "time.data", "time.download", "time.evaluate",
-        "time.queue", "time.round", "time.round_virtual", "time.step", "time.upload", "time.wait", "traffic.received",
-        "traffic.sent", "update.staleness",
+        "time.clock_error", "time.compute_virtual", "time.cpu", "time.critical", "time.data", "time.download",
+        "time.evaluate", "time.queue", "time.reply", "time.round", "time.round_virtual", "time.start", "time.step",
+        "time.upload", "time.wait", "time.worked", "traffic.received", "traffic.sent", "update.staleness",
     },
     1: set(),
     2: {

@@ -33,6 +33,8 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "aggregate": ("A", PINK),
     "evaluate": ("E", ORANGE),
     "queue": ("q", "#666666"),
+    "start": ("s", "#666666"),
+    "reply": ("r", "#666666"),
     "wait": ("·", ""),
     "idle": ("i", ""),
     "away": ("-", ""),

@@ -68,10 +68,9 @@ def train(
 ) -> Ended:
     """The whole run, in other processes; its progress comes through Flower's log, its result through the store."""
     from fedvitals.integrations.flower import lab_launch
+    from fedvitals.lab.data_sources import places
     from fedvitals.store import store_target
 
-    if experiment.local.keep_optimizer:
-        raise ConfigError("Optimisers that are kept over the rounds stay in one process: use the engine 'stacked'.")
     where, began = store_target(store), time.time()
     run = run or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     nodes = workers or (1 if superlink else min(experiment.clients, os.cpu_count() or 1))
@@ -82,13 +81,24 @@ def train(
         settings["store"] = str(where.absolute())
     heard = _hearing(view)
     if superlink is None:
+        _check_here(experiment, data)
         remember(folder, run, experiment)
         settings |= {"checkpoint": str(folder.absolute()), "resume": resume}
+        own = {} if isinstance(where, Path) else {"FEDVITALS_STORE": where}
+        own |= {"FEDVITALS_DATA": str(places()[0].absolute())}  # processes of Flower have a folder of their own
         view.say(f"Starting Flower on Ray with {nodes} {'nodes' if nodes > 1 else 'node'}, which takes a while.")
-        lab_launch.simulate(settings, nodes, heard, None if isinstance(where, Path) else where)
+        lab_launch.simulate(settings, nodes, heard, own)
     else:
         lab_launch.submit(settings, superlink, heard)
     return _ended(experiment, store, run, alarms, began)
+
+
+def _check_here(experiment: Experiment, data: str | None) -> None:
+    """What the server would refuse, told at once; elsewhere its data need not be here."""
+    from fedvitals.integrations.flower.lab_engine import described
+    from fedvitals.lab.run import prepared
+
+    described(prepared(experiment, data).experiment)
 
 
 def _hearing(view: Progress) -> Callable[[str], None]:

@@ -44,12 +44,19 @@ def watch(
         raise ConfigError(f"watch(steps=) needs at least 1 step per round, got {steps}.")
     around = current.get()
     if around is not None and around.watch is not None:
-        with around.watch(model, data=data, loss=loss) as observer:
-            yield observer
-        return
+        watching = around.watch(model, data=data, loss=loss)
+    else:
+        watching = _alone(model, optimizer, Monitor(store, run, **settings), steps, data, loss)
+    with watching as observer:
+        yield observer
+
+
+@contextmanager
+def _alone(
+    model: nn.Module, optimizer: Optimizer | None, monitor: Monitor, steps: int, data: Any, loss: Any
+) -> Iterator[Monitor]:
     own = {id(p) for p in model.parameters()}
     count = 0
-    monitor = Monitor(store, run, **settings)
 
     def begin() -> None:
         monitor.round_begin(count // steps, model)

@@ -98,9 +98,8 @@ def rounds(
     """The same, one round at a time: the result so far, after each."""
     watching = NullObserver() if observer is None else observer
     _check_call(experiment, watching, checkpoint, resume=resume)
-    experiment = ill.apply_experiment(experiment)
-    site = Site.of(experiment, data)
-    _check_faults(site)
+    site = prepared(experiment, data)
+    experiment = site.experiment
     saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
     if saved is not None and resume and isinstance(engine, str):
         engine = saved.engine_for(engine)
@@ -126,6 +125,13 @@ def rounds(
             if saved is not None:
                 saved.save(server, number + 1, result.rounds, doing.name)
             yield result
+
+
+def prepared(experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
+    """The experiment's data, shares and first model, as its faults set it up; what cannot be run is refused here."""
+    site = Site.of(ill.apply_experiment(experiment), data)
+    _check_faults(site)
+    return site
 
 
 def _check_call(experiment: object, observer: object, checkpoint: object, *, resume: bool) -> None:

@@ -11,6 +11,7 @@ from flwr.app import Error
 from flwr.common.constant import ErrorCode
 
 _CLASS = re.compile(r"<class '([\w.]{1,200})'>")
+_ACTOR = re.compile(r"ActorDiedError.*?actor_id: ([0-9a-f]{1,64})", re.DOTALL)
 _NAMES = {value: name for name, value in vars(ErrorCode).items() if isinstance(value, int)}
 LONGEST = 20_000  # characters of a traceback
 AWAY, CRASHED = 5, 8  # codes, which the oldest version does not have by name
@@ -21,6 +22,16 @@ class Failure:
     event: str
     message: str
     data: dict[str, Any]
+
+
+def dead_process(error: Error) -> str | None:
+    """The id of the Ray actor that died, where that is why there is no answer.
+
+    Flower's simulation puts a dead actor back among the others, and gives it the next clients' messages: only the first
+    of these errors is of the client in whose training it died.
+    """
+    found = _ACTOR.search(str(error.reason or "")[:LONGEST])
+    return None if found is None else found[1]
 
 
 def failure_of(error: Error, phase: str) -> Failure:

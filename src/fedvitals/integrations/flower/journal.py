@@ -79,6 +79,7 @@ class Journal:
         self._lock = threading.RLock()
         self._way: dict[str, Asked] = {}  # by the message's id
         self.owed: dict[str, Asked] = {}  # given up by the server, and still without an answer
+        self.dead: dict[str, Asked] = {}  # processes that died, and with whom: see `failures.dead_process`
         self._phases: dict[str, Phase] = {}
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.integrations.flower.lab_messages import packed, read_answer, write_order
-from fedvitals.lab import experiment as descriptions
 from fedvitals.lab.engine import FLOWER, Engine
+from fedvitals.lab.experiment import Experiment, read
 from fedvitals.lab.site import Site
 from fedvitals.lab.work import Task, Update
 from fedvitals.protocols import Observer
@@ -48,7 +48,7 @@ class FlowerEngine:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.site, self._grid = site, grid
-        self._text = _described(site)
+        self._text = described(site.experiment)
         self._wanted, self._timeout, self._patience, self._say = nodes, timeout, patience, say
         self._place = {node: place for place, node in enumerate(site.experiment.nodes)}
         self._owing: dict[str, int] = {}  # nodes that have not answered in time, by the message
@@ -161,16 +161,15 @@ class FlowerEngine:
         return not strange
 
 
-def _described(site: Site) -> str:
-    """The experiment as TOML: all that nodes are told of it."""
-    e = site.experiment
-    if e.local.keep_optimizer:
+def described(experiment: Experiment) -> str:
+    """The experiment as TOML, which is all that nodes are told of it; refused if it cannot go there."""
+    if experiment.local.keep_optimizer:
         raise ConfigError(
             "Optimisers that are kept over the rounds stay in one process, and Flower starts processes anew: "
             "keep_optimizer needs engine='stacked'."
         )
-    text = e.to_toml()
-    if descriptions.read(text) != e:
+    text = experiment.to_toml()
+    if read(text) != experiment:
         raise ConfigError("The experiment is not the same once it is written as TOML: use another engine for it.")
     return text
 

@@ -52,7 +52,7 @@ MODULE = """from fedvitals.integrations.flower import lab_app
 server_app = lab_app.server_app  # Flower looks for assignments before it looks into the module
 client_app = lab_app.client_app
 """
-START, STOP = 90.0, 15.0  # seconds
+START, STOP = 90.0, 10.0  # seconds
 LAST_LINES = 25  # of the log, told when it fails
 STARTED = re.compile(r"Successfully started run (\d+)")
 
@@ -75,10 +75,10 @@ def check_installed(*, simulation: bool) -> None:
         )
 
 
-def simulate(settings: Settings, nodes: int, hear: Callable[[str], None], store: str | None = None) -> None:
-    """Run it on Ray, with so many simulated nodes. `store`: the address of one, which only the server is told."""
+def simulate(settings: Settings, nodes: int, hear: Callable[[str], None], secrets: dict[str, str]) -> None:
+    """Run it on Ray, with so many simulated nodes. `secrets`: of the environment of its processes on this machine."""
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
-        own = {"FLWR_HOME": str(Path(folder) / "home"), **({} if store is None else {"FEDVITALS_STORE": store})}
+        own = {**secrets, "FLWR_HOME": str(Path(folder) / "home")}
         with _superlink(Path(folder), _environment(own)):
             options = f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus={nodes}"
             _run(Path(folder), settings, OWN, ["--federation-config", options], _environment(own), hear)
@@ -125,7 +125,7 @@ def _run(
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
-        if run is not None and not over:  # does nothing where it has ended by itself
+        if run is not None and not over and superlink != OWN:  # ours goes down with it
             subprocess.run(  # noqa: S603 - our own words
                 [program("flwr"), "stop", run[1], superlink],
                 env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=STOP * 2, check=False,
@@ -194,19 +194,16 @@ def _await(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def _take_down(process: subprocess.Popen[bytes], home: str) -> None:
-    """The SuperLink ends its children; those that stay, such as Ray's, are known by the home that they were given."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP)
-    for how, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        ends = time.monotonic() + seconds
+    """The SuperLink, and its children, which are in sessions of their own: known by the home that they were given."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            process.send_signal(how)
         for left in _family(home):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(left, how)
-        while _family(home) and time.monotonic() < ends:
-            time.sleep(0.1)
-    if process.poll() is None:
-        process.kill()
+        ends = time.monotonic() + STOP
+        while (process.poll() is None or _family(home)) and time.monotonic() < ends:
+            time.sleep(0.05)
     process.wait()
 
 

@@ -77,13 +77,14 @@ def watch_post(grid: Any, clerk: Clerk) -> Callable[[], None]:
 
 
 def _handed_over(replies: Iterable[Message], clerk: Clerk) -> list[Message]:
-    """Each once, however often it passes: from a pull it goes on to whoever pulls."""
-    found = []
-    for came in replies:
-        reply = came if MARK in came.__dict__ else clerk.returned(came, time.time())
-        reply.__dict__[MARK] = True
-        found.append(reply)
-    return found
+    """Each once, however often it passes: from a pull it goes on to whoever pulls. Read in the order of their making."""
+    came = [*replies]
+    instead: dict[int, Message] = {}
+    for reply in sorted(came, key=lambda one: one.metadata.created_at):
+        if MARK not in reply.__dict__:
+            instead[id(reply)] = clerk.returned(reply, time.time())
+            instead[id(reply)].__dict__[MARK] = True
+    return [instead.get(id(reply), reply) for reply in came]
 
 
 def _ask_after(pull: Callable[[list[str]], Iterable[Message]], clerk: Clerk) -> None:

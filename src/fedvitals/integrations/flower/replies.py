@@ -10,7 +10,7 @@ from flwr.app import Message, MetricRecord
 
 from fedvitals.errors import RecordError
 from fedvitals.integrations.flower import arrays, guard, orders, protection
-from fedvitals.integrations.flower.failures import failure_of
+from fedvitals.integrations.flower.failures import dead_process, failure_of
 from fedvitals.integrations.flower.letter import KEY, Letter, journey_id, run_name
 from fedvitals.integrations.flower.letter import read as read_letter
 from fedvitals.records import Action
@@ -56,6 +56,13 @@ def read_late(journal: Journal, asked: Asked, reply: Message, at: float) -> None
 
 def _tell_failure(journal: Journal, asked: Asked, reply: Message) -> None:
     found = failure_of(reply.error, asked.phase)
+    actor = dead_process(reply.error)
+    first = asked if actor is None else journal.dead.setdefault(actor, asked)
+    if first is not asked:
+        text = f"{asked.node} was not served: Flower gave it a process that had died before, with {first.node}."
+        data = {"phase": asked.phase, "died_with": first.node}
+        journal.monitor.event("warning", "client.unserved", text, node=asked.node, data=data)
+        return
     level = "warning" if found.event == "client.dropped_out" else "error"
     data = {**found.data, "round": asked.number}
     journal.monitor.event(level, found.event, found.message, node=asked.node, data=data)

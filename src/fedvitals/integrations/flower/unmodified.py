@@ -142,7 +142,7 @@ class Visit:
         return send(outgoing, *args, **more)
 
     def _leave_grid(self) -> None:
-        """What was a loop until now goes on as a strategy, which has hooks of its own."""
+        """A loop is over, with its last round: a strategy has hooks of its own."""
         journal = vars(self._grid).get(MARK)
         if journal is not None and journal.monitor in self._monitors:
             for name in HOOKED:
@@ -186,6 +186,7 @@ class Visit:
 
     def end(self) -> None:
         self._over = True
+        self._leave_grid()
         for name in SENDING:
             if getattr(vars(self._grid).get(name), MARK, None) is self:
                 delattr(self._grid, name)
@@ -213,7 +214,8 @@ def _lead_start(kind: type) -> None:
 
 
 def _below(kind: type) -> Iterator[type]:
-    for child in kind.__subclasses__():
+    children: list[type] = kind.__subclasses__()
+    for child in children:
         yield child
         yield from _below(child)
 

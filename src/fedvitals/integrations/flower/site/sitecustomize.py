@@ -91,5 +91,5 @@ def hand_on() -> None:
 
 
 if os.environ.get("FEDVITALS_FLOWER", "0") not in {"", "0"}:
-    sys.meta_path.insert(0, Waiting())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Waiting())
 hand_on()
