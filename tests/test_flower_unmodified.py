@@ -168,6 +168,7 @@ def test_what_the_app_raises_is_told_and_raised(watched):
     assert [dict(event.data)["exception"] for event in told] == ["ZeroDivisionError"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trouble", ["a setting", "no fedvitals", "a store"])
 def test_the_app_runs_as_ever_whatever_is_wrong_with_us(watched, tmp_path, trouble):
     path, settings = [SITE, APPS.parent], {"FEDVITALS_STORE": str(tmp_path / "runs.db")}
@@ -229,6 +230,7 @@ def test_env_prints_what_a_shell_and_a_service_can_read(capsys, monkeypatch, tmp
     assert dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines()) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", ["superlink", "supernode"])
 def test_flowers_servers_are_started_with_their_own_arguments(program):
     out, _ = python("-m", "fedvitals.cli", "flower", program, "--privacy", "1", "--version")

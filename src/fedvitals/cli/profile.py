@@ -130,6 +130,9 @@ def _head(console: Any, profile: Profile) -> None:
     ours = profile.path_parts.get("measure", 0.0) / whole if whole > 0 else 0.0
     if ours > OURS:
         console.print(f"{percent(ours)} of the critical path is measuring by fedvitals, part of computing here.")
+    if profile.worked is not None:
+        told = "the rest went by in queues, starting processes and waiting for answers"
+        console.print(f"In {percent(profile.worked)} of a round somebody worked; {told}.")
     _still_open(console, profile)
     console.print()
 

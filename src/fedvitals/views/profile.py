@@ -64,6 +64,7 @@ class Profile:
     target_seconds: float | None  # that were asked for
     waited_for: Mapping[str, float]  # node → seconds that clients waited for it, all rounds together; the most first
     waits: Mapping[str, str]  # in the round that is shown: who waited for whom
+    worked: float | None  # share of a round in which anybody worked, median; where clients are elsewhere and told of it
     left_open: int | None  # the round that a run which is still open had not finished; nothing of it is in here
 
 
@@ -118,8 +119,14 @@ def profile_of(
         target_seconds=target_seconds,
         waited_for=_waited_for(times, paths),
         waits={} if shown is None or _in_turns(paths[times.index(shown)]) else waiting_for(shown),
+        worked=_worked(reader, run),
         left_open=left_open,
     )
+
+
+def _worked(reader: Reader, run: str) -> float | None:
+    _, shares = reader.history(run).series("time.worked", None)
+    return median(shares) if shares else None
 
 
 def _finished(times: list[RoundTime], run: Run) -> tuple[list[RoundTime], int | None]:

@@ -77,7 +77,7 @@ def watch_post(grid: Any, clerk: Clerk) -> Callable[[], None]:
 
 
 def _handed_over(replies: Iterable[Message], clerk: Clerk) -> list[Message]:
-    """Each once, however often it passes: from a pull it goes on to whoever pulls. Read in the order of their making."""
+    """Each once, however often it passes: read in the order of their making."""
     came = [*replies]
     instead: dict[int, Message] = {}
     for reply in sorted(came, key=lambda one: one.metadata.created_at):

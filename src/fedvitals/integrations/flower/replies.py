@@ -64,8 +64,8 @@ def _tell_failure(journal: Journal, asked: Asked, reply: Message) -> None:
         journal.monitor.event("warning", "client.unserved", text, node=asked.node, data=data)
         return
     level = "warning" if found.event == "client.dropped_out" else "error"
-    data = {**found.data, "round": asked.number}
-    journal.monitor.event(level, found.event, found.message, node=asked.node, data=data)
+    told = {**found.data, "round": asked.number}
+    journal.monitor.event(level, found.event, found.message, node=asked.node, data=told)
 
 
 def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at: float) -> None:
