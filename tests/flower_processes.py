@@ -7,6 +7,7 @@ However a test ends, nothing of it is left: all processes and what they start ca
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -180,20 +181,31 @@ class Federation:
 
     def add_nodes(self, count: int, *more: list[object]) -> list[SuperNode]:
         """SuperNodes with partition ids 0, 1, …, online. `more`: further arguments for each of them."""
-        nodes, began = [], time.monotonic()
-        for i, port in enumerate(free_ports(count)):
-            command = ["flower-supernode", "--superlink", f"127.0.0.1:{self._port}", "--port", port]
-            command += [*self._security(), "--node-config", f"partition-id={i} num-partitions={count}"]
-            command += more[i] if more else []
-            nodes.append(self._started(SuperNode, f"node-{i}", command))
+        began = time.monotonic()
+        own = [
+            ["--node-config", f"partition-id={i} num-partitions={count}", *(more[i] if more else ())]
+            for i in range(count)
+        ]
+        nodes = [self.add_node(f"node-{i}", *words) for i, words in enumerate(own)]
         for node in nodes:
             assert node.identity  # waits for it: it is online then
         self.pace = time.monotonic() - began
         return nodes
 
+    def add_node(self, name: str, *words: object) -> SuperNode:
+        """One more, which may not be let in."""
+        command = ["flower-supernode", "--superlink", f"127.0.0.1:{self._port}", "--port", free_ports(1)[0]]
+        return self._started(SuperNode, name, [*command, *self._security(), *words])
+
     def flwr(self, *words: object) -> Process:
         """A command of Flower's CLI, in which this SuperLink is called `there`."""
         return self._cli(Process, words)
+
+    def online(self) -> set[str]:
+        """The ids of the SuperNodes that the SuperLink has heard of lately."""
+        asked = self.flwr("supernode", "list", "there", "--format", "json")
+        assert asked.wait(SHORT) == 0, asked.log()
+        return {node["node-id"] for node in json.loads(asked.log())["nodes"] if node["status"] == "online"}
 
     def submit(self, app: Path, **config: object) -> Run:
         """`flwr run` of the app, followed to its end. Underscores in the names of the settings stand for dashes."""

@@ -54,10 +54,11 @@ def test_a_stretch_is_compared_with_its_neighbours_and_first_rounds_do_not_count
     for block in range(7):
         for number in (1, 2, 3):
             seconds = (1 + 0.1 * block) * (1.1 if block % 2 else 1.0)
-            lines.append({"block": block, "round": number, "seconds": 99.0 if number == 1 else seconds})
+            spent = 99.0 if number == 1 else seconds
+            lines.append({"block": block, "round": number, "seconds": spent, "cpu": 2 * spent})
     found = ratio_of(lines)
     assert found["overhead_percent"] == pytest.approx(10.0)
-    assert (found["low"], found["high"]) == pytest.approx((10.0, 10.0))
+    assert (found["low"], found["high"], found["cpu_percent"]) == pytest.approx((10.0, 10.0, 10.0))
     assert found["pairs"] == 3
 
 

@@ -110,6 +110,7 @@ class Monitor:
         self._lock = threading.Lock()
         self._closed = False
         self._asked = False  # whether the host has ever asked what to do
+        self.ending: Callable[[], None] = lambda: None  # told before the run ends: a host that has a round open
         self._ledger = Ledger() if profile else None
         self._arrivals = Arrivals(self._chart, self._kit, self._policy, self._ledger, capture)
         self._rounds = Rounds(self._chart, self._kit, self._arrivals, self._ledger, self._policy.cohort)
@@ -223,6 +224,7 @@ class Monitor:
             if self._closed:
                 return
             self._closed = True
+        self._guard("ending a host's round", self.ending)
         self._clients.end_all()
         if self._rounds.open is not None:
             self.round_end(self._rounds.open.scope.round or 0)

@@ -24,7 +24,7 @@ import pickle  # only to ask whether a user's probe can go along; nothing is eve
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from fedvitals.probes.session import Instruments
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, run_of
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Sketch, Span, Transfer, run_of
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
 from fedvitals.store.delivered import Intervals, fresh
@@ -52,6 +52,8 @@ from fedvitals.telemetry.wire import decode
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
 SOURCES = 10_000  # processes whose deliveries are remembered
+OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
+OF_SERVERS = ("aggregation.failed", "cohort", "groups")  # events that tell of all
 
 
 # -- in the child -----------------------------------------------------------------------------------------------------
@@ -69,8 +71,11 @@ class _Desk:
 
 
 @functools.lru_cache(maxsize=1)
-def _desks(_process: int) -> dict[str, _Desk]:
-    """By run. A forked child starts with none: what it inherited belongs to its parent."""
+def _desks(_process: int) -> dict[tuple[str, Policy], _Desk]:
+    """By run, and by what may leave: a message may be under a stricter rule than the one before.
+
+    A forked child starts with none: what it inherited belongs to its parent.
+    """
     return {}
 
 
@@ -217,12 +222,12 @@ class WorkerObserver:
 
     def _desk(self) -> _Desk:
         desks = _desks(os.getpid())
-        desk = desks.get(self.run)
+        desk = desks.get((self.run, self.policy))
         if desk is None:
             for other, old in [*desks.items()]:
-                if not old.clients:
+                if other[0] != self.run and not old.clients:
                     desks.pop(other).chart.close()
-            desk = desks[self.run] = _Desk(self)
+            desk = desks[self.run, self.policy] = _Desk(self)
         if desk.kit.initial is None and self.initial is not None:
             desk.kit.initial = torch.frombuffer(bytearray(self.initial), dtype=torch.float32)
         desk.parcel.known.update(self.known)
@@ -252,8 +257,13 @@ class Sender:
             return replace(record, id=run)
         if record.where.node not in (None, self.node):
             raise RecordError(f"Telemetry of '{self.node}' tells of another node, '{record.where.node[:80]}'.")
-        if isinstance(record, Transfer):
-            raise RecordError(f"Telemetry of '{self.node}' tells of transfers, which the server counts itself.")
+        if not isinstance(record, OF_CLIENTS) or (isinstance(record, Event) and record.name in OF_SERVERS):
+            what = record.name if isinstance(record, Event) else type(record).__name__
+            raise RecordError(f"Telemetry of '{self.node}' holds '{what}', which is the server's to tell.")
+        if isinstance(record, Event) and record.name == "labels" and not _is_count(record.data.get("histogram")):
+            raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
+        if record.where.round is not None:  # one that is far ahead would push all others out of the detectors' memory
+            raise RecordError(f"Telemetry of '{self.node}' is of round {record.where.round}; only the server counts.")
         return replace(record, where=replace(record.where, run=run, node=self.node))
 
 
@@ -313,6 +323,8 @@ class Arrivals:
                     self._chart.know({table.digest: table for table in record.tables})
             new = [self._placed(r) for r in fresh(records, self._delivered) if not isinstance(r, Run)]
             new = self._without_known_labels(new)
+            if sender is not None and self._ledger is not None:
+                new = [_as_seen(record, self._ledger.seen(sender.node)) for record in new]
             while len(self._delivered) > SOURCES:
                 self._delivered.pop(next(iter(self._delivered)))
             self._chart.admit(new)
@@ -433,6 +445,21 @@ def _by_our_clock(record: Record, ledger: Ledger) -> Record:
         record = replace(record, parent=ledger.journey(node) or record.parent)
     ahead = ledger.ahead(node)
     return replace(record, at=record.at - ahead) if ahead else record
+
+
+def _is_count(told: Any) -> bool:
+    return isinstance(told, Mapping) and all(type(count) is int and 0 <= count < 1 << 40 for count in told.values())
+
+
+def _as_seen(record: Any, seen: tuple[float, float] | None) -> Record:
+    """What a client tells, with times inside of what the server saw: one that lies would bend the charts of all."""
+    if seen is None or isinstance(record, Run):
+        return cast("Record", record)
+    sent, returned = seen
+    at = record.at if sent <= record.at <= returned else returned if record.at > returned else sent
+    if isinstance(record, Span):
+        return replace(record, at=at, seconds=min(max(record.seconds, 0.0), returned - at))
+    return cast("Record", record if at == record.at else replace(record, at=at))
 
 
 def _goes(planned: Planned) -> bool:

@@ -121,8 +121,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
                 os.kill(pid, ask)
         until = time.monotonic() + END
         while time.monotonic() < until:
-            process.poll()  # else it stays as a zombie
-            if not any(_state(pid) not in ("", "Z") for pid in everyone):
+            if all(_state(pid) in ("", "Z") for pid in everyone):
+                process.wait(END)  # else it stays as a zombie
                 return
             time.sleep(0.05)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +17,10 @@ from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError, Sto
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
-    from fedvitals.store import Reader
 
 WORD = "fedvitals lab: "  # as of `integrations.flower.lab_app`, which needs seconds to load
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+LAST_LINES = 25  # of Flower's log, told when it fails
 METRICS = ("loss", "accuracy", "local.loss", "local.accuracy")
 
 
@@ -79,7 +82,8 @@ def train(
     settings |= {} if data is None else {"data": str(Path(data).absolute())}
     if isinstance(where, Path):
         settings["store"] = str(where.absolute())
-    heard = _hearing(view)
+    log: deque[str] = deque(maxlen=LAST_LINES)
+    heard = _hearing(view, log)
     if superlink is None:
         _check_here(experiment, data)
         remember(folder, run, experiment)
@@ -90,7 +94,11 @@ def train(
         lab_launch.simulate(settings, nodes, heard, own)
     else:
         lab_launch.submit(settings, superlink, heard)
-    return _ended(experiment, store, run, alarms, began)
+    ended = _found(store, run, alarms, began)
+    if ended is None or ended.rounds < experiment.rounds:
+        raise _failure(store, run, experiment.rounds, view.done, log)
+    view.done = ended.rounds
+    return ended
 
 
 def _check_here(experiment: Experiment, data: str | None) -> None:
@@ -101,13 +109,14 @@ def _check_here(experiment: Experiment, data: str | None) -> None:
     described(prepared(experiment, data).experiment)
 
 
-def _hearing(view: Progress) -> Callable[[str], None]:
+def _hearing(view: Progress, log: deque[str]) -> Callable[[str], None]:
     """What takes the lines of Flower's log and shows those that are ours."""
     from fedvitals.lab import Round
 
     def hear(line: str) -> None:
         _, ours, text = line.partition(WORD)
         if not ours:
+            log.append(COLOURS.sub("", line).rstrip())
             return
         try:
             told = json.loads(text)
@@ -122,35 +131,27 @@ def _hearing(view: Progress) -> Callable[[str], None]:
     return hear
 
 
-def _ended(experiment: Experiment, store: str, run: str, alarms: Alarms, since: float) -> Ended:
-    """How it ended, by the store."""
+def _found(store: str, run: str, alarms: Alarms, since: float) -> Ended | None:
+    """How it ended, by the store; None where the run is not in it."""
     from fedvitals.store import open_reader
 
-    elsewhere = (
-        f"The run {run} is over, and is not in the store '{store}' as it is seen from here: the ServerApp has written "
-        "where it runs. Give both the same, such as a --store postgresql://... here that is the SuperLink's "
-        "FEDVITALS_STORE."
-    )
     try:
         with open_reader(store) as reader:
-            ended = _found(reader, run, alarms, since)
-    except StoreError as error:
-        raise StoreError(f"{elsewhere} ({error})") from error
-    if ended is None:
-        raise StoreError(elsewhere)
-    if ended.rounds < experiment.rounds:
-        raise FedvitalsError(
-            f"The run {run} ended after {ended.rounds} of {experiment.rounds} rounds; see Flower's log."
-        )
-    return ended
-
-
-def _found(reader: Reader, run: str, alarms: Alarms, since: float) -> Ended | None:
-    history = reader.history(run)
-    rounds = history.rounds()
-    if not rounds:
+            history = reader.history(run)
+            rounds, series = history.rounds(), {name: history.series(name, None) for name in METRICS}
+            alarms.write([event for event in history.events() if event.at >= since])
+    except StoreError:
         return None
-    alarms.write([event for event in history.events() if event.at >= since])
-    series = {name: history.series(name, None) for name in METRICS}
     metrics = {name: values[-1] for name, (at, values) in series.items() if at and at[-1] == rounds[-1]}
-    return Ended(run, len(rounds), metrics, "flower")
+    return Ended(run, len(rounds), metrics, "flower") if rounds else None
+
+
+def _failure(store: str, run: str, wanted: int, heard: int, log: deque[str]) -> FedvitalsError:
+    if heard < wanted:
+        text = f"The run {run} ended after {heard} of {wanted} rounds. The end of Flower's log:\n"
+        return FedvitalsError(text + "\n".join(log))
+    return StoreError(
+        f"The run {run} is over, and is not in the store '{store}' as it is seen from here: the ServerApp has written "
+        "it where it runs. Let both have the same, such as a database: --store postgresql://... here, and in "
+        "FEDVITALS_STORE of the SuperLink."
+    )

@@ -103,6 +103,11 @@ class Ledger:
         """Seconds to take off the times that a client tells; 0 unless it has exchanged messages in this round."""
         return self._clocks[node].seconds if node in self._exchanges and node is not None else 0.0
 
+    def seen(self, node: str) -> tuple[float, float] | None:
+        """When a client of this round was asked and had answered, by the server's clock."""
+        one = self._exchanges.get(node)
+        return None if one is None else (one.sent, one.returned)
+
     def journey(self, node: str) -> str | None:
         """The id of the Span of a client's way in this round, where there will be one."""
         one = self._exchanges.get(node)

@@ -80,6 +80,7 @@ def _cost(model: str, folder: Path, quick: bool, tell: Tell) -> list[Row]:
     value, low, high = (found[name] for name in ("overhead_percent", "low", "high"))
     parameters = found["update_bytes"] // FLOAT
     said = f"{value:.2f} % ({low:.2f} to {high:.2f}) of {found['round_seconds']:.2f} s, {found['pairs']} pairs"
+    said += f"; of processors' time {found['cpu_percent']:.2f} % ({found['cpu_low']:.2f} to {found['cpu_high']:.2f})"
     # An interval on both sides of the bar settles nothing, whatever its middle.
     verdict = _met(value <= BAR_OVERHEAD) if high <= BAR_OVERHEAD or low > BAR_OVERHEAD else "open"
     what = f"round time with over without, simulation, {model} ({parameters:,} parameters)"

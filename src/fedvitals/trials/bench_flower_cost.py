@@ -3,7 +3,7 @@
 
 One run of `flower_patient.alternating` for each model: stretches of rounds without and with fedvitals in turn, in the
 same processes. The first round of a stretch is left out; a stretch with fedvitals is compared with the mean of its two
-neighbours without. The app's own clock, which looks at the end of each round, measures both.
+neighbours without. The app's own diary measures both, at the end of each round.
 """
 
 from __future__ import annotations
@@ -48,25 +48,40 @@ def measured(model: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
 
 
 def ratio_of(lines: Sequence[Mapping[str, Any]]) -> Row:
-    """Of the diary's lines: each watched stretch over its neighbours."""
+    """Of the diary's lines: each watched stretch over its neighbours, by the clock and in seconds of processors."""
+    bare, watched = _means(lines, "seconds")
+    value, low, high = _over(bare, watched)
+    processors = _over(*_means(lines, "cpu"))
+    return {
+        "overhead_percent": value,
+        "low": low,
+        "high": high,
+        "cpu_percent": processors[0],
+        "cpu_low": processors[1],
+        "cpu_high": processors[2],
+        "round_seconds": float(np.median(bare)),
+        "watched_seconds": float(np.median(watched)),
+        "pairs": len(watched),
+    }
+
+
+def _means(lines: Sequence[Mapping[str, Any]], what: str) -> tuple[list[float], list[float]]:
+    """The mean of each stretch's rounds but the first, of those without and of those with fedvitals."""
     steady: dict[int, list[float]] = {}
     for line in lines:
         if line["round"] > 1:
-            steady.setdefault(line["block"], []).append(line["seconds"])
-    means = {block: float(np.mean(seconds)) for block, seconds in steady.items()}
-    bare = [means[block] for block in sorted(means) if block % 2 == 0]
-    watched = [means[block] for block in sorted(means) if block % 2 == 1]
-    ratios = np.array([2 * own / (before + after) for own, before, after in zip(watched, bare, bare[1:], strict=False)])
+            steady.setdefault(line["block"], []).append(line[what])
+    means = [float(np.mean(steady[block])) for block in sorted(steady)]
+    return means[::2], means[1::2]
+
+
+def _over(bare: Sequence[float], watched: Sequence[float]) -> tuple[float, float, float]:
+    """By how many per cent the watched ones are longer: the median over the pairs, and its 95 % interval."""
+    pairs = zip(watched, bare, bare[1:], strict=False)
+    ratios = np.array([2 * own / (before + after) if before + after else 1.0 for own, before, after in pairs])
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return {
-        "overhead_percent": 100 * (float(np.median(ratios)) - 1),
-        "low": 100 * (float(low) - 1),
-        "high": 100 * (float(high) - 1),
-        "round_seconds": float(np.median(bare)),
-        "watched_seconds": float(np.median(watched)),
-        "pairs": len(ratios),
-    }
+    return tuple(100 * (float(ratio) - 1) for ratio in (np.median(ratios), low, high))  # type: ignore[return-value]
 
 
 def bytes_of(letters: Path) -> Row:

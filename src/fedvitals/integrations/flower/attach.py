@@ -29,11 +29,15 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
     """
     if not isinstance(monitor, Monitor):
         raise ConfigError(f"attach(strategy, monitor) takes a fv.Monitor('runs.db'); got {monitor!r}.")
+    if isinstance(what, type):  # hooked, all its objects would be
+        raise ConfigError(f"attach() takes a strategy, not its class: {what.__name__}(...), and not {what.__name__}.")
     known = getattr(what, MARK, None)
     if known is not None:
         if known.monitor is monitor:
             return what
         raise ConfigError(f"This {type(what).__name__} is watched by another monitor already; attach one only.")
+    if isinstance(getattr(monitor.ending, "__self__", None), Journal):
+        raise ConfigError("This monitor is attached already. Attach a strategy or a grid: a strategy's own is seen.")
     hidden = hiding_strategy(what)
     journal = Journal(
         monitor,
@@ -56,6 +60,7 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
             f"attach() takes a strategy (flwr.serverapp.strategy), or the grid that main(grid, context) is given; "
             f"got {type(what).__name__}."
         )
+    monitor.ending = journal.end
     close_at_exit(journal)
     return what
 

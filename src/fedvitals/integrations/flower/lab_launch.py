@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
 
@@ -79,7 +80,7 @@ def simulate(settings: Settings, nodes: int, hear: Callable[[str], None], secret
     """Run it on Ray, with so many simulated nodes. `secrets`: of the environment of its processes on this machine."""
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
         own = {**secrets, "FLWR_HOME": str(Path(folder) / "home")}
-        with _superlink(Path(folder), _environment(own)):
+        with _termination_as_exit(), _superlink(Path(folder), _environment(own)):
             options = f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus={nodes}"
             _run(Path(folder), settings, OWN, ["--federation-config", options], _environment(own), hear)
 
@@ -179,7 +180,8 @@ def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
         _await(process, port, log)
         yield
     finally:
-        _take_down(process, environment["FLWR_HOME"])
+        with _handled(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C would leave something behind
+            _take_down(process, environment["FLWR_HOME"])
 
 
 def _await(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -215,6 +217,31 @@ def _family(home: str) -> list[int]:
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return found
+
+
+@contextlib.contextmanager
+def _handled(number: signal.Signals, how: Any) -> Iterator[None]:
+    """A signal, handled so inside; in a thread that may not decide about signals, as before."""
+    try:
+        before = signal.signal(number, how)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Whoever is told to end, ends what it has started first."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled(signal.SIGTERM, leave), _handled(signal.SIGHUP, leave):
+        yield
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:

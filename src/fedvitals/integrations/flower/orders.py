@@ -16,6 +16,7 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
 from torch import Tensor
 
+from fedvitals.diagnosis.care import FIRST_MODEL
 from fedvitals.errors import ConfigError
 from fedvitals.integrations.flower import arrays
 from fedvitals.protocols import Observer
@@ -76,6 +77,9 @@ KINDS: Mapping[str, Callable[[Orders, Action], None]] = {
 }
 
 
+OF_AGGREGATION = ("server_rate", "robust_aggregator", "roll_back")
+
+
 class Ward:
     """Follows prescriptions: `orders` are those of the open round, `restored` the model that it begins from."""
 
@@ -83,8 +87,10 @@ class Ward:
         self._observer = observer
         self._kept: dict[int, ArrayRecord] = {}
         self._gone_back: set[str] = set()
+        self._begun = False
         self.orders = Orders()
         self.restored: ArrayRecord | None = None
+        self.aggregates = False  # whether what the server makes of the replies passes through our hands
 
     def follow(self, actions: Iterable[Action], number: int, model: ArrayRecord | None) -> None:
         self.orders, self.restored = Orders(), None
@@ -92,6 +98,8 @@ class Ward:
             if action.kind == "checkpoint":
                 if model is not None:
                     self._kept[number - 1] = model
+                    if not self._begun:  # rounds are counted from 1 here
+                        self._kept[FIRST_MODEL], self._begun = model, True
                 self._kept = {held: kept for held, kept in self._kept.items() if held in action.arguments["keep"]}
                 continue
             try:
@@ -103,6 +111,8 @@ class Ward:
         apply = KINDS.get(action.kind)
         if apply is None:
             raise ConfigError(f"'{action.kind}' is up to the clients, which train by code of their own in Flower.")
+        if not self.aggregates and (action.kind in OF_AGGREGATION or "restore" in action.arguments):
+            raise ConfigError(f"'{action.kind}' needs a strategy of flwr.serverapp that is attached: it aggregates.")
         name = str(action.arguments.get("id", action.at))
         if "restore" in action.arguments and name not in self._gone_back:
             number = int(action.arguments["restore"])

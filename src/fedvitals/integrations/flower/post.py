@@ -48,9 +48,8 @@ def watch_post(grid: Any, clerk: Clerk) -> Callable[[], None]:
         return given
 
     def pull_messages(message_ids: Iterable[str], *args: Any, **more: Any) -> Iterable[Message]:
-        replies = _handed_over(pull(message_ids, *args, **more), clerk)
-        _ask_after(pull, clerk)
-        return replies
+        _ask_after(pull, clerk)  # first: who answers the newer question owes nothing any more
+        return _handed_over(pull(message_ids, *args, **more), clerk)
 
     def send_and_receive(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[Message]:
         outgoing, sent = [*messages], time.time()

@@ -94,8 +94,10 @@ def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at
 
 
 def _seen(letter: Letter, sent: float, returned: float) -> tuple[float, float]:
-    """When its handler ran, inside of what the server saw, whatever its clock says."""
-    seconds = min(letter.replied - letter.received, returned - sent)
+    """When its handler ran, inside of what the server saw, whatever its clock says; an error if there is no room."""
+    seconds, away = letter.replied - letter.received, returned - sent
+    if seconds > away:
+        raise RecordError(f"It says that it worked for {seconds:.3g} s, and was away for {away:.3g} s.")
     began = min(max(letter.received, sent), returned - seconds)
     return began, began + seconds
 
@@ -106,7 +108,7 @@ def _tell_metrics(journal: Journal, asked: Asked, reply: Message) -> None:
     for record in reply.content.values():
         if isinstance(record, MetricRecord):
             told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-    if asked.phase == TRAIN and journal.weight in told:
+    if asked.phase == TRAIN and journal.weight in told and journal.hidden is None:
         journal.monitor.log({"update.samples": told.pop(journal.weight)}, node=asked.node)
     told.pop(journal.weight, None)
     named = renamed(told) if asked.phase == TRAIN else {f"{asked.phase}.{k}": v for k, v in told.items()}
@@ -134,7 +136,7 @@ def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | No
         return None
     start, end = journal.models.tensors(sent), arrays.tensors_of(got, journal.layers)
     answers: Sequence[Action] = ()
-    if journal.hidden is None:
+    if journal.hidden is None and end:  # a model may be all of whole numbers, as trees are
         answers = journal.monitor.updates(asked.number, {asked.node: arrays.update_of(start, end)})
     left = next((a for a in answers if a.kind == "exclude" and a.target == asked.node), None)
     why = None if left is None else str(left.arguments.get("why", "it cannot be used"))

@@ -31,7 +31,7 @@ def watch_strategy(strategy: Any, journal: Journal, begin: Begin) -> None:
     for name, hook in hooks.items():
         setattr(strategy, name, functools.update_wrapper(hook, getattr(strategy, name)))
     setattr(strategy, MARK, journal)
-    journal.hooked = True
+    journal.hooked = journal.ward.aggregates = True
 
 
 def _start(start: Callable[..., Any], journal: Journal, begin: Begin, *args: Any, **more: Any) -> Any:

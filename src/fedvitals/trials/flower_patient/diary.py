@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server writes down of a run, the same with and without fedvitals: each round's seconds, the last weights."""
+"""What the server writes down of a run, the same with and without fedvitals: each round's seconds, the last weights.
+
+Seconds by the clock, and of all processors together: on a busy machine only the latter can be compared.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,17 +29,17 @@ class Diary:
         self._model = task.new_model(str(config["model"]), 0)
         self._x, self._y = task.test_samples(int(config["seed"]))
         self._rounds: list[dict[str, Any]] = []
-        self._before = 0.0
+        self._before = self._cpu_before = 0.0
         self.about: dict[str, Any] = {}  # goes into every line
 
     def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
         self._model.load_state_dict(arrays.to_torch_state_dict())
         loss, accuracy = task.evaluate(self._model, self._x, self._y)
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), processor_seconds()
         if server_round > 0:  # before round 1, too, the model is tested
-            line = {"round": server_round, "seconds": now - self._before, "loss": loss, "accuracy": accuracy}
-            self._rounds.append(line | self.about)
-        self._before = now
+            spent = {"seconds": now - self._before, "cpu": cpu - self._cpu_before}
+            self._rounds.append({"round": server_round, **spent, "loss": loss, "accuracy": accuracy, **self.about})
+        self._before, self._cpu_before = now, cpu
         return MetricRecord({"loss": loss, "accuracy": accuracy})
 
     def write(self, arrays: ArrayRecord | None) -> None:
@@ -47,3 +51,21 @@ class Diary:
         if arrays is not None:
             np.savez(folder / WEIGHTS, **{name: array.numpy() for name, array in arrays.items()})  # type: ignore[arg-type]
         (folder / ROUNDS).write_text(json.dumps(self._rounds), encoding="utf-8")
+
+
+def processor_seconds() -> float:
+    """Of this process and all below it, Ray's and the clients' among them, since they began; 0 where nobody tells."""
+    parents, ticks = {}, {}
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        parents[int(place.parent.name)] = int(fields[1])
+        ticks[int(place.parent.name)] = int(fields[11]) + int(fields[12])
+    ours: set[int] = set()
+    found = {os.getpid()}
+    while found:
+        ours |= found
+        found = {pid for pid, parent in parents.items() if parent in ours} - ours
+    return sum(ticks.get(pid, 0) for pid in ours) / os.sysconf("SC_CLK_TCK")

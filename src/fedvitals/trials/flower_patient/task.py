@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -29,6 +30,7 @@ def new_model(kind: str, seed: int) -> nn.Module:
     raise ValueError(f"There is no model '{kind}'. Known: cnn, large.")
 
 
+@functools.cache  # reading them takes longer than a small client's epoch
 def digits(seed: int) -> tuple[Tensor, Tensor]:
     """All samples, shuffled: images of 1 x 8 x 8 between 0 and 1, and their labels."""
     pixels, labels = load_digits(return_X_y=True)
