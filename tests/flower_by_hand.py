@@ -7,7 +7,9 @@ Each client moves the model a fixed part of the way to a target of its own, so t
 from __future__ import annotations
 
 import gc
+import itertools
 import random
+import threading
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from fedvitals.testing import MemorySink
 from flower_grid import flower_run
 
 RUN, FIRST = 7, 100  # Flower's run id; the first node's
+RUNS = itertools.count(1000)  # more run ids: of one run, a process keeps what it knows
 LAYERS = {"dense.weight": (6, 4), "dense.bias": (4,), "head.weight": (4, 3)}
 EXAMPLES = 20
 
@@ -46,6 +49,7 @@ class HandGrid(Grid):
         self._ready: dict[str, Message] = {}
         self._later: dict[str, Message] = {}
         self._states = {node: RecordDict() for node in self.nodes}
+        self._lock = threading.RLock()  # the older API sends on threads
 
     @property
     def run(self) -> Any:
@@ -60,21 +64,21 @@ class HandGrid(Grid):
         return [*self.nodes]
 
     def push_messages(self, messages: Any) -> list[str]:
-        self._ready |= self._later
-        self._later = {}
-        ids = []
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = key = str(uuid.uuid4())
-            message.metadata.__dict__["_run_id"] = self.run_id
-            ids.append(key)
-            request = carried(message)
-            self.requests.append(carried(message))
-            fate = self.fate(message, carried(self._answer(request)))
-            if isinstance(fate, Late):
-                self._later[key] = fate.reply
-            elif fate is not None:
-                self._ready[key] = fate
-        return ids
+        with self._lock:
+            self._ready |= self._later
+            self._later = {}
+            return [self._push(message) for message in messages]
+
+    def _push(self, message: Message) -> str:
+        message.metadata.__dict__["_message_id"] = key = str(uuid.uuid4())
+        message.metadata.__dict__["_run_id"] = self.run_id
+        self.requests.append(carried(message))
+        fate = self.fate(message, carried(self._answer(carried(message))))
+        if isinstance(fate, Late):
+            self._later[key] = fate.reply
+        elif fate is not None:
+            self._ready[key] = fate
+        return key
 
     def _answer(self, request: Message) -> Message:
         node = request.metadata.dst_node_id

@@ -55,7 +55,7 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     end = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}, in vain"
-        time.sleep(0.05)
+        time.sleep(0.2)  # others need the processor
     return answer
 
 

@@ -67,7 +67,7 @@ def test_dropped_the_round_is_that_of_the_others(spoil, mod):
         app = ill(spoil, mod=mod)
         result, _ = federate(FedAvg(), app, monitor, rounds=3, attach={"guard": "drop"})
     assert numbers(result.arrays) == numbers(wanted.arrays)
-    (event,) = sink.events("update.refused")
+    (event,) = sink.events("update.left_out")
     assert (event.where.node, event.where.round, event.data["guard"]) == (ILL, 2, "drop")
     assert {(found.issue, found.where.node) for found in sink.of(Finding)} == {("NAN_UPDATE", ILL)}
     assert [span.where.round for span in sink.of(Span, ROUND)] == [1, 2, 3]
@@ -80,7 +80,7 @@ def test_told_to_fail_it_names_node_and_layer(spoil):
         with pytest.raises(NonFiniteUpdateError, match=rf"Round 2: .*{layer}.*node {ILL}\."):
             federate(FedAvg(), ill(spoil), monitor, rounds=3, attach={"guard": "fail"})
         monitor.flush()
-        (event,) = sink.events("update.refused")
+        (event,) = sink.events("update.left_out")
         assert event.where.node == ILL
     assert [span.where.round for span in sink.of(Span, ROUND)] == [1, 2]
 
@@ -95,7 +95,7 @@ def test_reported_the_client_is_named_and_nothing_is_changed(spoil):
     first = [found for found in sink.of(Finding) if found.where.round == 2]
     assert ("NAN_UPDATE", ILL) in {(found.issue, found.where.node) for found in first}
     assert {found.where.node for found in first} <= {ILL, None}  # of the model as a whole, perhaps; of nobody else
-    assert not sink.events("update.refused")
+    assert not sink.events("update.left_out")
 
 
 @pytest.mark.parametrize("name", ["FedAdam", "FedMedian", "Krum", "DifferentialPrivacyServerSideFixedClipping"])
@@ -110,7 +110,7 @@ def test_the_guard_works_with_any_strategy(name):
     with watched() as (monitor, sink):
         result, _ = federate(strategy, ill(all_nan), monitor, nodes=6, rounds=3, attach={"guard": "drop"})
     assert finite(result)
-    assert [event.where.round for event in sink.events("update.refused")] == [2]
+    assert [event.where.round for event in sink.events("update.left_out")] == [2]
 
 
 def test_all_of_them_ill_the_model_stays_what_it_was():
@@ -122,14 +122,14 @@ def test_all_of_them_ill_the_model_stays_what_it_was():
     with watched() as (monitor, sink):
         result, _ = federate(FedAvg(), client_app(train=train), monitor, attach={"guard": "drop"})
     assert not result.arrays  # nothing was aggregated: Flower's own word for it
-    assert len(sink.events("update.refused")) == 8
+    assert len(sink.events("update.left_out")) == 8
 
 
 def test_without_us_and_with_a_healthy_client_the_guard_is_silent():
     with watched(detectors="standard") as (monitor, sink):
         result, _ = federate(FedAvg(), with_mod(), monitor, rounds=3, attach={"guard": "drop"})
     assert numbers(result.arrays) == numbers(federate(FedAvg(), client_app(), rounds=3)[0].arrays)
-    assert not sink.events("update.refused")
+    assert not sink.events("update.left_out")
     assert not sink.of(Finding)
 
 

@@ -43,7 +43,7 @@ from fedvitals.records import Action, Record, Run, Truth, Where
 from fedvitals.rounds import Rounds
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
-from fedvitals.telemetry.privacy import LEAST_CLIENTS, described_policy, policy_for
+from fedvitals.telemetry.privacy import LEAST_CLIENTS, SCALARS, described_policy, policy_for
 from fedvitals.telemetry.traceparent import carried
 from fedvitals.worker import Arrivals, Sender, WorkerObserver
 
@@ -144,7 +144,7 @@ class Monitor:
                 f"aggregation or differential privacy): at most level {most} goes with it. Leave privacy= out."
             )
         level = min(policy_for(host, privacy).level, most)
-        self._policy = policy_for(host, level, cohort, tracebacks)
+        self._policy = replace(policy_for(host, level, cohort, tracebacks), hides=most < SCALARS)
         ours = {**self.run.config["fedvitals"], **described_policy(self._policy)}
         self._chart.hosted(host, {**self.run.config, **(config or {}), "fedvitals": ours}, self._policy, trace)
         self._arrivals.policy = self._policy

@@ -6,7 +6,7 @@ their order. That is a fifth of the records that a Span for each part would be, 
 nested Spans wherever they are shown or exported.
 
     round                      node None: the whole
-    ├ server                   node «server»: wait, receive, aggregate, evaluate
+    ├ server                   node «server»: wait, receive, aggregate, evaluate, examine
     ├ edge                     an edge node, cluster or ring: wait, aggregate
     │ └ journey                a client as its parent sees it: queue, start, download, data, compute, upload, reply,
     │   │                      wait
@@ -40,6 +40,7 @@ WORK = {  # parts in which something is done, and what a round is bound by that 
     "receive": "server",  # updates: reading, checking, measuring them
     "aggregate": "aggregation",
     "evaluate": "server",
+    "examine": "compute",  # clients evaluate, and the server waits for them
 }
 REST = {  # parts in which a node waits, and for what
     "queue": "for its turn: a free worker, or the server, which serves one after the other",

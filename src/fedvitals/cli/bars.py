@@ -32,6 +32,7 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "receive": ("R", ORANGE),
     "aggregate": ("A", PINK),
     "evaluate": ("E", ORANGE),
+    "examine": ("X", SKY),
     "queue": ("q", "#666666"),
     "start": ("s", "#666666"),
     "reply": ("r", "#666666"),

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,30 +14,41 @@ if TYPE_CHECKING:
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "dim"}
 TRACEBACK = 12  # last lines of one
 WIDEST = 300  # characters of a line of it
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
-def print_list(console: Any, cases: Sequence[Case], most: int | None = None) -> None:
-    """One line a case, and its message."""
+def print_list(
+    console: Any, cases: Sequence[Case], most: int | None = None, labels: Mapping[str, str] = NO_LABELS
+) -> None:
+    """One line a case, and its message. `labels`: of nodes, see `views.labels`."""
     from fedvitals.cli.screen import shown
+    from fedvitals.views.labels import place_of
 
     for case in cases[:most]:
-        words = f"{shown(case.place)}: {case.issue}, {case.confidence:.0%} sure, {case.course}"
+        words = f"{shown(place_of(case, labels))}: {case.issue}, {case.confidence:.0%} sure, {case.course}"
         console.print(f"{_coloured(case.severity)}  {words}", soft_wrap=True)
         console.print(f"          {shown(case.newest.message)}", soft_wrap=True)
     if most is not None and len(cases) > most:
         console.print(f"[dim]          and {len(cases) - most} more[/dim]")
 
 
-def print_card(console: Any, case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> None:
+def print_card(
+    console: Any,
+    case: Case,
+    actions: Iterable[Action] = (),
+    failure: Event | None = None,
+    labels: Mapping[str, str] = NO_LABELS,
+) -> None:
     """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
     from fedvitals.cli.screen import shown
+    from fedvitals.views.labels import named, place_of
     from fedvitals.views.troubles import more_of, text_of
 
     known = case.known
     console.print(f"{_coloured(case.severity)}  [bold]{case.issue}[/bold]: {shown(known.title)}", soft_wrap=True)
     for title, text in (
         ("what", case.newest.message),
-        ("where", case.place),
+        ("where", place_of(case, labels)),
         ("when", case.course),
         ("how sure", _how_sure(case)),
     ):
@@ -50,9 +62,8 @@ def print_card(console: Any, case: Case, actions: Iterable[Action] = (), failure
     for name, value in more_of(case):
         console.print(f"  {shown(name.replace('_', ' ')):9} {shown(text_of(value))}", soft_wrap=True)
     for suspect in case.newest.suspects:
-        console.print(
-            f"  suspect   {shown(suspect.node)} ({suspect.score:.3g}) {shown(suspect.reason)}", soft_wrap=True
-        )
+        who = shown(named(suspect.node, labels))
+        console.print(f"  suspect   {who} ({suspect.score:.3g}) {shown(suspect.reason)}", soft_wrap=True)
     _enumerate(console, "likely causes", known.causes)
     _enumerate(console, "what to do", known.remedies)
     if known.refutation:

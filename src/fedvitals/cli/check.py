@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -32,13 +33,14 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     from fedvitals.diagnosis.examine import DETECTORS, examine
     from fedvitals.records import Finding
     from fedvitals.store import open_reader, queries
+    from fedvitals.views.labels import labels_of
 
     failures: list[str] = []
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
         stored = queries.records(reader, chosen, Finding)
         fresh = examine(reader.history(chosen), failed=lambda error, who: failures.append(f"{who} failed: {error!r}"))
-        attendance = queries.attendance(reader, chosen)
+        attendance, labels = queries.attendance(reader, chosen), labels_of(reader, chosen)
     found, difference = cases(fresh, attendance), compare(stored, fresh)
     for failure in dict.fromkeys(failures):
         click.echo(f"fedvitals: {failure}", err=True)
@@ -52,18 +54,18 @@ def command(run: str, store: str | None, as_json: bool) -> int:
         }
         print_json("check", told)
     else:
-        _print(found, difference, len(DETECTORS))
+        _print(found, difference, len(DETECTORS), labels)
     return int(any(is_trouble(case) for case in found))
 
 
-def _print(found: list[Case], difference: Difference, detectors: int) -> None:
+def _print(found: list[Case], difference: Difference, detectors: int, labels: Mapping[str, str]) -> None:
     from rich.console import Console
 
     from fedvitals.cli import case_cards
 
     console = Console(highlight=False)
     console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold] by {detectors} detectors, looking again\n")
-    case_cards.print_list(console, found, ROWS)
+    case_cards.print_list(console, found, ROWS, labels)
     if found:
         console.print()
     if difference.own:

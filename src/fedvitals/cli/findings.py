@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -37,10 +37,13 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
     from fedvitals.records import Action
     from fedvitals.store import open_reader, queries
     from fedvitals.views.card import detectors_of
+    from fedvitals.views.labels import labels_of, node_of
     from fedvitals.views.troubles import actions_about, failures_of
 
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
+        labels = labels_of(reader, chosen)
+        node = None if node is None else node_of(node, reader.history(chosen).nodes(), labels)
         found = _cases(reader, chosen, number, node)
         actions = queries.records(reader, chosen, Action)
         described = queries.get_run(reader, chosen)
@@ -55,7 +58,7 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
             {"run": chosen, "name": described.name, "detectors": installed, "cases": told, "clients": clients},
         )
     else:
-        _print(cards, installed, chosen, full=everything or node is not None)
+        _print(cards, installed, chosen, labels, full=everything or node is not None)
         _print_verdicts(clients, node)
     return int(any(is_trouble(case) for case in found))
 
@@ -87,7 +90,7 @@ def _print_verdicts(clients: dict[str, str], node: str | None) -> None:
 
 
 def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> list[Case]:
-    from fedvitals.errors import ConfigError, unknown
+    from fedvitals.errors import ConfigError
     from fedvitals.views.troubles import cases_of, concerns
 
     history = reader.history(run)
@@ -99,13 +102,18 @@ def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> li
     if number is not None:
         found = [case for case in found if case.last == number]
     if node is not None:
-        if node not in history.nodes():
-            raise ConfigError(unknown("node", node, history.nodes()))
         found = [case for case in found if concerns(case, node)]
     return found
 
 
-def _print(cards: Sequence[tuple[Case, list[Action], Event | None]], installed: int, run: str, *, full: bool) -> None:
+def _print(
+    cards: Sequence[tuple[Case, list[Action], Event | None]],
+    installed: int,
+    run: str,
+    labels: Mapping[str, str],
+    *,
+    full: bool,
+) -> None:
     from rich.console import Console
 
     from fedvitals.cli import case_cards
@@ -121,7 +129,7 @@ def _print(cards: Sequence[tuple[Case, list[Action], Event | None]], installed: 
     console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold], {there} still there\n")
     if full:
         for case, own, failure in cards:
-            case_cards.print_card(console, case, own, failure)
+            case_cards.print_card(console, case, own, failure, labels)
         return
-    case_cards.print_list(console, found, ROWS)
+    case_cards.print_list(console, found, ROWS, labels)
     console.print("\n[dim]Numbers, causes and what to do: --all, or --node NAME[/dim]")

@@ -202,6 +202,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
     from fedvitals.cli.screen import shown
     from fedvitals.store import open_reader, store_target
     from fedvitals.store.postgres import address_of
+    from fedvitals.views.labels import labels_of
     from fedvitals.views.troubles import cases_of
 
     console = Console(highlight=False)
@@ -210,7 +211,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
     try:
         with open_reader(store) as reader:
             done = _newest(reader, began)
-            cases = [] if done is None else cases_of(reader, done.id)
+            cases, labels = ([], {}) if done is None else (cases_of(reader, done.id), labels_of(reader, done.id))
     except FedvitalsError:  # there is no such store yet
         done = None
     if done is None:
@@ -221,7 +222,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
         soft_wrap=True,
     )
     if cases:
-        case_cards.print_list(console, cases, 8)
+        case_cards.print_list(console, cases, 8, labels)
     else:
         console.print("No findings.")
     option = "" if told == str(Path("runs.db").absolute()) else f" --store {shlex.quote(told)}"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fedvitals.views.card import Card
 
 ROWS = 8  # of clients and layers, unless --all
+LONGEST = 30  # characters of a client's name in the table
+GIVES = 6  # characters that the column «stands out by» can do without, its words below each other
 COLUMNS = {
     "update.norm": "update",
     "update.cosine_mean": "cosine",
@@ -65,7 +67,7 @@ def _print(card: Card, everything: bool, store: str | None) -> None:
     console.print(_signs(card))
     rows = None if everything else ROWS
     if card.clients:
-        console.print(_clients(card, rows))
+        console.print(_clients(console, card, rows))
     if card.layers:
         console.print(_layers(card, rows))
     _events(console, card)
@@ -108,7 +110,7 @@ def _health(console: Any, card: Card, store: str | None) -> None:
     there = sum(case.still_there for case in card.cases)
     count = f"{len(card.cases)} case{'s' * (len(card.cases) != 1)}, {there} still there"
     console.print(f"[bold]Health[/bold]: {count}; {card.detectors} detectors looked.")
-    print_list(console, card.cases, ROWS)
+    print_list(console, card.cases, ROWS, card.labels)
     where = f" --store {store}" if store else ""
     console.print(
         f"[dim]Why, and what to do: fedvitals findings {shown(card.run.id)} --all{where}[/dim]\n", soft_wrap=True
@@ -132,27 +134,38 @@ def _signs(card: Card) -> Any:
     return table
 
 
-def _clients(card: Card, rows: int | None) -> Any:
+def _clients(console: Any, card: Card, rows: int | None) -> Any:
+    """The table of clients: who and how far is never cut; where there is no room, the last columns are left out."""
+    present = [m for m in COLUMNS if any(m in found for found in card.newest.values())]
+    table, anywhere = _client_table(card, rows, present), console.options.update(width=10 * console.width)
+    while present and console.measure(table, options=anywhere).maximum > console.width + GIVES:
+        present.pop()
+        table = _client_table(card, rows, present)
+    return table
+
+
+def _client_table(card: Card, rows: int | None, present: list[str]) -> Any:
     from rich.table import Table
 
     from fedvitals.catalog import CATALOG
     from fedvitals.cli.screen import number, shown, with_unit
+    from fedvitals.views.labels import short
 
     top = card.clients[:rows]
     title = f"\nClients, those that stand out first ({len(top)} of {len(card.clients)})"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    table.add_column("client")
-    table.add_column("score", justify="right")
-    table.add_column("stands out by", no_wrap=True)
-    present = [m for m in COLUMNS if any(m in found for found in card.newest.values())]
+    table.add_column("client", no_wrap=True, max_width=LONGEST)
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("stands out by")
     for name in present:
         table.add_column(COLUMNS[name], justify="right", no_wrap=True)
     for client in top:
         values = card.newest.get(client.name, {})
         cells = (with_unit(values.get(m), CATALOG[m].unit) for m in present)
+        who = f"{short(client.name)} {card.labels.get(client.name, '')}".rstrip()
         why = client.why if client.score >= 3 else ""
         style = "bold" if client.score >= 5 else ""
-        table.add_row(shown(client.name), number(client.score), why, *cells, style=style)
+        table.add_row(shown(who), number(client.score), why, *cells, style=style)
     table.caption = (
         "update: its size; cosine: to the others' mean; before, after: accuracy on own samples (last 5 rounds)"
     )
@@ -177,12 +190,14 @@ def _layers(card: Card, rows: int | None) -> Any:
 
 def _events(console: Any, card: Card) -> None:
     from fedvitals.cli.screen import shown
+    from fedvitals.views.labels import named
 
     if not card.events:
         return
     console.print(f"\n[bold]Warnings and errors[/bold] (newest of {len(card.events)})")
     for event in card.events[-5:]:
-        place = " ".join(str(part) for part in (f"round {event.where.round}", event.where.node) if part)
+        who = named(event.where.node, card.labels) if event.where.node else None
+        place = " ".join(str(part) for part in (f"round {event.where.round}", who) if part)
         console.print(f"  {event.level}  {shown(place)}: {shown(event.message[:200])}", soft_wrap=True)
     console.print()
 
@@ -192,17 +207,16 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
     from rich.table import Table
 
     from fedvitals.cli.screen import number, shown, sparkline
-    from fedvitals.errors import ConfigError, unknown
     from fedvitals.store import queries
+    from fedvitals.views.labels import labels_of, named, node_of
 
-    known = reader.history(run).nodes()
-    if node not in known:
-        raise ConfigError(unknown("node", node, known))
+    labels = labels_of(reader, run)
+    node = node_of(node, reader.history(run).nodes(), labels)
     found = queries.node_history(reader, run, node)
     if as_json:
         print_json("show", {"node": node, "metrics": found})
         return
-    table = Table(box=None, pad_edge=False, title=shown(node), title_justify="left", title_style="bold")
+    table = Table(box=None, pad_edge=False, title=shown(named(node, labels)), title_justify="left", title_style="bold")
     table.add_column("metric")
     for title in ("first", "now"):
         table.add_column(title, justify="right")

@@ -34,8 +34,6 @@ LASTING = 3  # participations in a row, of what may pass by itself
 def misfits(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
     """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; a weight that is none is WRONG_SAMPLE_COUNT."""
     for event in events_in(history, round, "update.refused"):
-        if "guard" in event.data:  # refused for its numbers, which are a finding of their own
-            continue
         weight, node = bool(event.data.get("weight")), event.where.node
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
         why = "it claims a number of samples that is none" if weight else "its shape or type is not the model's"

@@ -20,7 +20,7 @@ from fedvitals.profiling.timeline import NodeTime, RoundTime, by_class
 
 SAME = 0.02  # of a round: the same node's work before a pause this short comes before another's that ended in it
 WAITED = 0.1  # share of a link in which its client waited, from which others took turns with it
-LAST_FIRST = ("evaluate", "aggregate", "receive")  # of a server's sums: what it did last comes first, going back
+LAST_FIRST = ("evaluate", "examine", "aggregate", "receive")  # of a server's sums: what it did last, going back
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ def _chain(time: RoundTime, units: list[_Unit]) -> list[Link]:
         while place >= 0 and units[place].ended > at + CLOSE:
             place -= 1
         if place < 0:
-            links += gaps.fill(time.began, at, following)
+            links += gaps.fill(time.began, at, following, "")
             break
         chosen = _before(at, units, place, by_node.get(following, ()), SAME * time.seconds)
         if at - chosen.ended > CLOSE:
-            links += gaps.fill(chosen.ended, at, following)
+            links += gaps.fill(chosen.ended, at, following, chosen.node)
         links.append(_link(chosen, units))
         at, following = max(chosen.began, time.began), chosen.node
     return links[::-1]
@@ -197,8 +197,8 @@ class _Gaps:
             first = {part: work.pop(part) for part in LAST_FIRST if part in work}
             self._left = first | work
 
-    def fill(self, began: float, ended: float, following: str) -> list[Link]:
-        """Links from the end of a gap to its beginning."""
+    def fill(self, began: float, ended: float, following: str, after: str) -> list[Link]:
+        """Links from the end of a gap to its beginning: between the work of one node and that of another."""
         links = []
         at = ended
         for part, seconds in list(self._left.items()):
@@ -208,22 +208,32 @@ class _Gaps:
                 self._left[part] -= taken
                 at -= taken
         if at - began > CLOSE:
-            node, part = SERVER, UNACCOUNTED
-            if _told(self._time.nodes.get(following), "queue", began, at):
-                node, part = following, "queue"  # waited for its turn, behind somebody who is not seen
-            elif _told(self._time.server, "wait", began, at):
-                part = "wait"  # for somebody who never came
-            links.append(Link(node, part, began, at - began, {part: at - began}))
+            links.append(self._waiting(began, at, following, after))
         return links
 
+    def _waiting(self, began: float, ended: float, following: str, after: str) -> Link:
+        """For its turn, behind somebody who is not seen; for a process; for an answer; for somebody who never came."""
+        whole = ended - began
+        for node, names in ((following, ("queue", "start")), (after, ("reply",)), (SERVER, ("wait",))):
+            parts = _waited(self._time.nodes.get(node), names, began, ended)
+            if sum(parts.values()) > 0.5 * whole:
+                left = whole - sum(parts.values())
+                parts = {**parts, UNACCOUNTED: left} if left > CLOSE else parts
+                return Link(node, _largest(parts), began, whole, parts)
+        return Link(SERVER, UNACCOUNTED, began, whole, {UNACCOUNTED: whole})
 
-def _told(node: NodeTime | None, part: str, began: float, ended: float) -> bool:
-    """Whether a node says of most of this time that it waited, and that at this time."""
-    if node is None or part not in node.told or any(stay.folded for stay in node.stays):
-        return False
-    blocks = [block for block in node.blocks if part in block.parts]
-    inside = sum(max(0.0, min(b.began + b.seconds, ended) - max(b.began, began)) for b in blocks)
-    return inside > 0.5 * (ended - began)
+
+def _waited(node: NodeTime | None, parts: Collection[str], began: float, ended: float) -> dict[str, float]:
+    """How long a node says that it waited inside of this time, by what for; sums have no place in time."""
+    found: dict[str, float] = {}
+    if node is None:
+        return found
+    for block in node.blocks:
+        inside = min(block.began + block.seconds, ended) - max(block.began, began)
+        for part in parts:
+            if not block.folded and part in block.parts and part in node.told and inside > CLOSE:
+                found[part] = found.get(part, 0.0) + inside
+    return found
 
 
 def flights(time: RoundTime) -> dict[str, float]:
@@ -297,6 +307,7 @@ def _most(links: list[Link]) -> int:
 
 
 NOUNS = {
+    "examine": "wait for the clients' evaluation",
     "data": "data loading",
     "forward": "forward pass",
     "backward": "backward pass",

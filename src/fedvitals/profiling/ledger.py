@@ -158,6 +158,8 @@ class Ledger:
             start = start if one.started - offset.seconds >= one.sent - SAME else 0.0  # one that is older was there
             parts = {"queue": here - one.sent - start, "start": start, "data": data, "compute": compute + began - here}
             parts |= {"reply": one.returned - away}
+        if (one.received, one.replied) == (one.sent, one.returned):  # nothing is known but that it was away
+            parts = {"compute": one.returned - one.sent}
         parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - one.returned}.items()}
         told = {"clock_offset": offset.seconds, "clock_error": offset.error}
         parent = self._round if group is None else edge_span(self._round, group)

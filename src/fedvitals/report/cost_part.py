@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fedvitals import plot
 from fedvitals.plot.round_waterfall import draw_waterfall
 from fedvitals.plot.traffic_bars import draw_traffic
 from fedvitals.report.markup import Block, Heading, Table, Text, literal
 from fedvitals.report.pictures import Pictures
 from fedvitals.store.reader import Reader
+from fedvitals.views.labels import labels_of, named
 from fedvitals.views.profile import Profile
 from fedvitals.views.round import round_page
 from fedvitals.views.units import number, seconds, size, whole_percent
@@ -25,7 +28,9 @@ def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) ->
         words = f"seconds of each round by part, on the {profile.clock} clock"
         blocks.append(pictures.of("phases", words, lambda: plot.phases((reader, run))))
         blocks += _round(reader, run, profile, pictures)
-        blocks += [table for table in (_stragglers(profile), _remedies(profile)) if table is not None]
+        blocks += [
+            table for table in (_stragglers(profile, labels_of(reader, run)), _remedies(profile)) if table is not None
+        ]
     blocks += _memory(profile)
     if profile.traffic.bytes:
         up, down = profile.traffic.up, profile.traffic.down
@@ -53,10 +58,10 @@ def _round(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> li
     return [Text(literal(page.headline)), pictures.of("waterfall", words, lambda: draw_waterfall(page))]
 
 
-def _stragglers(profile: Profile) -> Table | None:
+def _stragglers(profile: Profile, labels: Mapping[str, str]) -> Table | None:
     rows = tuple(
-        (literal(one.node, 40), f"{one.determined} of {one.rounds}", seconds(one.seconds_lost), literal(one.part),
-         seconds(one.typical), seconds(one.peers))
+        (literal(named(one.node, labels), 60), f"{one.determined} of {one.rounds}", seconds(one.seconds_lost),
+         literal(one.part), seconds(one.typical), seconds(one.peers))
         for one in profile.stragglers[:ROWS]
         if one.seconds_lost > 0
     )  # fmt: skip

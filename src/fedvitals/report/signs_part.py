@@ -148,7 +148,7 @@ def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
 def _row(row: ClientRow) -> tuple[str, ...]:
     cases = "; ".join(f"{literal(case.title)} {whole_percent(case.confidence)}" for case in row.cases)
     return (
-        literal(row.name, 40),
+        literal(row.name, 40) + (f" ({literal(row.label)})" if row.label else ""),
         cases or "–",
         "NaN or infinite values" if row.broken else literal(row.why, 60) or "–",
         f"{row.attended} of {row.sampled}" if row.sampled != row.attended else str(row.attended),

@@ -10,6 +10,7 @@ from fedvitals.report.settings import flat, readable
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import Card as HealthCard
 from fedvitals.views.compare import flattened
+from fedvitals.views.labels import named
 from fedvitals.views.profile import Profile
 from fedvitals.views.status import status_of
 from fedvitals.views.units import number, seconds, size, whole_percent, with_unit
@@ -98,8 +99,8 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
         blocks.append(Table("Not measured", ("metrics", "what they need"), rows))
     if card.events:
         events = tuple(
-            (str(event.where.round if event.where.round is not None else "–"), literal(event.where.node or "–", 40),
-             literal(event.level), literal(event.message, 300))
+            (str(event.where.round if event.where.round is not None else "–"),
+             literal(named(event.where.node or "–", card.labels), 60), literal(event.level), literal(event.message, 300))
             for event in card.events[-EVENTS:]
         )  # fmt: skip
         note = f"the newest of {len(card.events)}" if len(card.events) > EVENTS else ""

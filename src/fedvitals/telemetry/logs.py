@@ -21,6 +21,7 @@ from fedvitals.scope import Scope, current
 
 MESSAGE_BYTES = 4096
 TRACEBACK_BYTES = 16_384
+NARRATING = "flwr"  # a framework's own account of its rounds, which we give better
 OURS = "fedvitals"  # loggers whose lines never become events, and the name of the handler that `configure` installs
 
 # What every log record has; the rest came in through `extra`.
@@ -79,7 +80,7 @@ class EventHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         _speak_if_nobody_does(record, self)
         # Whatever takes the event may log, too: that line would come back here for ever.
-        if _is_ours(record) or getattr(self._busy, "now", False):
+        if _is_ours(record) or _narrates(record) or getattr(self._busy, "now", False):
             return
         self._busy.now = True
         try:
@@ -90,6 +91,10 @@ class EventHandler(logging.Handler):
             self.handleError(record)
         finally:
             self._busy.now = False
+
+
+def _narrates(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING and record.name.partition(".")[0] == NARRATING
 
 
 def _speak_if_nobody_does(record: logging.LogRecord, handler: EventHandler) -> None:

@@ -60,7 +60,7 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "client.dropped_out": ("exception", "code", "phase", "round"),
     "edge.failed": ("exception",),
     "round.failed": ("exception",),
-    "update.refused": ("weight", "guard"),
+    "update.refused": ("weight",),
 }
 # Times and counts; and nothing of a client's own, since `timed` gives these keys to nobody.
 LEFT_OF_SPANS = (
@@ -70,7 +70,7 @@ LEFT_OF_SPANS = (
 WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = (  # events that quote nobody
     "budget", "client.answered_late", "client.busy", "client.partition", "client.unserved", "round.unclosed",
-    "telemetry.refused", "update.late", "updates.approximate", "worker.lost",
+    "telemetry.refused", "update.late", "update.left_out", "updates.approximate", "worker.lost",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
 TROUBLE = ("warning", "error", "critical")
@@ -85,6 +85,7 @@ class Policy:
     level: int = 3
     cohort: int = LEAST_CLIENTS
     tracebacks: bool = True
+    hides: bool = False  # the federation hides its clients: what a server could compute of one is not kept either
 
 
 def policy_for(
@@ -92,7 +93,8 @@ def policy_for(
 ) -> Policy:
     """The policy of a run: what the user chose, else level 3 with tracebacks at home and 2 without in a deployment."""
     at_home = host in TRUSTED_HOSTS
-    level = (3 if at_home else 2) if level is None else level
+    if level is None:  # who asks for tracebacks asks for words
+        level = 3 if at_home or tracebacks else 2
     if isinstance(level, bool) or level not in range(5):
         raise ConfigError(f"privacy= is a level from 0 to 4, got {level!r}. See docs/metrics.md, «Privacy».")
     if isinstance(cohort, bool) or not isinstance(cohort, int) or cohort < 2:
@@ -123,7 +125,7 @@ def released(
         return _event(record, policy, about_client=about_client)
     if isinstance(record, Span):
         return _span(record, policy, about_client=about_client)
-    if policy.level >= level_of(record) or (held and from_update(record)):
+    if policy.level >= level_of(record) or (held and not policy.hides and from_update(record)):
         return record
     if clients is not None:
         return _adding(record) if policy.level >= SUMS and clients >= policy.cohort else None

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.store.marks import marks
 from fedvitals.store.reader import Reader
+from fedvitals.views.labels import place_of
 from fedvitals.views.troubles import case_key
 
 
@@ -18,6 +20,7 @@ class Brief:
     title: str
     place: str
     node: str | None
+    label: str  # of its node, where it has one; see `views.labels`
     layer: str | None
     severity: str  # the worst that it had
     confidence: float | None
@@ -43,14 +46,15 @@ def since_of(case: Case) -> int | None:
     return case.since if case.since is not None else case.first
 
 
-def brief(case: Case, marked: Marked) -> Brief:
+def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
     key = case_key(case)
     return Brief(
         key=key,
         issue=case.issue,
         title=case.known.title,
-        place=case.place,
+        place=place_of(case, labels),
         node=case.node,
+        label=labels.get(case.node or "", ""),
         layer=case.layer,
         severity=case.severity,
         confidence=case.confidence,

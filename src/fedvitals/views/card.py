@@ -16,6 +16,7 @@ from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
+from fedvitals.views.labels import labels_of
 
 # What the card shows of a run, in the order of a patient's chart: outcome, learning, gradients, weights, machine.
 VITAL_SIGNS = (
@@ -55,6 +56,7 @@ class Card:
     privacy: str
     cohort: int | None  # the fewest clients whose sum may be told; None: of a run before there was such a setting
     tracebacks: bool | None
+    labels: Mapping[str, str]  # node → what it is called beside its name
 
 
 def health_card(reader: Reader, run: str) -> Card:
@@ -82,6 +84,7 @@ def health_card(reader: Reader, run: str) -> Card:
         privacy=f"{level}: {LEVELS[level]}",
         cohort=_setting(described, "cohort", None),
         tracebacks=_setting(described, "tracebacks", None),
+        labels=labels_of(reader, run),
     )
 
 

@@ -19,6 +19,7 @@ from fedvitals.store import rows
 from fedvitals.store.reader import Reader
 from fedvitals.views.briefs import Brief, Marked, brief
 from fedvitals.views.clients import FAR, ClientRow, clients_by_number
+from fedvitals.views.labels import named
 from fedvitals.views.series import meaning_of, unit_of
 from fedvitals.views.troubles import cases_of, concerns, traceback_of
 from fedvitals.views.units import number
@@ -115,7 +116,7 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
         clients=len(everyone),
         worse=everyone[place - 1].name if place else None,
         better=everyone[place + 1].name if place + 1 < len(everyone) else None,
-        cases=[brief(case, marked) for case in found],
+        cases=[brief(case, marked, facts.labels) for case in found],
         facts=_facts(reader, run, node),
         labels=labels,
         labels_round=when,
@@ -128,7 +129,7 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
 
 def client_verdict(row: ClientRow, found: Sequence[Case], facts: Facts) -> ClientVerdict:
     """From its cases; without any that is open, from how it stands among its peers."""
-    name, detail = row.name, _detail(row, facts)
+    name, detail = named(row.name, facts.labels), _detail(row, facts)
     own = judge(found, facts) if found else None
     if own is not None and own.state in ("ill", "watch"):
         return ClientVerdict("ill" if own.state == "ill" else "watch", own.headline, detail, own.key)

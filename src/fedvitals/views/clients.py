@@ -21,6 +21,7 @@ from fedvitals.records import is_client, natural
 from fedvitals.store.reader import Reader
 from fedvitals.views.briefs import Brief, Marked, brief
 from fedvitals.views.cohort import Matrix
+from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.troubles import case_key, cases_of, culprits, failures_by_client
 
@@ -37,6 +38,7 @@ WORST = "worst first: by its worst open finding, then by how far it lies from it
 @dataclass(frozen=True, slots=True)
 class ClientRow:
     name: str
+    label: str  # beside its name, where it has one: «partition 3»
     group: str | None
     severity: str | None  # of its worst open case; None: no open case
     confidence: float | None
@@ -217,7 +219,7 @@ class Rosters:
 def roster(reader: Reader, run: str) -> Roster:
     history = reader.history(run)
     rounds, ill, marked = history.rounds(), worst_cases(reader, run), Marked(reader, run)
-    newest = _Newest(reader, run, rounds)
+    newest, labels = _Newest(reader, run, rounds), labels_of(reader, run)
     groups = groups_of(history, rounds[-1]) if rounds else {}
     standing = {one.name: one for one in clients_that_stand_out(cast("History", newest))}
     columns = {
@@ -236,10 +238,11 @@ def roster(reader: Reader, run: str) -> Roster:
         rows.append(
             ClientRow(
                 name=node,
+                label=labels.get(node, ""),
                 group=groups.get(node),
                 severity=own[0].severity if own else None,
                 confidence=own[0].confidence if own else None,
-                cases=tuple(brief(case, marked) for case in own[:SHOWN_CASES]),
+                cases=tuple(brief(case, marked, labels) for case in own[:SHOWN_CASES]),
                 open_cases=len(own),
                 attended=len(there),
                 sampled=len({*there, *(number for _, number in told)}),
@@ -325,7 +328,7 @@ def clients_page(
 
 
 def _matches(row: ClientRow, search: str, group: str | None, health: str | None) -> bool:
-    if search.casefold() not in row.name.casefold() or group not in (None, row.group):
+    if search.casefold() not in f"{row.name} {row.label}".casefold() or group not in (None, row.group):
         return False
     kinds = {None: True, "ill": row.severity is not None, "well": row.severity is None, "failed": row.failures > 0}
     return kinds.get(health, row.severity == health)

@@ -17,6 +17,7 @@ from fedvitals.store.reader import Reader
 from fedvitals.views.briefs import Brief, Marked, brief
 from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
+from fedvitals.views.labels import labels_of
 from fedvitals.views.troubles import (
     actions_about,
     case_key,
@@ -100,6 +101,7 @@ class NumberRow:
 @dataclass(frozen=True, slots=True)
 class SuspectRow:
     node: str
+    label: str
     score: float | None
     reason: str
 
@@ -156,12 +158,12 @@ class FullFinding(ToldFinding):
     evidence: Evidence
 
 
-def card(case: Case, marked: Marked) -> CaseCard:
-    short = brief(case, marked)
+def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
+    short = brief(case, marked, labels)
     return CaseCard(
         **{part.name: getattr(short, part.name) for part in fields(short)},
         family=case.known.family,
-        sentence=clause([case]),
+        sentence=clause([case], labels),
         now=case.newest.severity,
         sure=sure(case),
         group=case.newest.where.group,
@@ -187,8 +189,8 @@ class Asked:
 
 
 def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
-    found, marked = cases_of(reader, run), Marked(reader, run)
-    briefs = {case_key(case): card(case, marked) for case in found}
+    found, facts, marked = cases_of(reader, run), facts_of(reader, run), Marked(reader, run)
+    briefs = {case_key(case): card(case, marked, facts.labels) for case in found}
     chosen = [
         one
         for case in found
@@ -201,7 +203,7 @@ def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
     counts = {name: sum(_is_there(one, name) for one in briefs.values()) for name in Counts.__dataclass_fields__}
     still = [one for one in briefs.values() if _is_there(one, "open")]
     return Findings(
-        verdict=judge(found, facts_of(reader, run)),
+        verdict=judge(found, facts),
         cases=tuple(chosen[asked.offset : asked.offset + asked.limit]),
         total=len(chosen),
         offset=asked.offset,
@@ -239,10 +241,10 @@ def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
 
 
 def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
-    case = case_of(reader, run, key)
+    case, labels = case_of(reader, run, key), labels_of(reader, run)
     known = case.known
     return ToldFinding(
-        case=card(case, Marked(reader, run)),
+        case=card(case, Marked(reader, run), labels),
         symptom=known.symptom,
         causes=known.causes,
         remedies=known.remedies,
@@ -251,7 +253,9 @@ def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
         exact=known.exact,
         numbers=tuple(_number(row, case) for row in numbers_of(case)),
         more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
-        suspects=tuple(SuspectRow(s.node, number_of(s.score), s.reason) for s in case.newest.suspects),
+        suspects=tuple(
+            SuspectRow(s.node, labels.get(s.node, ""), number_of(s.score), s.reason) for s in case.newest.suspects
+        ),
         actions=tuple(_action(action) for action in actions_about(case, queries.records(reader, run, Action))),
         error=_failed(failures_of(reader, run, [case])[0]),
         trust=trust_of(case),

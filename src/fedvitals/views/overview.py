@@ -36,6 +36,7 @@ LEARNING = ("loss", "fit.loss_before", "local.loss", "fit.loss_after", "gradient
 @dataclass(frozen=True, slots=True)
 class SuspectLine:
     node: str
+    label: str
     score: float | None
     reason: str
     severity: str
@@ -80,7 +81,7 @@ class Overview:
 
 def overview(reader: Reader, run: str) -> Overview:
     found, facts, marked = cases_of(reader, run), facts_of(reader, run), Marked(reader, run)
-    lines = [brief(case, marked) for case in found]
+    lines = [brief(case, marked, facts.labels) for case in found]
     lines.sort(key=lambda line: (line.muted, not line.still_there))
     history = reader.history(run)
     rounds, names = history.rounds(), queries.metric_names(reader, run)
@@ -92,7 +93,7 @@ def overview(reader: Reader, run: str) -> Overview:
         cases=lines[:LONGEST_LIST],
         total_cases=len(lines),
         muted=sum(line.muted for line in lines),
-        suspects=suspects(case for case in found if case_key(case) not in facts.muted),
+        suspects=suspects((case for case in found if case_key(case) not in facts.muted), facts.labels),
         clients=clients,
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
@@ -109,7 +110,7 @@ def overview(reader: Reader, run: str) -> Overview:
     )
 
 
-def suspects(found: Iterable[Case]) -> list[SuspectLine]:
+def suspects(found: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLine]:
     """Who is suspected in troubles that are still there, each once, for its worst; the most suspected first."""
     worst: dict[str, SuspectLine] = {}
     for case in found:
@@ -120,7 +121,8 @@ def suspects(found: Iterable[Case]) -> list[SuspectLine]:
             named = [(case.node, case.confidence, "")]
         for node, score, reason in named:
             before = worst.get(node)
-            line = SuspectLine(node, score, reason or case.known.title, case.severity, since_of(case), case_key(case))
+            why, label = reason or case.known.title, labels.get(node, "")
+            line = SuspectLine(node, label, score, why, case.severity, since_of(case), case_key(case))
             if before is None or (is_trouble(case), score) > (before.severity != "note", before.score or 0.0):
                 worst[node] = line
     return sorted(worst.values(), key=lambda line: (line.severity == "note", -(line.score or 0.0)))

@@ -21,6 +21,7 @@ from fedvitals.store.marks import Mark, marks
 from fedvitals.store.reader import Reader
 from fedvitals.views.briefs import since_of
 from fedvitals.views.card import detectors_of
+from fedvitals.views.labels import labels_of, named
 from fedvitals.views.troubles import actions_about, case_key, cases_of, culprits
 from fedvitals.views.verdict_words import clause, shortened, sure
 
@@ -61,6 +62,7 @@ class Facts:
     acknowledged: frozenset[str] = frozenset()
     samples: Mapping[str, float] = field(default_factory=dict)  # of each client, as last told
     actions: Sequence[Action] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)  # of nodes; see `views.labels`
 
 
 def verdict_of(reader: Reader, run: str) -> Verdict:
@@ -100,7 +102,7 @@ def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence
     same = [worst, *(case for case in found if case.issue == worst.issue and case is not worst and _alike(case, worst))]
     beginnings = [begin for case in same if (begin := since_of(case)) is not None]
     since = min(beginnings, default=None)
-    said = f"{opening}{_in_which_rounds(same, since)}{clause(same)}"
+    said = f"{opening}{_in_which_rounds(same, since)}{clause(same, facts.labels)}"
     if since is not None and worst.still_there and f"since round {since}" not in said:
         said += f", since round {since}"
     certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(worst)
@@ -180,7 +182,7 @@ def _share_of_data(same: Sequence[Case], facts: Facts) -> str:
     if not whole or not own:
         return ""
     held = "holds" if len(names) == 1 else "hold"
-    who = next(iter(names)) if len(names) == 1 else "Clients under suspicion"
+    who = named(next(iter(names)), facts.labels) if len(names) == 1 else "Clients under suspicion"
     share = "under 1 %" if own < 0.01 * whole else f"{100 * own / whole:.0f} %"
     return f"{who} {held} {share} of the data"
 
@@ -192,7 +194,7 @@ def _what_was_done(same: Sequence[Case], facts: Facts) -> str:
         return ""
     newest = max(done, key=lambda action: action.at)
     words = {"applied": "in force", "trial": "on trial", "undone": "undone"}[newest.status]
-    target = f" of {newest.target}" if newest.target else ""
+    target = f" of {named(newest.target, facts.labels)}" if newest.target else ""
     when = "" if newest.where.round is None else f" since round {newest.where.round}"
     why = shortened(str(newest.arguments.get("why", ""))).rstrip(".") if newest.status != "trial" else ""
     return f"{newest.kind.replace('_', ' ').capitalize()}{target} {words}{when}{': ' + why if why else ''}"
@@ -232,6 +234,7 @@ def facts_of(reader: Reader, run: str) -> Facts:
         loss=_finite(queries.newest(reader, run, "loss")),
         samples=_samples(history, rounds, clients),
         actions=queries.records(reader, run, Action),
+        labels=labels_of(reader, run),
     )
 
 

@@ -6,10 +6,12 @@ Of what is concluded from likeness, the words say «like»; of what was counted 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.records import natural
+from fedvitals.views.labels import named, place_of
 
 # Issue → what one client does, and what several do. «{layer}» is filled in where the case has one.
 OF_CLIENTS = {
@@ -70,22 +72,22 @@ NAMED = 2  # of several culprits; the others are counted
 LONGEST = 200  # characters of a message that somebody else wrote
 
 
-def clause(same: Sequence[Case]) -> str:
+def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
     """Cases of one issue as one main clause, the worst first; without since-when and how-sure."""
     worst = same[0]
     layers = _unique(case.layer for case in same)
     if worst.issue not in OF_CLIENTS and worst.known.family == "user":
-        return _own_words(worst)
+        return _own_words(worst, labels)
     who = _unique(case.node or case.group for case in same)
     suspects = _unique(suspect.node for suspect in worst.newest.suspects)
     if not who and worst.issue == "GROUP_LEFT_BEHIND" and suspects:
-        return f"The global model does not serve {joined(suspects)}"
+        return f"The global model does not serve {joined(suspects, labels)}"
     if not who or worst.issue not in OF_CLIENTS:
         said = OF_THE_RUN.get(worst.issue, worst.known.title)
-        said = f"{said}, on {joined(who)}" if who else said
+        said = f"{said}, on {joined(who, labels)}" if who else said
     else:
         whole_group = worst.node is None
-        subject = f"nearly all of {joined(who)}" if whole_group else joined(who)
+        subject = f"nearly all of {joined(who)}" if whole_group else joined(who, labels)
         said = f"{subject} {OF_CLIENTS[worst.issue][len(who) > 1 or whole_group]}"
     layer = f"layer{'s' * (len(layers) > 1)} {joined(layers)}" if layers else "a layer"
     if "{layer}" in said:
@@ -93,9 +95,9 @@ def clause(same: Sequence[Case]) -> str:
     return f"{said}, in {layer}" if layers else said
 
 
-def joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({})) -> str:
     """«c3», «c3 and c7», «c3, c7 and 2 more»; in the order of their names."""
-    known = sorted(names, key=natural)
+    known = [named(name, labels) for name in sorted(names, key=natural)]
     if len(known) <= NAMED:
         return " and ".join(known)
     left = len(known) - NAMED
@@ -116,10 +118,10 @@ def shortened(text: str, longest: int = LONGEST) -> str:
     return line if len(line) <= longest else line[: longest - 1].rstrip() + "…"
 
 
-def _own_words(case: Case) -> str:
+def _own_words(case: Case, labels: Mapping[str, str]) -> str:
     """Of a user's own issue nothing is known but what its finding says."""
     said = shortened(case.newest.message).rstrip(".") or case.issue
-    return said if case.place == "the whole run" or (case.node or "") in said else f"{case.place}: {said}"
+    return said if case.place == "the whole run" or (case.node or "") in said else f"{place_of(case, labels)}: {said}"
 
 
 def _unique(names: Iterable[str | None]) -> list[str]:

@@ -43,7 +43,7 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
         monitor,
         way=guards.check(guard),
         layers=None if layers is None else tuple(layers),
-        weight=str(getattr(what, "weighted_by_key", "num-examples")),
+        weight=str(getattr(what, "weighted_by_key", "num_examples" if is_legacy(what) else "num-examples")),
         hidden=hidden,
     )
     begin = _Hosting(monitor, type(what).__name__, LEVEL if hidden else HIGHEST)

@@ -49,7 +49,7 @@ def client_mod(
     scalars of its own, no layers, no words (docs/metrics.md). `tracebacks`: let the server know the whole traceback of
     an exception; it may quote data. `layers`: names, where the wire has numbers (NumPyClient).
     """
-    policy = policy_for("flower", privacy, tracebacks=tracebacks)
+    policy = policy_for("flower", 2 if privacy is None else privacy, tracebacks=tracebacks)
     return ClientMod(resolve(probes), policy, None if layers is None else tuple(layers))
 
 
@@ -69,7 +69,6 @@ class ClientMod:
             with self._scope(worker, message, context):
                 reply = call_next(message, context)
         except Exception as error:
-            self._guarded("forgetting", lambda: worker and worker.payload())  # it would ride with another's reply
             if not self._policy.tracebacks:
                 raise
             return _failed(error, message)
@@ -87,7 +86,7 @@ class ClientMod:
                 logger.warning(_REFUSED, level, ", ".join(hiding), LEVEL)
             self._told = True
             level = LEVEL
-        return WorkerObserver(
+        worker = WorkerObserver(
             run=run_name(context.run_id),
             name="flower",
             preset=self._preset,
@@ -99,6 +98,8 @@ class ClientMod:
             known=frozenset(),
             initial=None,
         )
+        worker.payload()  # what is left of a message that failed: it would ride with another client's reply
+        return worker
 
     def _scope(self, worker: WorkerObserver | None, message: Message, context: Context) -> Any:
         if worker is None:
@@ -157,7 +158,8 @@ _REFUSED = (
 
 def _failed(error: Exception, message: Message) -> Message:
     """As Flower would say it, and the whole traceback behind it."""
-    text = f"{type(error)}:<'{error}'>\n{''.join(traceback.format_exception(error))}"
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without our own
+    text = f"{type(error)}:<'{error}'>\n{''.join(traceback.format_exception(type(error), error, frames))}"
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, text), reply_to=message)
 
 

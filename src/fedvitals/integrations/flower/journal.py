@@ -163,7 +163,7 @@ class Journal:
         """The clients' evaluation, from the first message to the last answer."""
         now = time.perf_counter()
         if not begin and self._evaluating is not None:
-            self.monitor.spent(EVALUATE, now - self._evaluating)
+            self.monitor.spent("examine", now - self._evaluating)
         self._evaluating = now if begin else None
 
     @contextmanager
@@ -201,7 +201,7 @@ class Journal:
             place.busy[node] = None
             text = f"{node} is asked to {phase}, and still owes an answer."
             self.monitor.event("info", "client.busy", text, node=node, data={"phase": phase})
-        self.monitor.transfer("server", node, size, kind="model")
+        self.monitor.transfer("server", node, size, kind="model" if phase == TRAIN else phase)
 
     def number_of(self, message: Message) -> int | None:
         """The round that a message says it is of; where it does not: one more, once a node is asked to train again."""
@@ -232,6 +232,7 @@ class Journal:
             instead = self._guarded("reading a reply", lambda: replies.read(self, asked, reply, at))
             self.monitor.spent("receive", time.perf_counter() - began)
             if isinstance(instead, guard.NonFiniteUpdateError):
+                self._way.clear()  # nobody waits for the others any more
                 self.close()
                 raise instead
             return reply if instead is None else instead

@@ -21,7 +21,7 @@ def is_legacy(strategy: Any) -> bool:
 
 
 def watch_legacy(strategy: Any, journal: Journal, begin: Callable[[Any], None]) -> None:
-    journal.hooked = True
+    journal.hooked, journal.weight = True, "num_examples"
     hooks = {
         "configure_fit": functools.partial(_configure_fit, strategy.configure_fit, journal, begin),
         "aggregate_fit": functools.partial(_aggregate_fit, strategy.aggregate_fit, journal),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TRAIN = "train"
 UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client
 LOSSES = ("loss", "train_loss", "train-loss", "eval_loss", "eval-loss", "val_loss", "test_loss")
+LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # of the older API, among its settings
 ACCURACIES = ("accuracy", "acc", "eval_acc", "eval-acc", "eval_accuracy", "val_accuracy", "test_accuracy")
 
 
@@ -34,7 +35,7 @@ def read(journal: Journal, asked: Asked, reply: Message, at: float) -> Message |
         return None
     record = reply.content.pop(KEY, None)
     size = sum(one.count_bytes() for one in reply.content.values())
-    monitor.transfer(node, "server", size, kind="update" if asked.phase == TRAIN else "metrics")
+    monitor.transfer(node, "server", size, kind="update" if asked.phase == TRAIN else asked.phase)
     _take_letter(journal, asked, reply, record, at)
     journal.answered(asked, failed=False)
     _tell_metrics(journal, asked, reply)
@@ -73,16 +74,16 @@ def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at
     monitor, node = journal.monitor, asked.node
     if record is None:
         if asked.phase == TRAIN:  # a client without the mod: all that is known is when it was asked and has answered
-            monitor.exchange(node, asked.sent, asked.sent, at, at, started=asked.sent)
+            monitor.exchange(node, asked.sent, asked.sent, at, at)
             journal.worked(asked.sent, at)
         return
     try:
         letter = read_letter(record, reply.metadata.src_node_id, node)
         began, ended = _seen(letter, asked.sent, at)
         journal.worked(began, ended)
-        monitor.log({"time.cpu": letter.cpu}, node=node)
         if asked.phase != TRAIN:
             return
+        monitor.log({"time.cpu": letter.cpu}, node=node)
         span = journey_id(reply.metadata.reply_to_message_id)
         times = (asked.sent, letter.received, letter.replied, at)
         monitor.exchange(node, *times, started=letter.started, span=span)
@@ -105,8 +106,8 @@ def _seen(letter: Letter, sent: float, returned: float) -> tuple[float, float]:
 def _tell_metrics(journal: Journal, asked: Asked, reply: Message) -> None:
     """What a client told its server itself: numbers by name. «train_loss» and the like are its loss."""
     told: dict[str, float] = {}
-    for record in reply.content.values():
-        if isinstance(record, MetricRecord):
+    for key, record in reply.content.items():
+        if isinstance(record, MetricRecord) or key in LEGACY_METRICS:
             told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
     if asked.phase == TRAIN and journal.weight in told and journal.hidden is None:
         journal.monitor.log({"update.samples": told.pop(journal.weight)}, node=asked.node)
@@ -156,7 +157,7 @@ def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | No
 
 def _refuse(journal: Journal, asked: Asked, why: str) -> None:
     text = f"The update of {asked.node} was not taken: {why}."
-    journal.monitor.event("error", "update.refused", text, node=asked.node, data={"guard": journal.way})
+    journal.monitor.event("error", "update.left_out", text, node=asked.node, data={"guard": journal.way})
     if journal.way == guard.FAIL:
         raise guard.NonFiniteUpdateError(
             f"Round {asked.number}: {why}, in the update of node {asked.node}. Aggregating it would make the model "

@@ -5,6 +5,7 @@ import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
 import { bytes, exact, number, seconds, sure } from "../format.js";
 import { runLink } from "../params.js";
+import { labelOf, nameOf } from "./who.js";
 
 export const PAGE = 100; // rows
 const WORDS = { critical: "critical", warning: "warning", note: "note" };
@@ -81,7 +82,7 @@ function update(node, run, row, chosen) {
       : h("td", { class: "num", text, title: value === null ? null : exact(value) });
   fill(node,
     h("td", { class: "nowrap" }, health(row)),
-    h("td", {}, h("a", { class: "name", href: runLink(run, "clients", row.name), text: row.name })),
+    h("td", {}, h("a", { class: "name", href: runLink(run, "clients", row.name) }, nameOf(row.name)), labelOf(row.label)),
     h("td", { class: "group-cell" }, row.group ?? ""),
     h("td", { class: "cases" }, row.cases.map((one) => h("a", {
       class: `chip sev-${one.severity}`, href: runLink(run, "findings", one.key),

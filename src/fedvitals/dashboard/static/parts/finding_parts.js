@@ -4,6 +4,7 @@
 import { h } from "../dom.js";
 import { exact, number, sure, when } from "../format.js";
 import { runLink } from "../params.js";
+import { labelOf, nameOf } from "./who.js";
 
 export function numbersTable(rows) {
   const cell = (value) => h("td", { class: "num", title: value === null ? null : exact(value), text: value === null ? "" : number(value) });
@@ -33,7 +34,7 @@ export function suspectBars(run, suspects, severity) {
     const bar = h("span", { class: `fill-${severity}` });
     bar.style.width = `${100 * share}%`;
     return h("li", {},
-      h("a", { class: "name", href: runLink(run, "clients", one.node), text: one.node }),
+      h("span", {}, h("a", { class: "name", href: runLink(run, "clients", one.node) }, nameOf(one.node)), labelOf(one.label)),
       h("span", { class: "num", text: sure(share) }), h("span", {}),
       h("span", { class: "bar", "aria-hidden": "true" }, bar), h("span", { class: "small muted reason", text: one.reason }));
   }));

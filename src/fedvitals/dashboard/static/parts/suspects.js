@@ -4,6 +4,7 @@
 import { fill, h, keyed } from "../dom.js";
 import { sure } from "../format.js";
 import { runLink } from "../params.js";
+import { labelOf, nameOf } from "./who.js";
 
 const SHOWN = 10;
 
@@ -34,10 +35,10 @@ function line(item, run, one, chosen, choose) {
   const bar = h("span", { class: `fill-${one.severity}` });
   bar.style.width = `${100 * score}%`;
   fill(item,
-    h("a", { class: "name", href: runLink(run, "clients", one.node), text: one.node }),
+    h("span", {}, h("a", { class: "name", href: runLink(run, "clients", one.node) }, nameOf(one.node)), labelOf(one.label)),
     h("span", { class: "num", text: sure(score) }),
     h("button", {
-      class: "link-button small", "aria-pressed": String(chosen === one.node), "aria-label": `Show ${one.node} in all pictures`,
+      class: "link-button small", "aria-pressed": String(chosen === one.node), "aria-label": `Show ${one.label || one.node} in all pictures`,
       text: chosen === one.node ? "shown" : "show", on: { click: () => choose(chosen === one.node ? null : one.node) },
     }),
     h("span", { class: "bar", "aria-hidden": "true" }, bar),

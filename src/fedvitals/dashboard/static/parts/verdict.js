@@ -4,6 +4,7 @@
 import { SHAPES } from "../colour.js";
 import { fill, h } from "../dom.js";
 import { runLink } from "../params.js";
+import { nameOf } from "./who.js";
 
 // Each state has a word, a shape and a colour: never the colour alone.
 const STATES = {
@@ -42,7 +43,7 @@ export function verdictBox() {
       const finding = verdict.key && runLink(run, "findings", verdict.key);
       fill(links,
         finding && h("a", { href: finding, text: "evidence" }),
-        verdict.node && h("a", { href: runLink(run, "clients", verdict.node), text: `${verdict.node}’s page` }),
+        verdict.node && h("a", { href: runLink(run, "clients", verdict.node) }, nameOf(verdict.node), "’s page"),
         finding && h("a", { href: `${finding}#remedies`, text: "what to do" }));
     },
   };

@@ -11,6 +11,7 @@ import { caseList, eventList, factList, labelBars, numbersTable, panel } from ".
 import { clientSigns } from "../parts/client_signs.js";
 import { empty } from "../parts/states.js";
 import { verdictBox } from "../parts/verdict.js";
+import { labelOf, nameOf } from "../parts/who.js";
 
 export const title = "Client";
 
@@ -57,13 +58,13 @@ export function view(root, ctx) {
       neighbours = page;
       if (first) axis.setHover(params.number("round"));
       first = false;
-      document.title = [node, ctx.status.name, "fedvitals"].join(" · ");
+      document.title = [page.row.label || node, ctx.status.name, "fedvitals"].join(" · ");
       verdict.show(run, { ...page.verdict, node: null });
       fill(place,
         h("a", { href: runLink(run, "clients"), text: "all clients" }),
-        h("span", { class: "muted", text: `${node}${page.row.group ? `, in ${page.row.group}` : ""}: ${number(page.place)} of ${number(page.clients)}, worst first` }),
-        page.worse !== null && h("a", { href: runLink(run, "clients", page.worse), title: "k", text: `← ${page.worse}` }),
-        page.better !== null && h("a", { href: runLink(run, "clients", page.better), title: "j", text: `${page.better} →` }),
+        h("span", { class: "muted" }, node, labelOf(page.row.label), `${page.row.group ? `, in ${page.row.group}` : ""}: ${number(page.place)} of ${number(page.clients)}, worst first`),
+        page.worse !== null && h("a", { href: runLink(run, "clients", page.worse), title: "k" }, "← ", nameOf(page.worse)),
+        page.better !== null && h("a", { href: runLink(run, "clients", page.better), title: "j" }, nameOf(page.better), " →"),
         h("a", { href: link(runLink(run, "map"), { client: node }), text: "on the map" }),
         h("a", { href: link(runLink(run), { client: node }), text: "in the overview" }));
       found.hidden = !page.cases.length;

@@ -111,7 +111,7 @@ function further(run, one, evidence) {
   const records = (params) => link(of(run, "records"), params);
   const metrics = [...new Set(evidence.plots.map((plot) => plot.metric).filter(Boolean))];
   return h("ul", { class: "plain-list" },
-    one.node !== null && h("li", {}, h("a", { href: runLink(run, "clients", one.node), text: `${one.node}, against the cohort` })),
+    one.node !== null && h("li", {}, h("a", { href: runLink(run, "clients", one.node), text: `${one.label || one.node}, against the cohort` })),
     one.last !== null && h("li", {}, h("a", { href: runLink(run, "rounds", one.last), text: `round ${one.last}, in which it was seen last` })),
     one.since !== null && one.since !== one.last && h("li", {}, h("a", { href: runLink(run, "rounds", one.since), text: `round ${one.since}, the first of it` })),
     one.layer !== null && h("li", {}, h("a", { href: link(runLink(run, "layers"), { layer: one.layer }), text: `layer ${one.layer}` })),

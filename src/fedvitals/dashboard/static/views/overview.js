@@ -86,7 +86,7 @@ function flagsOf(run, overview) {
       round: one.since,
       until: one.still_there ? overview.last_round : one.last,
       severity: one.severity,
-      label: `${one.node ?? one.layer ?? one.place}: ${one.title}`,
+      label: `${one.label || (one.node ?? one.layer ?? one.place)}: ${one.title}`,
       href: runLink(run, "findings", one.key),
     }));
 }
