@@ -285,6 +285,11 @@ class Chart:
         return Findings(self.found, installed=len(self._detectors), attendance=attendance)
 
     @property
+    def file(self) -> Path | None:
+        target = None if self._store is None else store_target(self._store)
+        return target.absolute() if isinstance(target, Path) else None
+
+    @property
     def lost(self) -> int:
         return self.missed + (0 if self._outlet is None else self._outlet.lost)
 

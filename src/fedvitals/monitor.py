@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -234,6 +235,11 @@ class Monitor:
     def run(self) -> Run:
         """What is known of the run itself: id, name, configuration, versions."""
         return self._chart.run
+
+    @property
+    def file(self) -> Path | None:
+        """The store's file; None where it is a database, or there is none."""
+        return self._chart.file
 
     @property
     def lost(self) -> int:

@@ -100,7 +100,8 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
     if card.events:
         events = tuple(
             (str(event.where.round if event.where.round is not None else "–"),
-             literal(named(event.where.node or "–", card.labels), 60), literal(event.level), literal(event.message, 300))
+             literal(named(event.where.node or "–", card.labels), 60), literal(event.level),
+             literal(event.message, 300))
             for event in card.events[-EVENTS:]
         )  # fmt: skip
         note = f"the newest of {len(card.events)}" if len(card.events) > EVENTS else ""

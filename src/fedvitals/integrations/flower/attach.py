@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import logging
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fedvitals.chart import close_at_exit
@@ -79,6 +82,10 @@ class _Hosting:
         if self._done:
             return
         self._done = True
+        with suppress(ConfigError):  # a store that cannot be is told of when it is opened
+            file = self._monitor.file
+            asking = "" if file is None else f" --store {shlex.quote(str(file))}"
+            logging.getLogger("flwr").info("fedvitals watches: fedvitals show %s%s", self._monitor.run.id, asking)
         run_id = getattr(getattr(grid, "run", None), "run_id", None)
         if run_id is None:
             return
