@@ -160,7 +160,7 @@ def test_one_finding_in_full(asking, store):
         "name": "loss_before", "title": "fit.loss_before", "compared_as": "log", "value": 1.2, "usual": 0.3,
         "of": "peers", "score": 9.5, "meaning": "Loss of the received model on own samples, before training.",
     }  # fmt: skip
-    assert found["suspects"] == [{"node": "c7", "score": 0.96, "reason": "random wrong labels"}]
+    assert found["suspects"] == [{"node": "c7", "label": "", "score": 0.96, "reason": "random wrong labels"}]
     assert [(a["kind"], a["status"], a["round"]) for a in found["actions"]] == [("quarantine", "applied", 8)]
     assert found["trust"]["words"].startswith("Calibrated")
     assert found["trust"]["false_alarms"] == pytest.approx(0.032)

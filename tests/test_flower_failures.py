@@ -9,6 +9,7 @@ import fedvitals as fv
 from fedvitals.parts import ROUND
 from fedvitals.records import Event, Span
 from flower_by_hand import (
+    OLDEST,
     HandGrid,
     Late,
     client_app,
@@ -126,6 +127,7 @@ def test_what_the_superlink_answers_itself_is_told_of_the_node_that_was_asked(co
     assert not sink.of(Event, event, node=str(SUPERLINK))
 
 
+@pytest.mark.skipif(OLDEST, reason="Flower 1.21 itself raises where nobody answers")
 def test_a_round_in_which_all_fail_goes_on():
     everyone = [when(2, str(node), from_superlink(5)) for node in range(100, 104)]
 

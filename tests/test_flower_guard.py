@@ -12,7 +12,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.integrations.flower.guard import NonFiniteUpdateError
 from fedvitals.parts import ROUND
 from fedvitals.records import Finding, Span
-from flower_by_hand import LAYERS, client_app, federate, is_round, node_of, numbers, training, watched, with_mod
+from flower_by_hand import LAYERS, OLDEST, client_app, federate, is_round, node_of, numbers, training, watched, with_mod
 
 ILL = "102"
 
@@ -113,6 +113,7 @@ def test_the_guard_works_with_any_strategy(name):
     assert [event.where.round for event in sink.events("update.left_out")] == [2]
 
 
+@pytest.mark.skipif(OLDEST, reason="Flower 1.21 itself raises where nobody answers")
 def test_all_of_them_ill_the_model_stays_what_it_was():
     def train(message, context):
         reply = training(message, context)

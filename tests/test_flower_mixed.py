@@ -119,8 +119,9 @@ def test_bytes_are_those_of_the_messages():
         sizes[node] = {"model": down, "update": up - ours.count_bytes(), "telemetry": len(ours["payload"])}
         return reply
 
-    with watched() as (monitor, sink):
-        federate(FedAvg(fraction_evaluate=0.0), with_mod(), monitor, rounds=1, fate=fate)
+    with watched() as (monitor, sink), flower_run():
+        grid = fv.flower.attach(HandGrid(with_mod(), fate=fate), monitor)
+        grid.send_and_receive(requests_for(grid, model()))
     for node, wanted in sizes.items():
         own = [t for t in sink.of(Transfer) if node in (t.sender, t.receiver)]
         assert {t.kind: t.bytes for t in own} == wanted

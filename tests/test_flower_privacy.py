@@ -79,7 +79,7 @@ def test_for_a_large_model_telemetry_is_less_than_a_hundredth_at_level_3():
     shapes = {f"block.{i}.weight": (160, 160) for i in range(50)}  # 1.28 M parameters
     large = ArrayRecord({name: Array(np.zeros(shape, np.float32)) for name, shape in shapes.items()})
     app = client_app(fv.flower.client_mod(privacy=3))
-    sent = letters(app, FedAvg(fraction_evaluate=0.0), arrays=large)
+    sent = letters(app, arrays=large)
     for records, ours, rest in sent:
         assert LayerStats in kinds(records)
         assert rest > 4 * 1.2e6
@@ -226,6 +226,17 @@ def test_a_traceback_is_kept_only_if_both_sides_want_it(client, server, seen):
     assert (SECRET in trace, "in raising" in trace) == (seen, seen)
     if not server:
         assert SECRET not in event.message
+
+
+def test_where_clients_are_hidden_no_traceback_leaves_them():
+    def secaggplus_mod(message, context, call_next):
+        return call_next(message, context)
+
+    app = client_app(fv.flower.client_mod(tracebacks=True), secaggplus_mod, train=raising)
+    with watched(privacy=3, tracebacks=True) as (monitor, sink):
+        federate(FedAvg(), app, monitor, rounds=1, run_id=next(RUNS))
+    (event,) = sink.events("client.failed")
+    assert "traceback" not in event.data
 
 
 def test_with_tracebacks_flower_still_sees_its_own_words_first():

@@ -157,6 +157,28 @@ def test_metrics_of_server_and_clients_are_those_of_the_round():
         assert sink.value("local.accuracy", round=number, node="102") > 0
 
 
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_flowers_own_mods_that_count_bytes_work_beside_ours(ours_first):
+    """They fail where a record has an empty value, so ours has none."""
+    theirs = [mods.message_size_mod, mods.arrays_size_mod]
+    chain = [fv.flower.client_mod(), *theirs] if ours_first else [*theirs, fv.flower.client_mod()]
+    with watched() as (monitor, sink):
+        result, _ = federate(FedAvg(), client_app(*chain), monitor)
+    assert numbers(result.arrays) == numbers(federate(FedAvg(), client_app())[0].arrays)
+    assert not sink.events("client.failed")
+    assert len(sink.of(Span, "client")) == 8
+
+
+def test_a_setting_that_is_empty_is_no_trouble():
+    """Flower itself cannot say how many bytes it has."""
+    config = ConfigRecord({"note": "", "layers": [], "key": b""})
+    strategy = recording(FedAvg)()
+    with watched() as (monitor, sink):
+        federate(strategy, with_mod(), monitor, train_config=config)
+    assert all(keys == ["arrays", "metrics"] for replies in strategy.seen[::2] for *_, (keys, _) in replies)
+    assert len(sink.of(Span, "client")) == 8
+
+
 # -- loops of one's own -----------------------------------------------------------------------------------------------
 
 
@@ -226,7 +248,7 @@ def test_a_model_of_whole_numbers_alone_is_no_trouble():
         return next(iter(replies)).content["arrays"], None
 
     for way in ("report", "drop"):
-        strategy = FedAvg(fraction_evaluate=0.0)
+        strategy = FedAvg()
         strategy.aggregate_train = aggregate
         app = client_app(fv.flower.client_mod(privacy=3), train=train)
         with watched(privacy=3) as (monitor, sink):

@@ -72,7 +72,7 @@ def empty_folder(tmp_path, monkeypatch):
 def run(train, monitor, level=2):
     app = client_app(fv.flower.client_mod(privacy=level), train=train)
     start = ArrayRecord(network().state_dict())
-    return federate(FedAvg(fraction_evaluate=0.0), app, monitor, arrays=start, run_id=next(RUNS))[0]
+    return federate(FedAvg(), app, monitor, arrays=start, run_id=next(RUNS))[0]
 
 
 def test_what_is_measured_at_steps_belongs_to_the_client_of_the_round():
@@ -100,7 +100,7 @@ def test_at_level_3_gradients_have_layers():
 
 def test_watching_changes_no_weight():
     plain = federate(
-        FedAvg(fraction_evaluate=0.0),
+        FedAvg(),
         client_app(train=handler(lambda *_: nullcontext())),
         arrays=ArrayRecord(network().state_dict()),
     )[0]
@@ -195,7 +195,7 @@ def test_without_the_mod_watch_is_a_run_of_its_own(tmp_path):
         return reply_of(message, net, batch)
 
     app = client_app(train=train)
-    federate(FedAvg(fraction_evaluate=0.0), app, arrays=ArrayRecord(network().state_dict()), rounds=1)
+    federate(FedAvg(), app, arrays=ArrayRecord(network().state_dict()), rounds=1)
     assert own.exists()
     for file in tmp_path.iterdir():
         file.unlink() if file.is_file() else file.rmdir()

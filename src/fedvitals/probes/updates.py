@@ -65,7 +65,8 @@ def measured(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor,
         alike[tuple(tensor.shape for tensor in tensors)].append(node)
     found: list[tuple[str, Tensor, Array]] = []
     for shapes, nodes in alike.items():
-        vectors = torch.stack([flatten(updates[node]) for node in nodes])
+        flat = [flatten(updates[node]) for node in nodes]
+        vectors = torch.stack(flat) if len(flat) > 1 else flat[0][None]
         layers = vectors.split([math.prod(shape) for shape in shapes], dim=1)
         rows = np.asarray(torch.as_tensor(sums(layers, clients=True)).cpu())
         found += zip(nodes, vectors, rows, strict=True)

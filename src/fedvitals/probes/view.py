@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,10 +61,21 @@ def table_of(rows: str, tensors: Iterable[tuple[str, Tensor]]) -> LayerTable:
     return LayerTable(rows, tuple(Layer(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors))
 
 
+class Flat(list[Tensor]):
+    """Tensors that lie one after the other in `vector`, nobody else's: to make one vector of them copies nothing."""
+
+    def __init__(self, vector: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+        parts = vector.split([math.prod(shape) for shape in shapes])
+        super().__init__(part.view(*shape) for part, shape in zip(parts, shapes, strict=True))
+        self.vector = vector
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Copies of all tensors in one vector: float64 if any of them is, else float32 (halves gain precision)."""
     if not tensors:
         return torch.zeros(0)
+    if isinstance(tensors, Flat):
+        return tensors.vector
     kinds = {t.dtype for t in tensors}
     with torch.no_grad():
         if len(kinds) == 1 and tensors[0].dtype in (torch.float32, torch.float64):

@@ -24,8 +24,8 @@ Tell = Callable[[str], None]
 NODES = 8
 SECONDS = 900.0
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "cnn": {"local-epochs": 10, "num-server-rounds": 6},
-    "large": {"local-steps": 10, "num-server-rounds": 4, "learning-rate": 0.01},
+    "cnn": {"local-epochs": 20, "num-server-rounds": 6},
+    "large": {"local-epochs": 1, "num-server-rounds": 4, "learning-rate": 0.01},
 }
 BLOCKS = {"cnn": 21, "large": 13}  # stretches; the first and the last are without fedvitals
 

@@ -7,17 +7,24 @@ the running statistics of normalisation, by their names.
 
 from __future__ import annotations
 
+import io
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
+from fedvitals.probes.view import Flat
 
+Values = npt.NDArray[Any]
+PLAIN = b"\x93NUMPY\x01\x00"  # how the bytes of an array begin, version 1
+HEADER = 10 + 65_535  # bytes at most
 BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 
@@ -27,16 +34,27 @@ def model_of(content: RecordDict) -> ArrayRecord | None:
     return found[0] if len(found) == 1 else None
 
 
+def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Values]:
+    """The trained arrays by name, to be read only; `layers`: names in the place of a wire's numbers."""
+    found = {name: _in_place(array) for name, array in renamed(record, layers).items() if not BUFFERS.search(name)}
+    return {name: values for name, values in found.items() if np.issubdtype(values.dtype, np.floating)}
+
+
 def tensors_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """The trained arrays by name; `layers`: names in the place of a wire's numbers."""
-    named = renamed(record, layers)
-    found: dict[str, Tensor] = {}
-    for name, array in named.items():
-        if not BUFFERS.search(name):
-            values = array.numpy()
-            if np.issubdtype(values.dtype, np.floating):
-                found[name] = torch.from_numpy(values if values.flags.writeable else values.copy())
-    return found
+    """The same as tensors, which are copies."""
+    return {name: torch.from_numpy(values.copy()) for name, values in values_of(record, layers).items()}
+
+
+def _in_place(array: Array) -> Values:
+    """An array where it lies, as far as that can be: of a large model a copy costs more than all that we compute."""
+    if array.stype == "numpy.ndarray" and array.data[:8] == PLAIN:
+        file = io.BytesIO(array.data[:HEADER])
+        file.seek(8)
+        shape, in_columns, dtype = np.lib.format.read_array_header_1_0(file)
+        if not in_columns and not dtype.hasobject:
+            count = math.prod(shape)
+            return np.frombuffer(array.data, dtype, count, offset=file.tell()).reshape(shape)
+    return array.numpy()
 
 
 def renamed(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str, Any]:
@@ -47,11 +65,18 @@ def renamed(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str
     return dict(zip(layers, record.values(), strict=True))
 
 
-def update_of(sent: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> list[Tensor]:
+def update_of(sent: Mapping[str, Values], got: Mapping[str, Values]) -> Flat:
     """What a client changed, layer by layer; where shapes differ, what it sent: it shall be seen that they do."""
-    if [*sent] == [*got] and all(a.shape == b.shape for a, b in zip(sent.values(), got.values(), strict=True)):
-        return [b - a for a, b in zip(sent.values(), got.values(), strict=True)]
-    return [*got.values()]
+    shapes = {name: values.shape for name, values in got.items()}
+    alike = {name: values.shape for name, values in sent.items()} == shapes and [*sent] == [*got]
+    double = any(values.dtype == np.float64 for values in got.values())
+    vector = np.empty(sum(values.size for values in got.values()), np.float64 if double else np.float32)
+    at = 0
+    for name, values in got.items():
+        place = vector[at : at + values.size].reshape(values.shape)
+        at += values.size
+        np.copyto(place, values) if not alike else np.subtract(values, sent[name], out=place, casting="same_kind")
+    return Flat(torch.from_numpy(vector), [*shapes.values()])
 
 
 def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequence[str] | None = None) -> ArrayRecord:
@@ -67,16 +92,17 @@ def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequ
 class Outline(nn.Module):
     """A model of which only names and values are known, in the order of the wire."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: Mapping[str, Values]) -> None:
         super().__init__()
-        self._values = {name: nn.Parameter(tensor.clone(), requires_grad=False) for name, tensor in tensors.items()}
+        tensors = {name: torch.from_numpy(values.copy()) for name, values in model.items()}
+        self._values = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._values.items()
 
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        return {n: p.shape for n, p in self._values.items()} == {n: t.shape for n, t in tensors.items()}
+    def fits(self, model: Mapping[str, Values]) -> bool:
+        return {n: p.shape for n, p in self._values.items()} == {n: v.shape for n, v in model.items()}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for parameter, tensor in zip(self._values.values(), tensors.values(), strict=True):
-            parameter.data.copy_(tensor)
+    def load(self, model: Mapping[str, Values]) -> None:
+        for parameter, values in zip(self._values.values(), model.values(), strict=True):
+            np.copyto(parameter.data.numpy(), values, casting="same_kind")

@@ -20,7 +20,7 @@ from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedvitals.integrations.flower import arrays
-from fedvitals.integrations.flower.letter import KEY, Letter, journey_id, node_name, room, run_name, trace_id
+from fedvitals.integrations.flower.letter import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
 from fedvitals.integrations.flower.protection import LEVEL, hiding_mods
 from fedvitals.kernels import sums
 from fedvitals.probes.presets import Preset, resolve
@@ -69,7 +69,7 @@ class ClientMod:
             with self._scope(worker, message, context):
                 reply = call_next(message, context)
         except Exception as error:
-            if not self._policy.tracebacks:
+            if worker is None or not worker.policy.tracebacks:
                 raise
             return _failed(error, message)
         letter = self._guarded("writing home", lambda: self._letter(worker, message, context, reply, received, cpu))
@@ -90,7 +90,7 @@ class ClientMod:
             run=run_name(context.run_id),
             name="flower",
             preset=self._preset,
-            policy=Policy(level, self._policy.cohort, self._policy.tracebacks),
+            policy=Policy(level, self._policy.cohort, self._policy.tracebacks and not hiding),
             strict=False,
             round=None,  # which it is, the server knows
             trace=trace_id(context.run_id),
@@ -129,8 +129,7 @@ class ClientMod:
                 )
             if worker.policy.level >= WORDS:
                 self._tell_update(worker, node, message, reply)
-        size = sum(record.count_bytes() for record in reply.content.values())
-        payload = worker.payload(most=room(size))
+        payload = worker.payload(most=room(bytes_of(reply.content)))
         return Letter(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
 
     def _tell_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
@@ -138,9 +137,9 @@ class ClientMod:
         sent, got = arrays.model_of(message.content), arrays.model_of(reply.content)
         if sent is None or got is None or [*sent] != [*got]:
             return
-        before, after = arrays.tensors_of(sent, self._layers), arrays.tensors_of(got, self._layers)
-        rows = sums([b - a for a, b in zip(before.values(), after.values(), strict=True)])
-        worker.tell_layers(node, "update", rows, table_of("parameter", after.items()))
+        before, after = arrays.values_of(sent, self._layers), arrays.values_of(got, self._layers)
+        update = arrays.update_of(before, after)
+        worker.tell_layers(node, "update", sums(update), table_of("parameter", zip(after, update, strict=True)))
 
     def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
         try:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
+import numpy as np
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
-from torch import Tensor
 
 from fedvitals.errors import ConfigError, FedvitalsError, unknown
+from fedvitals.integrations.flower.arrays import Values
 
 REPORT, DROP, FAIL = WAYS = ("report", "drop", "fail")
 NAMED = 3  # layers in a sentence
@@ -32,9 +32,9 @@ def check(way: str) -> str:
     return way
 
 
-def nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
+def nonfinite(model: Mapping[str, Values]) -> str | None:
     """Where a model is not finite, as a part of a sentence."""
-    layers = {name: int((~torch.isfinite(t)).sum()) for name, t in tensors.items()}
+    layers = {name: int((~np.isfinite(values)).sum()) for name, values in model.items()}
     ill = {name: count for name, count in layers.items() if count}
     if not ill:
         return None

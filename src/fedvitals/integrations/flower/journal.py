@@ -19,9 +19,9 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from fedvitals.integrations.flower import arrays, guard, orders, replies
+from fedvitals.integrations.flower import arrays, guard, orders, protection, replies
 from fedvitals.integrations.flower.known_models import KnownModels
-from fedvitals.integrations.flower.letter import node_name
+from fedvitals.integrations.flower.letter import bytes_of, node_name
 from fedvitals.integrations.flower.orders import Ward
 from fedvitals.integrations.flower.replies import renamed
 from fedvitals.monitor import Monitor
@@ -141,7 +141,7 @@ class Journal:
         rule, start = self.ward.orders.robust, self.models.started
         if rule is None or start is None:
             return replies
-        robust = functools.partial(orders.robust, rule, replies, self.models.tensors(start), self.layers)
+        robust = functools.partial(orders.robust, rule, replies, arrays.tensors_of(start, self.layers), self.layers)
         return self._guarded("aggregating robustly", robust) or replies
 
     def aggregated(self, model: ArrayRecord) -> ArrayRecord:
@@ -191,7 +191,9 @@ class Journal:
         if number is not None and phase == TRAIN:
             self.begin(number, arrays.model_of(message.content))
         node = node_name(message.metadata.dst_node_id)
-        size = sum(record.count_bytes() for record in message.content.values())
+        size = bytes_of(message.content)
+        if protection.masked(message.content):
+            self.hidden = self.hidden or "secure aggregation"
         one = Asked(message, node, phase, self.number or 0, sent, size)
         one.busy = any(owing.node == node for owing in self.owed.values())
         self._way[key] = one

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flwr.app import ArrayRecord
-from torch import Tensor
 
-from fedvitals.integrations.flower.arrays import Outline, tensors_of
+from fedvitals.integrations.flower.arrays import Outline, Values, values_of
 
 
 class KnownModels:
@@ -16,7 +15,7 @@ class KnownModels:
 
     def __init__(self, layers: Sequence[str] | None) -> None:
         self._layers = layers
-        self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Tensor]]] = {}
+        self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Values]]] = {}
         self._outline: Outline | None = None
         self.started: ArrayRecord | None = None  # what the open round began with
         self.newest: ArrayRecord | None = None
@@ -26,17 +25,17 @@ class KnownModels:
         self._read = {key: known for key, known in self._read.items() if known[0] is self.newest}
         self.started = self.newest = None
 
-    def tensors(self, record: ArrayRecord) -> dict[str, Tensor]:
+    def values(self, record: ArrayRecord) -> dict[str, Values]:
         """The arrays are held as long as they are known, so that no other can have their address."""
         key = tuple(id(array.data) for array in record.values())
         if key not in self._read:
-            self._read[key] = record, tensors_of(record, self._layers)
+            self._read[key] = record, values_of(record, self._layers)
         return self._read[key][1]
 
     def outline(self, record: ArrayRecord) -> Outline:
-        tensors = self.tensors(record)
-        if self._outline is None or not self._outline.fits(tensors):
-            self._outline = Outline(tensors)
+        values = self.values(record)
+        if self._outline is None or not self._outline.fits(values):
+            self._outline = Outline(values)
         else:
-            self._outline.load(tensors)
+            self._outline.load(values)
         return self._outline

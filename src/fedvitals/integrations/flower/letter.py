@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedvitals.errors import RecordError
 KEY = "fedvitals"  # of the record in a reply
 VERSION = 1
 MOST = 1 << 20  # bytes of a payload, ever
+NOTHING = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
 SHARE, LEAST = 0.01, 32 << 10  # of the reply that it rides in, and what a reply of any size may carry
 FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float}
 
@@ -35,12 +37,25 @@ class Letter:
 
     def record(self) -> ConfigRecord:
         own: dict[str, Any] = {name: getattr(self, name) for name in FIELDS if name != "version"}
-        return ConfigRecord({"version": VERSION, **own})
+        return ConfigRecord({"version": VERSION, **own, "payload": self.payload or NOTHING})
 
 
 def room(reply_bytes: int) -> int:
     """Bytes that may ride in a reply of this size."""
     return min(MOST, max(LEAST, int(SHARE * reply_bytes)))
+
+
+def bytes_of(content: Mapping[str, Any]) -> int:
+    """Bytes of a message's records, as Flower counts them; it fails to where a text or a list is empty."""
+    return sum(_bytes_of(record) for record in content.values())
+
+
+def _bytes_of(record: Any) -> int:
+    try:
+        return int(record.count_bytes())
+    except (ValueError, IndexError):
+        sizes = (len(value) if isinstance(value, str | bytes) else 8 for value in record.values())
+        return sum(map(len, record)) + sum(sizes)
 
 
 def read(record: Any, source: int, node: str) -> Letter:
@@ -60,7 +75,7 @@ def read(record: Any, source: int, node: str) -> Letter:
             f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}."
         )
     fields: dict[str, Any] = {name: record[name] for name in FIELDS if name != "version"}
-    found = Letter(**fields)
+    found = Letter(**{**fields, "payload": b"" if fields["payload"] == NOTHING else fields["payload"]})
     if len(found.payload) > MOST:
         raise RecordError(f"Telemetry of {len(found.payload)} bytes, where {MOST} are taken at most.")
     times = (found.received, found.replied, found.started, found.cpu)

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedvitals.diagnosis.care import FIRST_MODEL
 from fedvitals.errors import ConfigError
 from fedvitals.integrations.flower import arrays
+from fedvitals.integrations.flower.arrays import Values
 from fedvitals.protocols import Observer
 from fedvitals.records import Action
 
@@ -128,18 +129,20 @@ def applied(
     orders: Orders,
     node: str,
     reply: Message,
-    start: Mapping[str, Tensor],
-    got: Mapping[str, Tensor],
+    start: Mapping[str, Values],
+    got: Mapping[str, Values],
     weight: str,
     layers: Any,
 ) -> None:
     """A reply as the orders want it, in place: its length and its weight."""
     model = arrays.model_of(reply.content)
     if orders.longest is not None and model is not None and [*start] == [*got]:
-        change = {name: got[name] - start[name] for name in got}
-        norm = math.sqrt(sum(float(torch.linalg.vector_norm(c.double())) ** 2 for c in change.values()))
+        change = arrays.update_of(start, got)
+        norm = float(torch.linalg.vector_norm(change.vector.double()))
         if norm > orders.longest:  # what is not finite stays what it is: others shall see it
-            shorter = {name: start[name] + c * (orders.longest / norm) for name, c in change.items()}
+            shorter = {
+                n: torch.tensor(start[n]) + c * (orders.longest / norm) for n, c in zip(got, change, strict=True)
+            }
             key = next(k for k, record in reply.content.items() if record is model)
             reply.content[key] = arrays.arrays_like(model, shorter, layers)
     for record in reply.content.values():

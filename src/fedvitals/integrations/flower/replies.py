@@ -11,7 +11,7 @@ from flwr.app import Message, MetricRecord
 from fedvitals.errors import RecordError
 from fedvitals.integrations.flower import arrays, guard, orders, protection
 from fedvitals.integrations.flower.failures import dead_process, failure_of
-from fedvitals.integrations.flower.letter import KEY, Letter, journey_id, run_name
+from fedvitals.integrations.flower.letter import KEY, Letter, bytes_of, journey_id, run_name
 from fedvitals.integrations.flower.letter import read as read_letter
 from fedvitals.records import Action
 from fedvitals.worker import Sender
@@ -34,7 +34,7 @@ def read(journal: Journal, asked: Asked, reply: Message, at: float) -> Message |
         _tell_failure(journal, asked, reply)
         return None
     record = reply.content.pop(KEY, None)
-    size = sum(one.count_bytes() for one in reply.content.values())
+    size = bytes_of(reply.content)
     monitor.transfer(node, "server", size, kind="update" if asked.phase == TRAIN else asked.phase)
     _take_letter(journal, asked, reply, record, at)
     journal.answered(asked, failed=False)
@@ -105,11 +105,13 @@ def _seen(letter: Letter, sent: float, returned: float) -> tuple[float, float]:
 
 def _tell_metrics(journal: Journal, asked: Asked, reply: Message) -> None:
     """What a client told its server itself: numbers by name. «train_loss» and the like are its loss."""
+    if journal.hidden is not None:
+        return
     told: dict[str, float] = {}
     for key, record in reply.content.items():
         if isinstance(record, MetricRecord) or key in LEGACY_METRICS:
             told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-    if asked.phase == TRAIN and journal.weight in told and journal.hidden is None:
+    if asked.phase == TRAIN and journal.weight in told:
         journal.monitor.log({"update.samples": told.pop(journal.weight)}, node=asked.node)
     told.pop(journal.weight, None)
     named = renamed(told) if asked.phase == TRAIN else {f"{asked.phase}.{k}": v for k, v in told.items()}
@@ -135,7 +137,7 @@ def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | No
     sent, got = arrays.model_of(asked.message.content), arrays.model_of(reply.content)
     if sent is None or got is None:
         return None
-    start, end = journal.models.tensors(sent), arrays.tensors_of(got, journal.layers)
+    start, end = journal.models.values(sent), arrays.values_of(got, journal.layers)
     answers: Sequence[Action] = ()
     if journal.hidden is None and end:  # a model may be all of whole numbers, as trees are
         answers = journal.monitor.updates(asked.number, {asked.node: arrays.update_of(start, end)})
