@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError
-from fedvitals.integrations.flower.guard import NonFiniteUpdateError
+from fedvitals.flower.guard import NonFiniteUpdateError
 from fedvitals.parts import ROUND
 from fedvitals.records import Finding, Span
 from flower_by_hand import LAYERS, OLDEST, client_app, federate, is_round, node_of, numbers, training, watched, with_mod

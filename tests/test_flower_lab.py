@@ -12,10 +12,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 
 from fedvitals import lab
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.integrations.flower import lab_messages
-from fedvitals.integrations.flower.lab_app import Settings, client_app, main, server_app
-from fedvitals.integrations.flower.lab_engine import FlowerEngine
-from fedvitals.integrations.flower.lab_watcher import read_watcher, write_watcher
+from fedvitals.flower import lab_messages
+from fedvitals.flower.lab_app import Settings, client_app, main, server_app
+from fedvitals.flower.lab_engine import FlowerEngine
+from fedvitals.flower.lab_watcher import read_watcher, write_watcher
 from fedvitals.lab.site import Site
 from fedvitals.lab.work import Task
 from fedvitals.monitor import Monitor

@@ -14,8 +14,8 @@ import torch
 from fedvitals import lab
 from fedvitals.cli import main as cli
 from fedvitals.errors import ConfigError
-from fedvitals.integrations.flower import lab_launch
-from fedvitals.integrations.flower.lab_app import Settings
+from fedvitals.flower import lab_launch
+from fedvitals.flower.lab_app import Settings
 from fedvitals.store import open_reader
 from flower_lab_command import Command
 from flower_processes import deployed
@@ -64,7 +64,7 @@ def test_what_does_not_go_together_is_refused_at_once(capsys, tmp_path, words, t
 
 
 def test_without_flower_its_extra_is_named(capsys, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("fedvitals.integrations.flower", "flwr"))]:
+    for name in [name for name in sys.modules if name.startswith(("fedvitals.flower", "flwr"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flwr", None)
     assert "fedvitals[flower]" in refused(capsys, tmp_path, "--engine", "flower")

@@ -13,8 +13,8 @@ from hypothesis import strategies as some
 
 import fedvitals as fv
 from fedvitals.errors import RecordError
-from fedvitals.integrations.flower import letter
-from fedvitals.integrations.flower.letter import FIELDS, KEY, MOST, NOTHING, VERSION
+from fedvitals.flower import letter
+from fedvitals.flower.letter import FIELDS, KEY, MOST, NOTHING, VERSION
 from fedvitals.parts import JOURNEY, ROUND
 from fedvitals.records import (
     Action,

@@ -7,7 +7,7 @@ from flwr.serverapp.strategy import FedAvg
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError
-from fedvitals.integrations.flower.letter import KEY
+from fedvitals.flower.letter import KEY
 from fedvitals.parts import JOURNEY, ROUND
 from fedvitals.records import Run, Span, Transfer
 from flower_by_hand import (

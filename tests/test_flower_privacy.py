@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 import fedvitals as fv
 from fedvitals.catalog import level_of
 from fedvitals.errors import ConfigError
-from fedvitals.integrations.flower.letter import KEY, LEAST, MOST, SHARE, room
+from fedvitals.flower.letter import KEY, LEAST, MOST, SHARE, room
 from fedvitals.records import Event, Finding, LayerStats, Metric, Run, Sketch, Span
 from fedvitals.telemetry.wire import decode
 from flower_by_hand import LAYERS, RUNS, client_app, federate, is_round, model, node_of, training, watched

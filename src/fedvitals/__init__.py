@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fedvitals import flower as flower
     from fedvitals import lab as lab
     from fedvitals import plot as plot
-    from fedvitals.integrations import flower as flower
     from fedvitals.integrations.torch_loop import watch as watch
     from fedvitals.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Monitor": "fedvitals.monitor",
-    "flower": "fedvitals.integrations.flower",
+    "flower": "fedvitals.flower",
     "lab": "fedvitals.lab",
     "plot": "fedvitals.plot",
     "watch": "fedvitals.integrations.torch_loop",

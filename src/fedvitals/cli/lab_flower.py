@@ -18,7 +18,7 @@ from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError, Sto
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
 
-WORD = "fedvitals lab: "  # as of `integrations.flower.lab_app`, which needs seconds to load
+WORD = "fedvitals lab: "  # as of `flower.lab_app`, which needs seconds to load
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 LAST_LINES = 25  # of Flower's log, told when it fails
 METRICS = ("loss", "accuracy", "local.loss", "local.accuracy")
@@ -36,7 +36,7 @@ def check(
 ) -> None:
     """What the engine cannot do is told before anything is started."""
     try:
-        from fedvitals.integrations.flower.lab_launch import check_installed
+        from fedvitals.flower.lab_launch import check_installed
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "flwr", "flower", "The engine 'flower'") from error
 
@@ -70,7 +70,7 @@ def train(
     **_: Any,
 ) -> Ended:
     """The whole run, in other processes; its progress comes through Flower's log, its result through the store."""
-    from fedvitals.integrations.flower import lab_launch
+    from fedvitals.flower import lab_launch
     from fedvitals.lab.data_sources import places
     from fedvitals.store import store_target
 
@@ -103,7 +103,7 @@ def train(
 
 def _check_here(experiment: Experiment, data: str | None) -> None:
     """What the server would refuse, told at once; elsewhere its data need not be here."""
-    from fedvitals.integrations.flower.lab_engine import described
+    from fedvitals.flower.lab_engine import described
     from fedvitals.lab.run import prepared
 
     described(prepared(experiment, data).experiment)

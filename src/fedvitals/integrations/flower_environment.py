@@ -17,7 +17,7 @@ from fedvitals.store import store_target
 
 SWITCH = "FEDVITALS_FLOWER"
 SITE = (
-    Path(__file__).resolve().parent / "flower" / "site"
+    Path(__file__).resolve().parent.parent / "flower" / "site"
 )  # its sitecustomize.py is run by each Python that has it on its path
 NAMES = {
     "store": "FEDVITALS_STORE",

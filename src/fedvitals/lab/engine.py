@@ -7,7 +7,7 @@
 | reuse | models and optimisers made once, channels-last, fused; one process per core | convolutional and large models |
 | stacked | clients as a batch dimension | small models; CUDA |
 
-The engine «flower» trains on Flower's nodes, as «sequential» would: `integrations/flower/lab_engine.py`.
+The engine «flower» trains on Flower's nodes, as «sequential» would: `flower/lab_engine.py`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fedvitals.diagnosis.care import FIRST_MODEL
 from fedvitals.errors import ConfigError
-from fedvitals.integrations.flower import arrays
-from fedvitals.integrations.flower.arrays import Values
+from fedvitals.flower import arrays
+from fedvitals.flower.arrays import Values
 from fedvitals.protocols import Observer
 from fedvitals.records import Action
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord
 
-from fedvitals.integrations.flower.journal import EVALUATE, Journal
-from fedvitals.integrations.flower.post import MARK, watch_post
+from fedvitals.flower.journal import EVALUATE, Journal
+from fedvitals.flower.post import MARK, watch_post
 
 
 def is_legacy(strategy: Any) -> bool:

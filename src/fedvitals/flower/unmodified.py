@@ -17,10 +17,10 @@ from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
-from fedvitals.integrations.flower.attach import attach
-from fedvitals.integrations.flower.client_mod import TRAIN, ClientMod, client_mod
-from fedvitals.integrations.flower.letter import run_name
-from fedvitals.integrations.flower.post import MARK
+from fedvitals.flower.attach import attach
+from fedvitals.flower.client_mod import TRAIN, ClientMod, client_mod
+from fedvitals.flower.letter import run_name
+from fedvitals.flower.post import MARK
 from fedvitals.integrations.flower_environment import Settings
 from fedvitals.monitor import Monitor
 

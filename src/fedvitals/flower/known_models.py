@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flwr.app import ArrayRecord
 
-from fedvitals.integrations.flower.arrays import Outline, Values, values_of
+from fedvitals.flower.arrays import Outline, Values, values_of
 
 
 class KnownModels:

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from fedvitals.chart import close_at_exit
 from fedvitals.errors import ConfigError
-from fedvitals.integrations.flower import guard as guards
-from fedvitals.integrations.flower.journal import Journal
-from fedvitals.integrations.flower.legacy import is_legacy, watch_legacy
-from fedvitals.integrations.flower.letter import trace_id
-from fedvitals.integrations.flower.post import MARK, watch_post
-from fedvitals.integrations.flower.protection import LEVEL, hiding_strategy
-from fedvitals.integrations.flower.strategy import watch_strategy
+from fedvitals.flower import guard as guards
+from fedvitals.flower.journal import Journal
+from fedvitals.flower.legacy import is_legacy, watch_legacy
+from fedvitals.flower.letter import trace_id
+from fedvitals.flower.post import MARK, watch_post
+from fedvitals.flower.protection import LEVEL, hiding_strategy
+from fedvitals.flower.strategy import watch_strategy
 from fedvitals.monitor import Monitor
 
 What = TypeVar("What")

@@ -19,11 +19,11 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from fedvitals.integrations.flower import arrays, guard, orders, protection, replies
-from fedvitals.integrations.flower.known_models import KnownModels
-from fedvitals.integrations.flower.letter import bytes_of, node_name
-from fedvitals.integrations.flower.orders import Ward
-from fedvitals.integrations.flower.replies import renamed
+from fedvitals.flower import arrays, guard, orders, protection, replies
+from fedvitals.flower.known_models import KnownModels
+from fedvitals.flower.letter import bytes_of, node_name
+from fedvitals.flower.orders import Ward
+from fedvitals.flower.replies import renamed
 from fedvitals.monitor import Monitor
 from fedvitals.profiling.stays import covered
 

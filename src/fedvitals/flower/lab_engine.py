@@ -16,7 +16,7 @@ from flwr.app import Message, MessageType
 from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.integrations.flower.lab_messages import packed, read_answer, write_order
+from fedvitals.flower.lab_messages import packed, read_answer, write_order
 from fedvitals.lab.engine import FLOWER, Engine
 from fedvitals.lab.experiment import Experiment, read
 from fedvitals.lab.site import Site

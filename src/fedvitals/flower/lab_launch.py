@@ -48,7 +48,7 @@ serverapp = "fedvitals_lab.app:server_app"
 clientapp = "fedvitals_lab.app:client_app"
 
 """
-MODULE = """from fedvitals.integrations.flower import lab_app
+MODULE = """from fedvitals.flower import lab_app
 
 server_app = lab_app.server_app  # Flower looks for assignments before it looks into the module
 client_app = lab_app.client_app

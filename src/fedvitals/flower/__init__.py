@@ -9,7 +9,7 @@ See docs/flower.md.
 
 from __future__ import annotations
 
-from fedvitals.integrations.flower.attach import attach
-from fedvitals.integrations.flower.client_mod import client_mod
+from fedvitals.flower.attach import attach
+from fedvitals.flower.client_mod import client_mod
 
 __all__ = ["attach", "client_mod"]

@@ -13,8 +13,8 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from fedvitals.integrations.flower.journal import EVALUATE, Journal
-from fedvitals.integrations.flower.post import MARK, watched_post
+from fedvitals.flower.journal import EVALUATE, Journal
+from fedvitals.flower.post import MARK, watched_post
 
 Begin = Callable[[Any], None]  # told of the grid, before anything is sent
 

@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.integrations.flower.lab_watcher import read_watcher, write_watcher
+from fedvitals.flower.lab_watcher import read_watcher, write_watcher
 from fedvitals.lab import hierarchical, rings
 from fedvitals.lab.local import Local
 from fedvitals.lab.work import Exchange, Task, Update

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Message, MetricRecord
 
 from fedvitals.errors import RecordError
-from fedvitals.integrations.flower import arrays, guard, orders, protection
-from fedvitals.integrations.flower.failures import dead_process, failure_of
-from fedvitals.integrations.flower.letter import KEY, Letter, bytes_of, journey_id, run_name
-from fedvitals.integrations.flower.letter import read as read_letter
+from fedvitals.flower import arrays, guard, orders, protection
+from fedvitals.flower.failures import dead_process, failure_of
+from fedvitals.flower.letter import KEY, Letter, bytes_of, journey_id, run_name
+from fedvitals.flower.letter import read as read_letter
 from fedvitals.records import Action
 from fedvitals.worker import Sender
 
 if TYPE_CHECKING:
-    from fedvitals.integrations.flower.journal import Asked, Journal
+    from fedvitals.flower.journal import Asked, Journal
 
 TRAIN = "train"
 UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client

@@ -24,7 +24,7 @@ PLACES = {
     "flwr.serverapp.server_app": SERVER,
     "flwr.server.server_app": SERVER,
 }
-OURS = "fedvitals.integrations.flower.unmodified"
+OURS = "fedvitals.flower.unmodified"
 
 
 class Waiting:

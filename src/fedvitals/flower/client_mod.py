@@ -19,9 +19,9 @@ from typing import Any
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
 
-from fedvitals.integrations.flower import arrays
-from fedvitals.integrations.flower.letter import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
-from fedvitals.integrations.flower.protection import LEVEL, hiding_mods
+from fedvitals.flower import arrays
+from fedvitals.flower.letter import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
+from fedvitals.flower.protection import LEVEL, hiding_mods
 from fedvitals.kernels import sums
 from fedvitals.probes.presets import Preset, resolve
 from fedvitals.probes.view import table_of

@@ -20,8 +20,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedvitals import lab
 from fedvitals.errors import ConfigError, FedvitalsError, RecordError
-from fedvitals.integrations.flower.lab_engine import TIMEOUT, FlowerEngine
-from fedvitals.integrations.flower.lab_messages import read_order, write_answer
+from fedvitals.flower.lab_engine import TIMEOUT, FlowerEngine
+from fedvitals.flower.lab_messages import read_order, write_answer
 from fedvitals.integrations.lab_monitor import monitor_of
 from fedvitals.lab.desk import ClientByClient
 from fedvitals.lab.engine import one_thread

@@ -16,7 +16,7 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedvitals.errors import ConfigError, FedvitalsError, unknown
-from fedvitals.integrations.flower.arrays import Values
+from fedvitals.flower.arrays import Values
 
 REPORT, DROP, FAIL = WAYS = ("report", "drop", "fail")
 NAMED = 3  # layers in a sentence
