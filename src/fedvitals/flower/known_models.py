@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flwr.app import ArrayRecord
 
-from fedvitals.flower.arrays import Outline, Values, values_of
+from fedvitals.flower.arrays import Outline, Spare, Values, values_of
 
 
 class KnownModels:
@@ -19,6 +19,7 @@ class KnownModels:
         self._outline: Outline | None = None
         self.started: ArrayRecord | None = None  # what the open round began with
         self.newest: ArrayRecord | None = None
+        self.spare = Spare()
 
     def forget(self) -> None:
         """All but the newest, which the next round begins with."""

@@ -16,6 +16,9 @@ COSINE_ERROR = SIZE**-0.5
 # One more than the size, and prime: no layer's width lines up with the buckets, whatever its columns hold.
 _FOLD = 257
 _CHUNK = _FOLD * 16384  # about 4 M values: the signs are made piece by piece, never for a whole large model
+_AT_ONCE = (
+    _FOLD * 1024
+)  # values of a large vector: a megabyte that stays in the cache, not memory that is new each time
 
 
 class Sketcher:
@@ -29,12 +32,21 @@ class Sketcher:
         total = torch.zeros(*vectors.shape[:-1], _FOLD, dtype=torch.float64, device=vectors.device)
         for piece, values in enumerate(vectors.split(_CHUNK, dim=-1)):
             length = values.shape[-1]
-            signed = values * self._signs_of(piece, length, vectors.device)
+            signs = self._signs_of(piece, length, vectors.device)
+            if vectors.dim() == 1 and length == _CHUNK:
+                self._add_large(total, values, signs)
+                continue
+            signed = values * signs
             whole = length // _FOLD * _FOLD
             total += signed[..., :whole].unflatten(-1, (-1, _FOLD)).sum(-2) if whole else 0
             total[..., : length - whole] += signed[..., whole:]
         total[..., 0] += total[..., SIZE]
         return total[..., :SIZE]
+
+    def _add_large(self, total: Tensor, values: Tensor, signs: Tensor) -> None:
+        scratch = values.new_empty(_AT_ONCE)
+        for part, own in zip(values.split(_AT_ONCE), signs.split(_AT_ONCE), strict=True):
+            total += torch.mul(part, own, out=scratch[: len(part)]).view(-1, _FOLD).sum(0)
 
     def _signs_of(self, piece: int, length: int, device: torch.device) -> Tensor:
         key = (piece, length, str(device))

@@ -24,10 +24,10 @@ Tell = Callable[[str], None]
 NODES = 8
 SECONDS = 900.0
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "cnn": {"local-epochs": 20, "num-server-rounds": 6},
+    "cnn": {"local-epochs": 20, "num-server-rounds": 4},
     "large": {"local-epochs": 1, "num-server-rounds": 4, "learning-rate": 0.01},
 }
-BLOCKS = {"cnn": 21, "large": 13}  # stretches; the first and the last are without fedvitals
+BLOCKS = {"cnn": 31, "large": 13}  # stretches; the first and the last are without fedvitals
 
 
 def measured(model: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
