@@ -140,9 +140,9 @@ def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | No
     start, end = journal.models.values(sent), arrays.values_of(got, journal.layers)
     answers: Sequence[Action] = ()
     if journal.hidden is None and end:  # a model may be all of whole numbers, as trees are
-        answers = journal.monitor.updates(
-            asked.number, {asked.node: arrays.update_of(start, end, journal.models.spare)}
-        )
+        update = arrays.update_of(start, end, journal.models.spare)
+        answers = journal.monitor.updates(asked.number, {asked.node: update})
+        del update  # its room is free again, unless somebody keeps it
     left = next((a for a in answers if a.kind == "exclude" and a.target == asked.node), None)
     why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
     if why is None and journal.way != guard.REPORT:

@@ -16,9 +16,7 @@ COSINE_ERROR = SIZE**-0.5
 # One more than the size, and prime: no layer's width lines up with the buckets, whatever its columns hold.
 _FOLD = 257
 _CHUNK = _FOLD * 16384  # about 4 M values: the signs are made piece by piece, never for a whole large model
-_AT_ONCE = (
-    _FOLD * 1024
-)  # values of a large vector: a megabyte that stays in the cache, not memory that is new each time
+_AT_ONCE = _FOLD * 1024  # values of a large vector: a megabyte that stays in the cache, not new memory each time
 
 
 class Sketcher:
@@ -33,11 +31,12 @@ class Sketcher:
         for piece, values in enumerate(vectors.split(_CHUNK, dim=-1)):
             length = values.shape[-1]
             signs = self._signs_of(piece, length, vectors.device)
-            if vectors.dim() == 1 and length == _CHUNK:
-                self._add_large(total, values, signs)
+            whole = length // _FOLD * _FOLD
+            if vectors.dim() == 1 and whole > _AT_ONCE:
+                self._add_large(total, values[:whole], signs[:whole])
+                total[: length - whole] += values[whole:] * signs[whole:]
                 continue
             signed = values * signs
-            whole = length // _FOLD * _FOLD
             total += signed[..., :whole].unflatten(-1, (-1, _FOLD)).sum(-2) if whole else 0
             total[..., : length - whole] += signed[..., whole:]
         total[..., 0] += total[..., SIZE]
