@@ -138,6 +138,7 @@ def test_on_ray_stopped_by_hand_and_resumed(tmp_path):
         assert reader.history(said["run"]).rounds() == list(range(12))
 
 
+@pytest.mark.slow
 @pytest.mark.flower
 def test_on_a_superlink_of_ones_own(tmp_path):
     """The same file on SuperNodes; when one is killed, its clients are named, and the other trains them from then."""

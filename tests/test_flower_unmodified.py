@@ -347,6 +347,7 @@ def test_flower_run_watches_a_simulation_and_changes_no_bit_of_it(flwr, app, tmp
     assert nothing_left(flwr.mark), marked(flwr.mark)
 
 
+@pytest.mark.slow
 @pytest.mark.flower
 def test_flower_run_that_is_ended_takes_everything_along(flwr, app, tmp_path):
     """The simulation would go on without its SuperLink; what was measured until then is kept."""
@@ -368,6 +369,7 @@ def test_flower_run_that_is_ended_takes_everything_along(flwr, app, tmp_path):
         assert found.rounds >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.flower
 def test_a_deployment_whose_servers_have_the_environment(app, tmp_path):
     """As by `fedvitals flower superlink` and `supernode`: each process of SuperLink and SuperNodes inherits it."""

@@ -84,7 +84,7 @@ def test_a_leak_is_found_and_its_tensors_are_named(kind, named, tmp_path):
 def test_the_client_that_leaks_is_named(tmp_path):
     """On a busy machine growth is looked into at fewer clients: then a finding may name none, but never another."""
     found = run("one", 30, tmp_path)
-    assert {node for _, node, _ in found} - {None} == {"c2"}
+    assert {node for _, node, _ in found} <= {None, "c2"}
     assert any("[300, 300]" in message for _, _, message in found)
 
 

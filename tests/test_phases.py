@@ -124,8 +124,9 @@ def test_long_steps_are_looked_into_in_every_round():
             model.seconds = NAP * (number + 1)
             with monitor.round(number, model), monitor.client("c0", model):
                 train(model, fast * 4)
-    seen = [parts_of(span)["forward"] for span in sink.of(Span, "client")]
-    assert [s / (8 * NAP) for s in seen] == pytest.approx([1, 2, 3], rel=0.2)
+    seen = [(parts_of(span)["forward"], span.seconds) for span in sink.of(Span, "client")]
+    for number, (forward, whole) in enumerate(seen, 1):  # a busy machine may take longer than it is asked to
+        assert 0.8 * number * 8 * NAP <= forward <= whole
 
 
 def test_what_a_loop_does_besides_is_not_taken_for_loading_where_a_loader_is_known():

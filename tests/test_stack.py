@@ -27,7 +27,7 @@ TOLERANCE = 2e-4
 # Rounding also decides which of two nearly equal pixels a max pool takes, and the gradient then goes another way. With
 # one and the same weights, three of four images agree to 1e-7 between 32 and 64 bits, and one is off by 6e-5.
 POOLED = 1e-3
-TIMED = ("time.", "memory.", "monitor.", "throughput.", "bottleneck.")
+TIMED = ("time.", "memory.", "monitor.", "throughput.", "bottleneck.", "machine.", "process.", "gpu.")
 # A batch of clients does not tell how many samples each of its batches has, nor whose memory is whose.
 SHARES = (
     "growth",

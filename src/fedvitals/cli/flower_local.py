@@ -125,6 +125,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(END)  # else it stays as a zombie
                 return
             time.sleep(0.05)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END)
 
 
 def _levels(pid: int) -> list[list[int]]:

@@ -57,6 +57,7 @@ class SuperLink:
         self._environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         self._log = self._folder / "superlink.log"
         self._runs = 0
+        self._own: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         _needs_flower()
@@ -109,11 +110,13 @@ class SuperLink:
                 with contextlib.suppress(Exception):  # gone meanwhile
                     process.kill()
             _await_end(left)
+        for own in self._own:
+            own.wait(END_SECONDS)  # it has ended, and is let go
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
         program = Path(sys.executable).parent / command[0]
-        return subprocess.Popen(  # noqa: S603 - Flower's own programs
+        process = subprocess.Popen(  # noqa: S603 - Flower's own programs
             [str(program), *command[1:]],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -121,6 +124,8 @@ class SuperLink:
             cwd=self._empty,
             env=self._environment,
         )
+        self._own.append(process)
+        return process
 
     def _await(self, process: subprocess.Popen[bytes], port: int) -> None:
         end = time.monotonic() + START_SECONDS
