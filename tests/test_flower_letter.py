@@ -120,6 +120,7 @@ def test_so_it_is_in_an_evaluation(name, honest):
 # -- what it carries --------------------------------------------------------------------------------------------------
 
 TABLE = LayerTable("parameter", (Layer("w", (3,), "float32"),))
+MANY = (TABLE, *(LayerTable("parameter", (Layer(f"w{i}", (1,), "float32"),)) for i in range(1000)))
 FORGED = {
     "random bytes": with_fields(payload=b"\x00\x01\x02" * 40),
     "a beginning and no more": lambda r: ConfigRecord({**r, "payload": r["payload"][:-5]}),
@@ -143,6 +144,7 @@ FORGED = {
     "more layers than there are": payload(
         Run("flower-7", "flower", tables=(TABLE,)), LayerStats(HERE, 1.0, "update", empty_sums(2), TABLE.digest)
     ),
+    "more kinds of models than a run can have": payload(Run("flower-7", "flower", tables=MANY)),
     "as if it were the monitor": payload(Metric(replace(HERE, node="102"), 1.0, "loss", 9.0), source="monitor"),
 }
 

@@ -52,6 +52,7 @@ from fedvitals.telemetry.wire import decode
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
 SOURCES = 10_000  # processes whose deliveries are remembered
+TABLES = 1_000  # kinds of models in one run: each is written again whenever something about the run changes
 OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
 OF_SERVERS = ("aggregation.failed", "cohort", "groups")  # events that tell of all
 
@@ -367,6 +368,8 @@ class Arrivals:
                 raise RecordError(f"A payload has the {told} of the whole round, which is not a worker's to tell.")
             if isinstance(record, Run):
                 tables |= {table.digest: table for table in record.tables}
+                if len(tables) > TABLES:
+                    raise RecordError(f"A payload brings layer tables beyond the {TABLES} that a run may have.")
             elif isinstance(record, LayerStats):
                 table = tables.get(record.table)
                 if table is None or len(table.layers) != len(record.matrix):

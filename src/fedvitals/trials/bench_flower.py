@@ -11,6 +11,7 @@ from typing import Any
 
 from fedvitals.trials.bench_flower_cost import MODELS, measured
 from fedvitals.trials.flower_app import IMPORT, write_app
+from fedvitals.trials.flower_patient.task import new_model
 from fedvitals.trials.flower_plants import ISSUES, SEEDS, Plant, Said, run_plant
 from fedvitals.trials.flower_run import FlowerError, SuperLink
 
@@ -20,7 +21,6 @@ Tell = Callable[[str], None]
 PARTS = ("lines", "cnn", "large", "faults")
 BAR_OVERHEAD, BAR_BYTES = 2.0, 1.0  # per cent
 LARGE = 1_000_000  # parameters from which the bar of bytes holds
-FLOAT = 4  # bytes
 QUICK = (Plant("nan"), Plant("none"))
 
 
@@ -78,7 +78,7 @@ def _lines(folder: Path) -> Row:
 def _cost(model: str, folder: Path, quick: bool, tell: Tell) -> list[Row]:
     found = measured(model, folder, quick=quick, tell=tell)
     value, low, high = (found[name] for name in ("overhead_percent", "low", "high"))
-    parameters = found["update_bytes"] // FLOAT
+    parameters = sum(tensor.numel() for tensor in new_model(model, 0).parameters())
     said = f"{value:.2f} % ({low:.2f} to {high:.2f}) of {found['round_seconds']:.2f} s, {found['pairs']} pairs"
     said += f"; of processors' time {found['cpu_percent']:.2f} % ({found['cpu_low']:.2f} to {found['cpu_high']:.2f})"
     # An interval on both sides of the bar settles nothing, whatever its middle.
