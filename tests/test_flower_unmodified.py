@@ -22,6 +22,7 @@ from fedvitals.cli import doctor, flower, flower_local
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
 from fedvitals.integrations.flower_environment import SITE, Settings
+from fedvitals.integrations.superlink import superlink
 from fedvitals.store import open_reader, queries
 from flower_processes import QUIET, deployed
 
@@ -329,8 +330,9 @@ def nothing_left(mark: str) -> bool:
 @pytest.mark.flower
 def test_flower_run_watches_a_simulation_and_changes_no_bit_of_it(flwr, app, tmp_path):
     place, plain, ours = Path(sys.executable).parent, tmp_path / "plain.npz", tmp_path / "ours.npz"
-    with flower_local.superlink(place / "flower-superlink", flwr.settings) as its:
+    with superlink(flwr.settings) as port:
         words = [place / "flwr", "run", app, "--stream", "-c", f"out='{plain}'"]
+        its = flwr.settings | {flower_local.PORT: str(port)}
         subprocess.run(words, env=its, cwd=tmp_path / "cwd", capture_output=True, timeout=240, check=True)
     store = tmp_path / "runs.db"
     run = flwr(sys.executable, "-m", "fedvitals.cli", "flower", "run", app, "--store", store, "-c", f"out='{ours}'")

@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -75,6 +74,8 @@ def run(arguments: tuple[str, ...], **said: Any) -> int:
     a SuperLink elsewhere, see `fedvitals flower superlink`.
     """
     from fedvitals.cli import flower_local
+    from fedvitals.integrations.superlink import superlink as started
+    from fedvitals.integrations.superlink import termination_as_exit
 
     place = _programs()
     said["run"] = said["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
@@ -93,8 +94,8 @@ def run(arguments: tuple[str, ...], **said: Any) -> int:
             )
         streamed = arguments if "--stream" in arguments else (*arguments, "--stream")
         try:
-            with _ended_by_sigterm(), flower_local.superlink(place / "flower-superlink", environment) as its:
-                code = _run(place, streamed, its)
+            with termination_as_exit(), started(environment) as port:
+                code = _run(place, streamed, environment | {flower_local.PORT: str(port)})
         except KeyboardInterrupt:
             click.echo(
                 "\nStopped, and all that was started; what was measured is kept: see `fedvitals runs`.", err=True
@@ -178,20 +179,6 @@ def _name_of(arguments: tuple[str, ...]) -> str:
         folder = Path(arguments[0] if arguments and not arguments[0].startswith("-") else ".")
         return str(tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"])
     return "flower"
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """What is sent to end us leaves nothing running, as Ctrl-C does."""
-
-    def leave(*_: object) -> NoReturn:
-        sys.exit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _closing(store: str, began: float, address: str | None) -> None:

@@ -12,29 +12,17 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
-import signal
-import socket
 import subprocess
-import sys
-import sysconfig
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
+from fedvitals.integrations.superlink import QUIET, program, superlink, termination_as_exit, with_programs
 
 OLDEST = (1, 38)  # whose SuperLink has one port for everything, and whose connections stand in $FLWR_HOME/config.toml
 OWN = "fedvitals-lab"  # the connection to our own SuperLink
-QUIET = {  # a lab calls nobody
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
-}
 APP = """[project]
 name = "fedvitals-lab"
 version = "1.0.0"
@@ -53,7 +41,7 @@ MODULE = """from fedvitals.flower import lab_app
 server_app = lab_app.server_app  # Flower looks for assignments before it looks into the module
 client_app = lab_app.client_app
 """
-START, STOP = 90.0, 10.0  # seconds
+STOP = 10.0  # seconds
 LAST_LINES = 25  # of the log, told when it fails
 STARTED = re.compile(r"Successfully started run (\d+)")
 
@@ -80,7 +68,7 @@ def simulate(settings: Settings, nodes: int, hear: Callable[[str], None], secret
     """Run it on Ray, with so many simulated nodes. `secrets`: of the environment of its processes on this machine."""
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
         own = {**secrets, "FLWR_HOME": str(Path(folder) / "home")}
-        with _termination_as_exit(), _superlink(Path(folder), _environment(own)):
+        with termination_as_exit(), _superlink(Path(folder), _environment(own)):
             options = f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus={nodes}"
             _run(Path(folder), settings, OWN, ["--federation-config", options], _environment(own), hear)
 
@@ -150,107 +138,19 @@ def write_app(folder: Path, settings: Settings) -> Path:
     return folder
 
 
-def program(name: str) -> str:
-    """Flower's own, of the Python that we run in."""
-    beside = Path(sysconfig.get_path("scripts")) / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise ConfigError(f"Flower's program '{name}' is not beside this Python ({sys.executable}), nor on the PATH.")
-    return found
-
-
 @contextlib.contextmanager
 def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A SuperLink that simulates, on a free port of this machine alone, with a home and a folder of its own."""
-    port = _free_port()
-    home, empty, log = folder / "home", folder / "empty", folder / "superlink.log"
+    """A SuperLink that simulates, with a home and a folder of its own."""
+    home, empty = folder / "home", folder / "empty"
     home.mkdir()
     empty.mkdir()  # a package here would win over the app's
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "{OWN}"\n\n[superlink.{OWN}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
-    with log.open("wb") as written:
-        process = subprocess.Popen(  # noqa: S603 - our own words
-            [program("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port),
-             "--disable-runtime-dependency-installation"],
-            stdout=written, stderr=written, stdin=subprocess.DEVNULL, cwd=empty, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        _await(process, port, log)
-        yield
-    finally:
-        with _handled(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C would leave something behind
-            _take_down(process, environment["FLWR_HOME"])
-
-
-def _await(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    ends = time.monotonic() + START
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        if process.poll() is not None or time.monotonic() > ends:
-            said = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            raise FedvitalsError("Flower's SuperLink did not start. The end of its log:\n" + "\n".join(said))
-        time.sleep(0.1)
-
-
-def _take_down(process: subprocess.Popen[bytes], home: str) -> None:
-    """The SuperLink, and its children, which are in sessions of their own: known by the home that they were given."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            process.send_signal(how)
-        for left in _family(home):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(left, how)
-        ends = time.monotonic() + STOP
-        while (process.poll() is None or _family(home)) and time.monotonic() < ends:
-            time.sleep(0.05)
-    process.wait()
-
-
-def _family(home: str) -> list[int]:
-    """Processes with our FLWR_HOME in their environment; where the system does not tell, none."""
-    mark, found = f"FLWR_HOME={home}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
-
-
-@contextlib.contextmanager
-def _handled(number: signal.Signals, how: Any) -> Iterator[None]:
-    """A signal, handled so inside; in a thread that may not decide about signals, as before."""
-    try:
-        before = signal.signal(number, how)
-    except ValueError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-@contextlib.contextmanager
-def _termination_as_exit() -> Iterator[None]:
-    """Whoever is told to end, ends what it has started first."""
-
-    def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    with _handled(signal.SIGTERM, leave), _handled(signal.SIGHUP, leave):
+    with superlink(environment, cwd=empty, options=["--disable-runtime-dependency-installation"]) as port:
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{OWN}"\n\n[superlink.{OWN}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
         yield
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:
-    """Flower finds its own programs by name."""
-    path = os.pathsep.join((str(Path(program("flwr")).parent), os.environ.get("PATH", "")))
-    return {**QUIET, **os.environ, **own, "PATH": path, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
-
-
-def _free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
+    told = {**QUIET, **os.environ, **own, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+    return with_programs(told)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SuperLink of our own that simulates on this machine, on a free port, and ends with all that it has started.
+
+Flower would start one itself, detached, and use it for ever after: an environment of ours would come too late, or stay
+too long. The app's processes are its children, in sessions of their own, and some (Ray's) outlive their parents: they
+are known by a mark that they inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
+
+MARK = "FEDVITALS_SUPERLINK"
+QUIET = {  # it calls nobody
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # seconds; 1 unless told
+}
+START, STOP = 90.0, 10.0  # seconds, on a machine with much else to do
+TAIL = 4000  # characters of its log that an error quotes
+
+
+def program(name: str) -> str:
+    """Flower's own, of the Python that we run in."""
+    beside = Path(sysconfig.get_path("scripts")) / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ConfigError(f"Flower's program '{name}' is not beside this Python ({sys.executable}), nor on the PATH.")
+    return found
+
+
+def with_programs(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which Flower finds its own programs, which it calls by name."""
+    path = os.pathsep.join((str(Path(program("flwr")).parent), environment.get("PATH", "")))
+    return {**environment, "PATH": path}
+
+
+@contextlib.contextmanager
+def superlink(environment: Mapping[str, str], *, cwd: Path | None = None, options: Sequence[str] = ()) -> Iterator[int]:
+    """The port on which it listens as long as the block lasts."""
+    try:
+        import psutil  # type: ignore[import-untyped]  # noqa: F401, PLC0415 - an extra
+    except ImportError:
+        raise MissingExtraError("psutil", "flower", "Starting Flower's SuperLink") from None
+    port, mark = free_port(), uuid.uuid4().hex
+    command = [program("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(  # noqa: S603 - the program of the installed flwr
+            [*command, "--host", "127.0.0.1", "--port", str(port), *options],
+            env={**QUIET, **with_programs(environment), MARK: mark},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is ours to deal with
+        )
+        try:
+            _await(process, port, log)
+            yield port
+        finally:
+            with handled(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C would leave something behind
+                _take_down(process, mark)
+
+
+def _await(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
+    ends = time.monotonic() + START
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        if process.poll() is not None or time.monotonic() > ends:
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip()[-TAIL:]
+            raise FedvitalsError(f"Flower's SuperLink did not start. The end of its log:\n{said}")
+        time.sleep(0.1)
+
+
+def _take_down(process: subprocess.Popen[bytes], mark: str) -> None:
+    """All are asked to end, and tidy up; then all must. One may start another meanwhile."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        ends = time.monotonic() + STOP
+        asked: set[int] = set()
+        while (left := _family(mark)) and time.monotonic() < ends:
+            for one in left:
+                if one.pid not in asked:
+                    asked.add(one.pid)
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(one.pid, how)
+            process.poll()  # else it stays as a zombie
+            time.sleep(0.05)
+    process.wait(STOP)
+
+
+def _family(mark: str) -> list[Any]:
+    """Processes that have our mark in their environment; those of other users cannot be asked."""
+    import psutil  # noqa: PLC0415 - an extra
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def handled(number: signal.Signals, how: Any) -> Iterator[None]:
+    """A signal, handled so inside; in a thread that may not decide about signals, as before."""
+    try:
+        before = signal.signal(number, how)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def termination_as_exit() -> Iterator[None]:
+    """Whoever is told to end, ends what it has started first."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    with handled(signal.SIGTERM, leave), handled(signal.SIGHUP, leave):
+        yield
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
