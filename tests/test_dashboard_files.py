@@ -15,9 +15,9 @@ from fedvitals.dashboard.files import STATIC, Files, view_of  # noqa: E402
 VIEWS = sorted(path.stem for path in (STATIC / "views").glob("*.js"))
 
 
-@pytest.fixture
-def client(tmp_path):
-    with TestClient(create_app(tmp_path / "runs.db"), base_url="http://127.0.0.1") as client:
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with TestClient(create_app(tmp_path_factory.mktemp("no-runs") / "runs.db"), base_url="http://127.0.0.1") as client:
         yield client
 
 
@@ -56,7 +56,7 @@ def test_a_file_comes_again_only_when_it_has_changed(tmp_path, client):
 @pytest.mark.parametrize(
     "name", ["../app.py", "/etc/passwd", "x\x00.js", "views", "", "views/../../app.py", "nothing.js"]
 )
-def test_nothing_else_can_be_asked_for(name, client):
+def test_nothing_else_can_be_asked_for(name):
     assert Files().get(name) is None
 
 

@@ -100,10 +100,21 @@ def store(tmp_path):
     return written(tmp_path / "runs.db")
 
 
-@pytest.fixture
-def asking(store):
-    with TestClient(create_app(store), base_url="http://127.0.0.1:8321") as client:
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory):
+    """For all tests that change nothing."""
+    with _asking(written(tmp_path_factory.mktemp("findings") / "runs.db")) as client:
         yield client
+
+
+@pytest.fixture
+def marking(store):
+    with _asking(store) as client:
+        yield client
+
+
+def _asking(store):
+    return TestClient(create_app(store), base_url="http://127.0.0.1:8321")
 
 
 def of(*parts):
@@ -196,22 +207,22 @@ def test_what_is_not_there_is_told_in_the_one_shape(asking, store):
     assert long.status_code == 422
 
 
-def test_marks_last_and_change_the_verdict(asking, store):
+def test_marks_last_and_change_the_verdict(marking, store):
     crash, noise = keys(store)["CRASH", HOSTILE], keys(store)["LABEL_NOISE", "c7"]
-    said = asking.put(of("findings", crash, "muted"), headers=WRITE, json={"reason": " planned\n outage "}).json()
+    said = marking.put(of("findings", crash, "muted"), headers=WRITE, json={"reason": " planned\n outage "}).json()
     assert said == {"key": crash, "acknowledged": False, "muted": True, "reason": "planned outage"}
-    found = asking.get(of("findings")).json()
+    found = marking.get(of("findings")).json()
     assert found["verdict"]["key"] == noise
     assert found["cases"][-1]["key"] == crash  # muted ones come last
     assert found["counts"]["muted"] == 1
-    asking.put(of("findings", found["verdict"]["key"], "acknowledged"), headers=WRITE)
-    assert "acknowledged" in asking.get(of("findings")).json()["verdict"]["headline"]
-    asking.delete(of("findings", found["verdict"]["key"], "acknowledged"), headers=WRITE)
-    asking.delete(of("findings", crash, "muted"), headers=WRITE)
-    again = asking.get(of("findings")).json()
+    marking.put(of("findings", found["verdict"]["key"], "acknowledged"), headers=WRITE)
+    assert "acknowledged" in marking.get(of("findings")).json()["verdict"]["headline"]
+    marking.delete(of("findings", found["verdict"]["key"], "acknowledged"), headers=WRITE)
+    marking.delete(of("findings", crash, "muted"), headers=WRITE)
+    again = marking.get(of("findings")).json()
     assert again["verdict"]["key"] == crash
     assert again["counts"]["muted"] == again["counts"]["acknowledged"] == 0
-    assert asking.get(of("findings", noise)).json()["case"]["acknowledged"] is False
+    assert marking.get(of("findings", noise)).json()["case"]["acknowledged"] is False
 
 
 # -- in the browser ---------------------------------------------------------------------------------------------------

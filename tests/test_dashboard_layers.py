@@ -79,9 +79,14 @@ def layered(name="deep", rounds=20, deep=True, table=TABLE, change=None):
     return run
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return stored(tmp_path_factory.mktemp("layers") / "runs.db", layered(), layered("plain", deep=False))
+
+
 @pytest.fixture
-def reader(tmp_path):
-    with open_reader(stored(tmp_path / "runs.db", layered(), layered("plain", deep=False))) as reader:
+def reader(store):
+    with open_reader(store) as reader:
         yield reader
 
 
@@ -235,12 +240,13 @@ def test_steps_and_edges_are_not_the_whole(tmp_path):
     assert page.profile.lines[1].values == pytest.approx([0.002, 0.02, 0.2])
 
 
-@pytest.mark.parametrize("path", ["layers", "layers/distribution", "layers?node=c1&statistic=mean&all=true&round=3"])
-def test_answers_and_says_when_nothing_changed(tmp_path, path):
-    with TestClient(create_app(stored(tmp_path / "runs.db", layered(rounds=4))), base_url=HOME) as client:
-        first = client.get(f"/api/runs/deep/{path}")
-        assert first.status_code == 200
-        assert client.get(f"/api/runs/deep/{path}", headers={"If-None-Match": first.headers["ETag"]}).status_code == 304
+def test_answers_and_says_when_nothing_changed(store):
+    with TestClient(create_app(store), base_url=HOME) as client:
+        for path in ("layers", "layers/distribution", "layers?node=c1&statistic=mean&all=true&round=3"):
+            first = client.get(f"/api/runs/deep/{path}")
+            assert first.status_code == 200, path
+            again = client.get(f"/api/runs/deep/{path}", headers={"If-None-Match": first.headers["ETag"]})
+            assert again.status_code == 304, path
         for bad, status in (("statistic=beauty", 422), ("family=noble", 422), ("node=x", 404)):
             assert client.get(f"/api/runs/deep/layers?{bad}").status_code == status
 

@@ -43,15 +43,20 @@ def grouped(topology, groups, name="grouped", rounds=2):
     return run
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return stored(tmp_path_factory.mktemp("rounds") / "runs.db", told())
+
+
 @pytest.fixture
-def reader(tmp_path):
-    with open_reader(stored(tmp_path / "runs.db", told())) as reader:
+def reader(store):
+    with open_reader(store) as reader:
         yield reader
 
 
-@pytest.fixture
-def client(tmp_path):
-    with TestClient(create_app(stored(tmp_path / "runs.db", told())), base_url=HOME) as client:
+@pytest.fixture(scope="module")
+def client(store):
+    with TestClient(create_app(store), base_url=HOME) as client:
         yield client
 
 

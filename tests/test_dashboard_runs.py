@@ -29,13 +29,26 @@ HOME = "http://127.0.0.1:8321"
 WRITE = {"X-Fedvitals": "1"}
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """For all tests that only read."""
+    return ward(tmp_path_factory.mktemp("ward") / "runs.db")
+
+
+@pytest.fixture(scope="module")
+def client(shared):
+    with TestClient(create_app(shared), base_url=HOME) as client:
+        yield client
+
+
 @pytest.fixture
 def store(tmp_path):
+    """For a test that changes it."""
     return ward(tmp_path / "runs.db")
 
 
 @pytest.fixture
-def client(store):
+def writing(store):
     with TestClient(create_app(store), base_url=HOME) as client:
         yield client
 
@@ -72,8 +85,8 @@ def test_tells_how_a_run_is(client):
     assert (ill["spark"]["name"], ill["spark"]["of"], len(ill["spark"]["values"])) == ("accuracy", "federation", 4)
 
 
-def test_the_list_says_of_each_run_what_its_own_page_says(store):
-    with open_reader(store) as reader:
+def test_the_list_says_of_each_run_what_its_own_page_says(shared):
+    with open_reader(shared) as reader:
         found = RunList().page(reader, lambda run: run, RunsAsked())
         for run in found.runs:
             verdict = verdict_of(reader, run.id)
@@ -157,22 +170,22 @@ def test_what_cannot_be_asked_is_refused_in_the_one_shape(client, wrong):
     assert answer.json()["error"]["code"] == "bad_request"
 
 
-def test_nothing_new_is_not_sent_again(client):
-    tag = client.get("/api/runs").headers["ETag"]
-    again = client.get("/api/runs", headers={"If-None-Match": tag})
+def test_nothing_new_is_not_sent_again(writing):
+    tag = writing.get("/api/runs").headers["ETag"]
+    again = writing.get("/api/runs", headers={"If-None-Match": tag})
     assert again.status_code in (200, 304)  # 200 if the minute has changed in between
-    client.put("/api/runs/a-ill/tags/paper", headers=WRITE)
-    assert client.get("/api/runs", headers={"If-None-Match": tag}).status_code == 200
+    writing.put("/api/runs/a-ill/tags/paper", headers=WRITE)
+    assert writing.get("/api/runs", headers={"If-None-Match": tag}).status_code == 200
 
 
-def test_a_run_that_goes_on_moves(store, client):
-    before = row(client, "c-now")
+def test_a_run_that_goes_on_moves(store, writing):
+    before = row(writing, "c-now")
     sink = open_store(store)
     records = [Metric(Where("c-now", 4, None), time.time(), "accuracy", 0.99, "later", 0),
                Metric(Where("c-now", 4, "c9"), time.time(), "traffic.sent", 7.0, "later", 1)]  # fmt: skip
     sink.write(records)
     sink.close()
-    after = row(client, "c-now")
+    after = row(writing, "c-now")
     assert (before["rounds"], after["rounds"]) == (4, 5)
     assert (after["accuracy"], after["clients"]) == (0.99, 4)
     assert after["spark"]["values"][-1] == 0.99
@@ -202,28 +215,28 @@ def test_list_header_report_and_comparison_agree_on_a_run(tmp_path):
     assert [one.best for one in page.reached] == [one.best for one in profile.reached] == pytest.approx([0.5] * 3)
 
 
-def test_a_muted_finding_no_longer_makes_a_run_ill(store, client):
-    set_mark(store, "a-ill", "muted", row(client, "a-ill")["key"], "known")
-    now = row(client, "a-ill")
+def test_a_muted_finding_no_longer_makes_a_run_ill(store, writing):
+    set_mark(store, "a-ill", "muted", row(writing, "a-ill")["key"], "known")
+    now = row(writing, "a-ill")
     assert now["health"] == "watch"
     assert now["findings"] == {"critical": 0, "warning": 0, "note": 1}
 
 
-def test_tags_are_given_found_and_taken(client):
-    assert client.put("/api/runs/a-ill/tags/for the paper", headers=WRITE).json() == {
+def test_tags_are_given_found_and_taken(writing):
+    assert writing.put("/api/runs/a-ill/tags/for the paper", headers=WRITE).json() == {
         "id": "a-ill",
         "tags": ["for the paper"],
     }
-    client.put("/api/runs/a-ill/tags/a%2Fb", headers=WRITE)
-    assert row(client, "a-ill")["tags"] == ["a/b", "for the paper"]
-    assert client.get("/api/runs").json()["tags"] == ["a/b", "for the paper"]
-    assert ids(client, tag="a/b") == ids(client, search="paper") == ["a-ill"]
-    assert client.delete("/api/runs/a-ill/tags/a%2Fb", headers=WRITE).json()["tags"] == ["for the paper"]
-    assert client.delete("/api/runs/a-ill/tags/never", headers=WRITE).status_code == 200
+    writing.put("/api/runs/a-ill/tags/a%2Fb", headers=WRITE)
+    assert row(writing, "a-ill")["tags"] == ["a/b", "for the paper"]
+    assert writing.get("/api/runs").json()["tags"] == ["a/b", "for the paper"]
+    assert ids(writing, tag="a/b") == ids(writing, search="paper") == ["a-ill"]
+    assert writing.delete("/api/runs/a-ill/tags/a%2Fb", headers=WRITE).json()["tags"] == ["for the paper"]
+    assert writing.delete("/api/runs/a-ill/tags/never", headers=WRITE).status_code == 200
 
 
-def test_tags_have_bounds(client):
-    put = lambda run, tag: client.put(f"/api/runs/{run}/tags/{tag}", headers=WRITE).status_code  # noqa: E731
+def test_tags_have_bounds(writing):
+    put = lambda run, tag: writing.put(f"/api/runs/{run}/tags/{tag}", headers=WRITE).status_code  # noqa: E731
     assert put("a-ill", "x" * 41) == 422
     assert put("a-ill", "%20") == 422
     assert put("a-ill", "a%00b") == 422
@@ -246,17 +259,17 @@ def test_tells_what_goes_before_it_goes(client):
     assert told["bytes"] > 1000
 
 
-def test_deletes_for_good(client):
-    gone = client.delete("/api/runs/a-ill", headers=WRITE)
+def test_deletes_for_good(writing):
+    gone = writing.delete("/api/runs/a-ill", headers=WRITE)
     assert gone.status_code == 200
     assert gone.json()["name"] == "ill one"
-    assert "a-ill" not in ids(client)
-    assert client.get("/api/runs").json()["total"] == 4
-    assert client.delete("/api/runs/a-ill", headers=WRITE).status_code == 404
-    assert client.delete("/api/runs/good one", headers=WRITE).status_code == 404  # a name is not enough
+    assert "a-ill" not in ids(writing)
+    assert writing.get("/api/runs").json()["total"] == 4
+    assert writing.delete("/api/runs/a-ill", headers=WRITE).status_code == 404
+    assert writing.delete("/api/runs/good one", headers=WRITE).status_code == 404  # a name is not enough
 
 
-def test_a_store_that_is_being_written_loses_no_run(store, client):
+def test_a_store_that_is_being_written_loses_no_run(store, writing):
     """The training of another process holds the store: refused with the reason, and nothing is gone."""
     code = (
         "import sys; from pathlib import Path; from fedvitals.store.lock import WriterLock\n"
@@ -266,12 +279,12 @@ def test_a_store_that_is_being_written_loses_no_run(store, client):
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as writer:
         assert writer.stdout.readline() == "held\n"
-        refused = client.delete("/api/runs/a-ill", headers=WRITE)
+        refused = writing.delete("/api/runs/a-ill", headers=WRITE)
         assert refused.status_code == 409
         assert refused.json()["error"]["code"] == "conflict"
         assert f"being written by process {writer.pid}" in refused.json()["error"]["message"]
         writer.stdin.close()
-    assert "a-ill" in ids(client)
+    assert "a-ill" in ids(writing)
 
 
 def test_no_store_and_an_empty_one(tmp_path):

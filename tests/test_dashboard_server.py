@@ -50,8 +50,16 @@ def asking(store: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_a_run_is_found_by_id_name_or_beginning(asking: TestClient) -> None:
-    assert {asking.get(f"/api/runs/{text}").json()["id"] for text in (ONE, "one", "20260101")} == {ONE}
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """The same, for all tests that change nothing."""
+    path = stored(tmp_path_factory.mktemp("read") / "runs.db", _told(ONE, "one"), _told(TWO, "two", 1.71e9))
+    with TestClient(create_app(path), base_url=HOME) as client:
+        yield client
+
+
+def test_a_run_is_found_by_id_name_or_beginning(reading: TestClient) -> None:
+    assert {reading.get(f"/api/runs/{text}").json()["id"] for text in (ONE, "one", "20260101")} == {ONE}
 
 
 def test_what_has_not_changed_is_not_sent_again_and_only_the_run_that_changed_is(
@@ -105,8 +113,8 @@ def test_a_store_that_comes_later_is_seen_when_it_comes(tmp_path: Path) -> None:
         (f"/api/runs/{ONE}/records?round={2**70}", 422, "bad_request"),
     ],
 )
-def test_every_error_has_one_shape(asking: TestClient, path: str, status: int, code: str) -> None:
-    answer = asking.get(path)
+def test_every_error_has_one_shape(reading: TestClient, path: str, status: int, code: str) -> None:
+    answer = reading.get(path)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert error["code"] == code

@@ -8,7 +8,7 @@ from fedvitals.diagnosis.attendance import chance_of
 from fedvitals.diagnosis.detect_system import DETECTORS
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store import MemoryStore
-from lab_examined import CULPRIT, HEALTHY, NETWORK, ONSET, first_rounds, said, watched
+from lab_examined import CULPRIT, NETWORK, ONSET, first_rounds, said, watched
 
 ILL = {"nodes": CULPRIT, "since": ONSET}
 
@@ -114,8 +114,3 @@ def test_a_chance_is_the_tail_of_a_binomial():
     assert chance_of(0, 5, 0.1) == 1.0
     assert chance_of(5, 5, 0.1) == pytest.approx(1e-5)
     assert chance_of(1, 2, 0.5) == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_runs_are_silent(name):
-    assert said(watched(**HEALTHY[name]), DETECTORS) == []

@@ -118,6 +118,7 @@ def test_the_report_says_both(store, tmp_path):
     assert "(partition" not in plain
 
 
+@pytest.mark.browser
 def test_pages_hide_the_middle_of_an_id_and_keep_it_whole(store, page):
     with serve(store) as url:
         ready(page, f"{url}/runs/20260101-000000-flower/clients", "clients")

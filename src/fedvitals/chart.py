@@ -66,8 +66,10 @@ class Chart:
         outlet: Outlet | Parcel | None = None,
         again: bool = False,
         profile: bool = False,
+        tape: Any = None,
     ) -> None:
         self.run, self.strict, self._profile = run, strict, profile
+        self._tape, self.taped = tape, False  # whether the tape is running
         self.continued = False  # whether the store knew the run before; asked when it is opened, and only if `again`
         self._again = again
         self.record = Recorder(self.emit)
@@ -233,6 +235,8 @@ class Chart:
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
             if self._again and self._store is not None:
                 self.guard("looking up the run", self._continue)
+            if self._tape is not None:
+                self.guard("opening the tape", functools.partial(self._open_tape, spill))
             # A source of its own: sequences begin anew, and would be taken for records that are stored already.
             source = f"{SOURCE}-{os.urandom(4).hex()}" if self._again else SOURCE
             told: dict[str, Any] = {"policy": self._policy, "spill": spill, "strict": self.strict, "source": source}
@@ -246,6 +250,15 @@ class Chart:
             if self._machine is not None:
                 self.guard("watching the machine", self._machine.start)
             return outlet
+
+    def _open_tape(self, beside: Path | None) -> None:
+        """It hears of findings as a sink does, and tells of its own troubles as events."""
+
+        def tell(level: str, name: str, message: str) -> None:
+            self.guard("telling of the tape", lambda: self.record.event(self.here(), level, name, message))
+
+        self._tape.open(beside or Path("fedvitals.d"), self.run, tell)
+        self._sinks, self.taped = (*self._sinks, self._tape), True
 
     def watch_machine(self) -> None:
         """From the first event to the end, sample the machine that this process is on."""
@@ -306,6 +319,8 @@ class Chart:
         if outlet is None:
             return
         self._stop()
+        if self.taped:  # it keeps what is around findings: all of them must have come
+            self.guard("ending the tape", lambda: (outlet.flush(30.0), self._tape.close()))
         self.run = replace(self.run, finished=time.time())
         self.emit(self.run)
         self.guard("closing the sinks", outlet.close)

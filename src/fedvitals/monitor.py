@@ -39,7 +39,7 @@ from fedvitals.probes.session import Instruments
 from fedvitals.probes.updates import measured
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Exchange, Ledger
-from fedvitals.protocols import Detector, Node, Sink, Stack
+from fedvitals.protocols import Detector, Node, Recorder, Sink, Stack
 from fedvitals.records import Action, Record, Run, Truth, Where
 from fedvitals.rounds import Rounds
 from fedvitals.scope import Scope
@@ -59,7 +59,8 @@ class Monitor:
     default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
     from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
     between updates. `profile`: whether to tell what the time and memory of rounds and clients went to
-    (docs/profile.md); `machine`: whether to sample the machine, where psutil is there; `capture`: see there.
+    (docs/profile.md); `machine`: whether to sample the machine, where psutil is there; `capture`: see there. `tape`:
+    a `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
     `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
     kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md. `strict` raises what is otherwise counted: for tests.
     `id`: of a run that the store may have already, which is then continued.
@@ -85,11 +86,12 @@ class Monitor:
         profile: bool = True,
         machine: bool = True,
         capture: Capture | None = None,
+        tape: Any = None,
         update_memory: int = 512 << 20,
         strict: bool = False,
         id: str | None = None,  # noqa: A002 - the domain's word
     ) -> None:
-        _check_parts(sinks, capture)
+        _check_parts(sinks, capture, tape)
         self._wanted = (privacy, cohort, tracebacks)  # of privacy
         self._policy = policy_for(host, *self._wanted)
         self._kit = Instruments(resolve(probes), update_memory)
@@ -106,7 +108,8 @@ class Monitor:
         own: dict[str, Any] = {
             "policy": self._policy, "strict": strict, "again": id is not None, "profile": profile
         }  # fmt: skip
-        self._chart = Chart(described, store, tuple(sinks), self._detectors, **own)
+        self._tape = tape
+        self._chart = Chart(described, store, tuple(sinks), self._detectors, tape=tape, **own)
         self._record, self._guard = self._chart.record, self._chart.guard
         self._lock = threading.Lock()
         self._closed = False
@@ -230,6 +233,12 @@ class Monitor:
         if self._rounds.open is not None:
             self.round_end(self._rounds.open.scope.round or 0)
         self._chart.close()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The tape, for hosts that hand it their states."""
+        self._guard("opening the tape", self._chart.open)
+        return self._tape if self._chart.taped else None
 
     @property
     def run(self) -> Run:
@@ -475,7 +484,9 @@ class Monitor:
             self._record.event(scope, "warning", "cure.unasked", f"{why} {cure}")
 
 
-def _check_parts(sinks: Any, capture: Any) -> None:
+def _check_parts(sinks: Any, capture: Any, tape: Any) -> None:
+    if tape is not None and not isinstance(tape, Recorder):
+        raise ConfigError(f"tape= takes a fv.Tape(budget=...); got {tape!r}.")
     for sink in sinks:
         if not callable(getattr(sink, "write", None)):
             raise ConfigError(

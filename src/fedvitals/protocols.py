@@ -116,12 +116,63 @@ class Stack:
     steps: Sequence[int] | None = None  # each one's own number, where they differ: who is done rests, in the matrix too
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A client's answer, as it arrived at its parent: for a tape."""
+
+    node: Node
+    tensors: Mapping[str, Any] | None  # by name; None where nothing came
+    weight: float = 0.0  # in the aggregation, as the client told it
+    used: bool = True  # whether it is aggregated
+    group: str | None = None
+    start: str = "model"  # the name of the state that it was trained from
+    losses: Any = None  # [steps], of its local batches
+    error: str | None = None
+    said: Mapping[str, Any] | None = None  # what else the host wants to be remembered, as JSON
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """What a host hands to a tape, round by round. States are tensors by name, several of them by names of their own.
+
+    All that is handed over is the recorder's: nobody changes it afterwards. It never raises, and all but `gate` never
+    wait.
+    """
+
+    def describe(self, told: Mapping[str, Any]) -> None:
+        """Once, before the first round: what re-executing the run needs, as JSON."""
+        ...
+
+    def begin(self, round: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:  # noqa: A002
+        """All that is known before a round: «model», and whatever the server remembers besides."""
+        ...
+
+    def messages(self, round: int, messages: Sequence[Message]) -> None: ...  # noqa: A002
+
+    def end(
+        self,
+        round: int,  # noqa: A002
+        state: Mapping[str, Mapping[str, Any]],
+        notes: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None: ...
+
+    def gate(self, round: int) -> None:  # noqa: A002
+        """Between two rounds. The one place that may wait: for a person who debugs, and has asked for it."""
+        ...
+
+
 @runtime_checkable
 class Observer(Protocol):
     """What a host (a plain loop, the lab, Flower) tells about a federation as it trains.
 
     `Monitor` is one. A host that has no observer passes `NullObserver()`, which costs nothing.
     """
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The tape that wants to have the states themselves; None where there is none."""
+        ...
 
     def round_begin(self, round: int, global_state: Any = None) -> None: ...  # noqa: A002
 
@@ -272,6 +323,8 @@ class WorkerObserver(Protocol):
 
 class NullObserver:
     """Watches nothing, at no cost; in a worker, too."""
+
+    recorder: Recorder | None = None
 
     def round_begin(self, *_: Any, **__: Any) -> None: ...
     def client_begin(self, *_: Any, **__: Any) -> None: ...

@@ -148,6 +148,23 @@ class Engine:
         if batch:
             yield batch
 
+    def optimizers(self) -> dict[str, Tensor]:
+        """The clients' own, where the experiment keeps them over the rounds: and of how many steps."""
+        kept = self._desk.kept if isinstance(self._desk, Stacked) else {}
+        found: dict[str, Tensor] = {}
+        for node, (moments, steps) in kept.items():
+            found |= {f"{node}/{i}": moment for i, moment in enumerate(moments)}
+            found[f"{node}/steps"] = torch.tensor(steps, dtype=torch.float64)
+        return found
+
+    def restore_optimizers(self, saved: dict[str, Tensor]) -> None:
+        if not isinstance(self._desk, Stacked):
+            return
+        self._desk.kept = {}
+        for node in dict.fromkeys(name.rpartition("/")[0] for name in saved):
+            moments = [saved[f"{node}/{i}"] for i in range(sum(name.startswith(f"{node}/") for name in saved) - 1)]
+            self._desk.kept[node] = (moments, float(saved[f"{node}/steps"]))
+
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()

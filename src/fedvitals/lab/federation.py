@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.lab import faults as ill
-from fedvitals.lab import streams
+from fedvitals.lab import streams, taped
 from fedvitals.lab.actions import Orders
 from fedvitals.lab.aggregators import AggregationError, WeightError, checked
 from fedvitals.lab.compression import send_update
@@ -103,6 +103,7 @@ class Federation:
         for batch in batches:
             arrived = [update for update in batch if self._receive(update, task_of[update.node])]
             excluded = self._show(arrived, task_of)
+            taped.messages(self, batch, arrived, excluded, task_of)
             for update in arrived:
                 if update.node not in excluded and not orders.shut_out(update.node, update.group):
                     taken = orders.update(update, task_of[update.node].start, self.site.layout.weights)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab import faults as ill
+from fedvitals.lab import taped
 from fedvitals.lab.actions import Ward
 from fedvitals.lab.checkpoint import Checkpoint
 from fedvitals.lab.engine import AnyEngine, Engine, one_thread
@@ -59,13 +60,15 @@ def run(
     data: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    start: tuple[int, Server] | None = None,
     progress: Callable[[Round], None] | None = None,
 ) -> Result:
     """Run an experiment to its end.
 
     `engine`: the name of one, or what makes one of the experiment's site. `data`: the folder of its data set.
     `checkpoint`: a folder in which the state is saved after every round; with `resume` the run goes on from there, bit
-    for bit as if it had never stopped. `progress` hears of every round.
+    for bit as if it had never stopped. `start`: a round to begin from, and all that is known before it: of another
+    run's tape. `progress` hears of every round.
     """
     result = None
     for result in rounds(
@@ -77,6 +80,7 @@ def run(
         data=data,
         checkpoint=checkpoint,
         resume=resume,
+        start=start,
     ):
         if progress is not None and result.rounds:
             progress(result.rounds[-1])
@@ -94,6 +98,7 @@ def rounds(
     data: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    start: tuple[int, Server] | None = None,
 ) -> Iterator[Result]:
     """The same, one round at a time: the result so far, after each."""
     watching = NullObserver() if observer is None else observer
@@ -109,6 +114,8 @@ def rounds(
         if saved is not None and resume:
             saved.engine_for(doing.name)
             server, first, result.rounds = saved.load(server)
+        elif start is not None:
+            first, server = start
         if first >= experiment.rounds:
             site.layout.load(result.model, server.model)
             result.state = server.model
@@ -116,14 +123,18 @@ def rounds(
             return
         federation = Federation(site, doing, watching, server)
         ward = Ward(experiment, watching, saved=saved is not None)
-        for fault in experiment.faults if first == 0 else ():
+        for fault in experiment.faults if first == 0 or start is not None else ():
             watching.truth(fault.truth(experiment.nodes))
+        if watching.recorder is not None:
+            watching.recorder.describe(taped.setting(experiment, doing, data, device))
         for number in range(first, experiment.rounds):
             with one_thread():  # idle threads of torch in this process would take the workers' cores
-                result.rounds.append(_round(federation, ward, number, result.model))
+                result.rounds.append(one_round(federation, ward, number, result.model))
             result.state = server.model
             if saved is not None:
                 saved.save(server, number + 1, result.rounds, doing.name)
+            if watching.recorder is not None:
+                watching.recorder.gate(number)
             yield result
 
 
@@ -158,11 +169,16 @@ def _check_faults(site: Site) -> None:
                 site.tensors(node, fault.since)  # a client that it would leave without samples is told now
 
 
-def _round(federation: Federation, ward: Ward, number: int, model: torch.nn.Module) -> Round:
+def one_round(
+    federation: Federation, ward: Ward, number: int, model: torch.nn.Module, *, examined: bool = True
+) -> Round:
+    """`examined`: whether the new model is tested, where its turn is; a replay may do without."""
     server, site, observer, watch = federation.server, federation.site, federation.observer, federation.watch
     began = time.perf_counter()
     federation.round, federation.losses = number, {}
-    federation.orders = ward.follow(observer.prescribed(number), number, server)
+    actions = [*observer.prescribed(number)]
+    federation.orders = ward.follow(actions, number, server)
+    taped.begin(federation, actions)
     site.layout.load(model, server.model)
     observer.round_begin(number, model)
     watch.start()
@@ -180,8 +196,9 @@ def _round(federation: Federation, ward: Ward, number: int, model: torch.nn.Modu
     due = _evaluation_due(federation.experiment, number)
     federation.close_clock(evaluated=due)
     watch.lap("measure")
-    metrics = _evaluate(federation) if due else {}
+    metrics = _evaluate(federation) if due and examined else {}
     watch.lap("evaluate")
+    taped.end(federation, metrics)
     watch.tell(observer)
     observer.round_end(number, model, metrics)
     return Round(number, time.perf_counter() - began, metrics, federation.losses)

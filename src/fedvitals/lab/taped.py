@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the lab hands to a tape, where there is one: all that is known between two rounds, and every update between.
+
+With that, and the description of the experiment, each round can be run again to the last bit: every random number of
+the lab comes from a stream of (seed, purpose, round, node), so there is no state of any generator to keep.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.state import Layout
+from fedvitals.lab.work import Node, Task, Update
+from fedvitals.protocols import Message
+from fedvitals.records import Action
+
+if TYPE_CHECKING:
+    from fedvitals.lab.engine import AnyEngine
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.lab.federation import Federation, Server
+
+State = dict[str, Mapping[str, Tensor]]
+OPTIMIZER = "optimizer/"
+
+
+def setting(experiment: Experiment, engine: AnyEngine, data: object, device: str) -> dict[str, Any]:
+    """What re-executing needs. An experiment with objects of the user's own has no text: they must bring it again."""
+    try:
+        text = experiment.to_toml()
+    except ConfigError:
+        text = None
+    where = data if data is not None else os.environ.get("FEDVITALS_DATA")
+    return {
+        "experiment": text,
+        "digest": experiment.digest(),
+        "engine": engine.name,
+        "workers": getattr(engine, "workers", 1),
+        "device": device,
+        "data": None if where is None else os.path.abspath(os.fspath(where)),  # type: ignore[call-overload]  # noqa: PTH100
+        "rounds": experiment.rounds,
+        "nodes": list(experiment.nodes),
+        "keep_optimizer": experiment.local.keep_optimizer,
+    }
+
+
+def begin(federation: Federation, actions: Sequence[Action]) -> None:
+    recorder = federation.observer.recorder
+    if recorder is None:
+        return
+    server = federation.server
+    notes = {**notes_of(server), "actions": [described(action) for action in actions]}
+    recorder.begin(federation.round, tensors_of(federation), notes)
+
+
+def messages(
+    federation: Federation,
+    batch: Sequence[Update],
+    arrived: Sequence[Update],
+    excluded: AbstractSet[Node],
+    task_of: Mapping[Node, Task],
+) -> None:
+    """A batch as it came: those that are of use, and those that are not."""
+    recorder = federation.observer.recorder
+    if recorder is None:
+        return
+    layout, orders = federation.site.layout, federation.orders
+    useful = {id(update) for update in arrived}
+    found = []
+    for update in batch:
+        came = id(update) in useful
+        used = came and update.node not in excluded and not orders.shut_out(update.node, update.group)
+        found.append(
+            Message(
+                update.node,
+                layout.views(update.state.clone()) if came else None,
+                float(update.samples),
+                used,
+                update.group,
+                _origin(federation.server, task_of[update.node].start),
+                update.losses,
+                update.error if update.error is not None or came else "refused",
+            )
+        )
+    recorder.messages(federation.round, found)
+
+
+def end(federation: Federation, metrics: Mapping[str, float]) -> None:
+    recorder = federation.observer.recorder
+    if recorder is not None:
+        recorder.end(federation.round, tensors_of(federation), notes_of(federation.server), metrics)
+
+
+def tensors_of(federation: Federation) -> State:
+    """Copies: memory may be changed in place."""
+    server, layout = federation.server, federation.site.layout
+    held: dict[str, Tensor] = {"model": server.model}
+    held |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
+    held |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
+    held |= {OPTIMIZER + key: tensor for key, tensor in _optimizers(federation.engine).items()}
+    return {key: named(layout, tensor.clone()) for key, tensor in held.items()}
+
+
+def named(layout: Layout, tensor: Tensor) -> Mapping[str, Tensor]:
+    """By layer, where it is as long as the model or its weights; else (a count, a rate) as it is."""
+    if tensor.dim() == 1 and len(tensor) in (layout.size, layout.weights):
+        return layout.views(tensor)
+    return {"": tensor}
+
+
+def notes_of(server: Server) -> dict[str, Any]:
+    return {"notes": copy.deepcopy(server.notes), "clock": float(server.clock).hex()}
+
+
+def described(action: Action) -> dict[str, Any]:
+    told = dataclasses.asdict(action)
+    told["where"] = {"run": action.where.run, "round": action.where.round, "node": action.where.node}
+    return told
+
+
+def _origin(server: Server, start: Tensor) -> str:
+    if start is server.model:
+        return "model"
+    return next((f"memory/{key}" for key, tensor in server.memory.items() if tensor is start), "model")
+
+
+def _optimizers(engine: AnyEngine) -> dict[str, Tensor]:
+    """The clients' own, where the experiment keeps them over the rounds."""
+    return engine.optimizers() if hasattr(engine, "optimizers") else {}

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a run is kept whole, and what goes when there is no room: the tape's own thread, with files and no locks."""
+
+from __future__ import annotations
+
+import errno
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.protocols import Message
+from fedvitals.records import Finding
+from fedvitals.replay.digests import Mark, Tensors, mark_of
+from fedvitals.replay.journal import Came, Entry, Journal, Setting
+from fedvitals.replay.objects import Objects
+
+if TYPE_CHECKING:
+    from fedvitals.replay.tape import Tape
+
+STATE, UPDATE = "state", "update"
+ROUND_OF_GRACE = 3  # findings come a little later than the rounds that they speak of
+
+
+@dataclass
+class _Open:
+    """A round that is being recorded."""
+
+    number: int
+    state: dict[str, Mark]
+    notes: dict[str, Any]
+    came: list[Came] = field(default_factory=list)
+    lost: int = 0
+
+
+class Keeper:
+    def __init__(self, journal: Journal, setting: Setting, tape: Tape, tell: Callable[[str, str, str], None]) -> None:
+        self.journal, self.setting, self._tape, self._tell = journal, setting, tape, tell
+        self.objects = Objects(journal.folder / "objects")
+        self._open: _Open | None = None
+        self._recent: OrderedDict[tuple[int, str, str], tuple[Mark, Tensors]] = OrderedDict()  # not on disk (yet)
+        self._recent_bytes = 0
+        self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
+        self.flagged: set[int] = set()  # rounds that a finding speaks of
+        self.suspects: dict[str, int] = {}  # and the newest round in which they were
+        self._stopped = False
+        self._bytes = self.objects.bytes
+        for entry in journal.entries() if journal.rounds() else ():
+            self._note(entry)
+
+    # -- what the tape hands over -------------------------------------------------------------------------------------
+
+    def describe(self, told: dict[str, Any]) -> None:
+        self.setting.told = told
+        self.journal.set(self.setting)
+
+    def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+        self.journal.forget_from(number)
+        marks = {name: mark_of(tensors) for name, tensors in state.items()}
+        if not self.setting.layers and "model" in state:
+            self.setting.layers = tuple(state["model"])
+            self.journal.set(self.setting)
+        self._open = _Open(number, marks, dict(notes))
+        first = self._first()
+        whole = (number - first) % self._tape.every == 0
+        for name, tensors in state.items():
+            if whole:
+                self._write(marks[name], tensors, STATE, number)
+            else:
+                self._hold(number, STATE, name, marks[name], tensors)
+
+    def messages(self, number: int, messages: Sequence[Message]) -> None:
+        opened = self._of(number)
+        for message in messages:
+            mark = None if message.tensors is None else mark_of(message.tensors)
+            if mark is not None and message.tensors is not None:
+                if message.node in self.suspects or (self._tape.durable and self._tape.updates):
+                    self._write(mark, message.tensors, UPDATE, number)
+                elif self._tape.updates:
+                    self._hold(number, UPDATE, message.node, mark, message.tensors)
+            opened.came.append(_came(message, mark))
+
+    def missed(self, number: int, count: int) -> None:
+        self._of(number).lost += count
+
+    def end(
+        self, number: int, state: Mapping[str, Tensors], notes: dict[str, Any], metrics: Mapping[str, float]
+    ) -> None:
+        opened, self._open = self._of(number), None
+        after = {name: mark_of(tensors) for name, tensors in state.items()}
+        entry = Entry(
+            number, opened.state, opened.notes, tuple(opened.came), after, notes, _finite(metrics), opened.lost
+        )  # fmt: skip
+        self.journal.write(entry)
+        self._note(entry)
+        for name, tensors in state.items():  # the next round's beginning; the last one's is kept at the close
+            self._hold(number + 1, STATE, name, after[name], tensors)
+        self._let_go(number)
+        self._thin()
+
+    def findings(self, found: Sequence[Finding]) -> None:
+        """What is around a finding is kept: the states that are at hand, and its suspects' updates."""
+        for finding in found:
+            last = self._open.number if self._open is not None else self._last()
+            rounds = [r for r in (finding.where.round, getattr(finding, "until", None)) if r is not None] or [last]
+            self.flagged |= set(rounds)
+            for suspect in finding.suspects:
+                self.suspects[suspect.node] = last
+        nodes = {suspect.node for finding in found for suspect in finding.suspects}
+        for key in [*self._recent]:
+            number, kind, name = key
+            if kind == STATE or name in nodes:
+                mark, tensors = self._recent.pop(key)
+                self._recent_bytes -= _bytes(tensors)
+                self._write(mark, tensors, kind, number)
+        healed = [node for node, seen in self.suspects.items() if self._last() - seen > self._tape.every]
+        for node in healed:
+            del self.suspects[node]
+
+    def close(self) -> None:
+        """The last state and the last rounds' updates, which were held until now."""
+        last = self._last()
+        for (number, kind, _), (mark, tensors) in [*self._recent.items()]:
+            if kind == UPDATE or number == last + 1:
+                self._write(mark, tensors, kind, number)
+        self._recent.clear()
+        self._thin()
+
+    def failed(self, error: Exception) -> None:
+        if not self._stopped:
+            self._tell("warning", "tape.failed", f"A part of the tape is lost: {type(error).__name__}: {error}")
+
+    # -- on disk ------------------------------------------------------------------------------------------------------
+
+    def _write(self, mark: Mark, tensors: Tensors, kind: str, number: int) -> None:
+        if self._stopped:
+            return
+        for again in (True, False):
+            try:
+                self._bytes += self.objects.put(mark.digest, tensors)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or not again:
+                    self._stop(error)
+                    return
+                self._thin(self._bytes // 2)
+            else:
+                self._uses[mark.digest].add((kind, number))
+                return
+
+    def _stop(self, error: OSError) -> None:
+        self._stopped = True
+        self._tell(
+            "warning", "tape.stopped", f"The tape keeps no more states: {error}. Digests go on; the training does, too."
+        )
+
+    def _thin(self, most: int | None = None) -> None:
+        """Down to the budget: updates before states, healthy rounds before others, old ones first."""
+        limit = self._tape.budget if most is None else most
+        if self._bytes <= limit:
+            return
+        gone = 0
+        for digest in self._dispensable():
+            if self._bytes <= limit:
+                break
+            self._bytes -= self.objects.remove(digest)
+            self._uses.pop(digest, None)
+            gone += 1
+        if gone and not getattr(self, "_thinned", False):
+            self._thinned = True
+            self._tell("info", "tape.thinned", "The tape is full, and keeps fewer states: oldest healthy rounds go.")
+
+    def _dispensable(self) -> list[str]:
+        def rank(digest: str) -> tuple[bool, bool, int]:
+            uses = self._uses.get(digest, {("", -1)})
+            flagged = any(abs(number - near) <= 1 for _, number in uses for near in self.flagged)
+            newest = max(number for _, number in uses)
+            return flagged, any(kind == STATE for kind, _ in uses), newest
+
+        return sorted(self.objects, key=rank)
+
+    # -- at hand ------------------------------------------------------------------------------------------------------
+
+    def _hold(self, number: int, kind: str, name: str, mark: Mark, tensors: Tensors) -> None:
+        size = _bytes(tensors)
+        if self._recent_bytes + size > self._tape.memory:
+            return  # it can be run again
+        before = self._recent.pop((number, kind, name), None)
+        self._recent_bytes += size - (0 if before is None else _bytes(before[1]))
+        self._recent[number, kind, name] = (mark, tensors)
+
+    def _let_go(self, number: int) -> None:
+        for key in [*self._recent]:
+            kept = self._tape.updates if key[1] == UPDATE else ROUND_OF_GRACE
+            if key[0] <= number - kept:
+                _, tensors = self._recent.pop(key)
+                self._recent_bytes -= _bytes(tensors)
+        if self._tape.durable:
+            self._forget_updates(number - self._tape.updates)
+
+    def _forget_updates(self, last: int) -> None:
+        """Of rounds up to this one: those of suspects and of rounds with a finding stay."""
+        if last < 0 or last not in self.journal.rounds():
+            return
+        for came in self.journal.read(last).came:
+            if came.mark is None or came.node in self.suspects or last in self.flagged:
+                continue
+            uses = self._uses.get(came.mark.digest, set())
+            uses.discard((UPDATE, last))
+            if not uses:
+                self._bytes -= self.objects.remove(came.mark.digest)
+                self._uses.pop(came.mark.digest, None)
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def _note(self, entry: Entry) -> None:
+        for mark in entry.state.values():
+            if mark.digest in self.objects:
+                self._uses[mark.digest].add((STATE, entry.round))
+        for came in entry.came:
+            if came.mark is not None and came.mark.digest in self.objects:
+                self._uses[came.mark.digest].add((UPDATE, entry.round))
+
+    def _of(self, number: int) -> _Open:
+        if self._open is None or self._open.number != number:
+            self._open = _Open(number, {}, {})
+        return self._open
+
+    def _first(self) -> int:
+        rounds = self.journal.rounds()
+        opened = [] if self._open is None else [self._open.number]
+        return min([*rounds[:1], *opened], default=0)
+
+    def _last(self) -> int:
+        return max(self.journal.rounds(), default=0)
+
+
+def _came(message: Message, mark: Mark | None) -> Came:
+    losses = b""
+    if message.losses is not None and len(message.losses):
+        losses = torch.as_tensor(message.losses).to(torch.float32).cpu().numpy().astype("<f4").tobytes()
+    return Came(
+        message.node,
+        mark,
+        float(message.weight),
+        message.used,
+        message.group,
+        message.start,
+        losses,
+        message.error,
+        dict(message.said or {}),
+    )
+
+
+def losses_of(came: Came) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Of each local step, to the last bit."""
+    return np.frombuffer(came.losses, dtype="<f4")
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: float(value) if np.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _bytes(tensors: Tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values() if isinstance(t, Tensor))
