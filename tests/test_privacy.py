@@ -283,7 +283,7 @@ def test_the_spill_folder_holds_no_more(everything, privacy, tracebacks, tmp_pat
     outlet = Outlet([Keeping(OSError("down"))], policy=policy, spill=tmp_path, strict=False)
     for record in everything:
         outlet.emit(record, stray=True)
-    outlet.close(0.3)
+    outlet.close(0.05)
     text = bytes_of(tmp_path).decode()
     if privacy < 3:
         check_words(text, privacy)

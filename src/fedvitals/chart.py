@@ -32,9 +32,11 @@ from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.errors import ConfigError
 from fedvitals.parts import edge_span
 from fedvitals.probes.results import Results
+from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.live import LiveProfile
 from fedvitals.profiling.machine import MachineSampler
 from fedvitals.protocols import Detector, History, Node, Sink
+from fedvitals.protocols import Recorder as TapeRecorder
 from fedvitals.records import Event, Finding, LayerTable, Record, Run
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
@@ -69,7 +71,8 @@ class Chart:
         tape: Any = None,
     ) -> None:
         self.run, self.strict, self._profile = run, strict, profile
-        self._tape, self.taped = tape, False  # whether the tape is running
+        self._tape = tape
+        self.recorder: TapeRecorder | None = None  # the tape, once it runs
         self.continued = False  # whether the store knew the run before; asked when it is opened, and only if `again`
         self._again = again
         self.record = Recorder(self.emit)
@@ -254,11 +257,18 @@ class Chart:
     def _open_tape(self, beside: Path | None) -> None:
         """It hears of findings as a sink does, and tells of its own troubles as events."""
 
-        def tell(level: str, name: str, message: str) -> None:
-            self.guard("telling of the tape", lambda: self.record.event(self.here(), level, name, message))
+        def as_server(work: Callable[[], None]) -> None:  # the tape's own thread speaks for no client
+            token = current.set(Scope(self.run.id, self.emit, self.last_round, node="server", trace=self.trace))
+            self.guard("telling of the tape", work)
+            current.reset(token)
 
-        self._tape.open(beside or Path("fedvitals.d"), self.run, tell)
-        self._sinks, self.taped = (*self._sinks, self._tape), True
+        def tell(level: str, name: str, message: str) -> None:
+            as_server(lambda: self.record.event(self.here(), level, name, message))
+
+        self._tape.open(
+            beside or Path("fedvitals.d"), self.run, tell, lambda record: as_server(lambda: self.emit(record))
+        )
+        self._sinks, self.recorder = (*self._sinks, self._tape), self._tape
 
     def watch_machine(self) -> None:
         """From the first event to the end, sample the machine that this process is on."""
@@ -319,7 +329,7 @@ class Chart:
         if outlet is None:
             return
         self._stop()
-        if self.taped:  # it keeps what is around findings: all of them must have come
+        if self.recorder is not None:  # it keeps what is around findings: all of them must have come
             self.guard("ending the tape", lambda: (outlet.flush(30.0), self._tape.close()))
         self.run = replace(self.run, finished=time.time())
         self.emit(self.run)
@@ -368,6 +378,19 @@ class _OneAfterTheOther:
     def write(self, records: Sequence[Record], /) -> None:
         for sink in self._sinks:
             sink.write(records)
+
+
+def check_parts(sinks: Any, capture: Any, tape: Any) -> None:
+    """What was passed in, as soon as it is."""
+    if tape is not None and not isinstance(tape, TapeRecorder):
+        raise ConfigError(f"tape= takes a fv.Tape(budget=...); got {tape!r}.")
+    for sink in sinks:
+        if not callable(getattr(sink, "write", None)):
+            raise ConfigError(
+                f"sinks= takes objects with a method write(records); got {sink!r}. Exporters: docs/exporters.md."
+            )
+    if capture is not None and not isinstance(capture, Capture):
+        raise ConfigError(f"capture= takes a fv.Capture(rounds=..., nodes=..., steps=...); got {capture!r}.")
 
 
 def close_at_exit(closeable: Any) -> None:

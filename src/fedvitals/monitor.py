@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from fedvitals.chart import Chart, close_at_exit
+from fedvitals.chart import Chart, check_parts, close_at_exit
 from fedvitals.clients import Clients
 from fedvitals.diagnosis.care import Care
 from fedvitals.diagnosis.examine import STANDARD, choose
@@ -91,7 +91,7 @@ class Monitor:
         strict: bool = False,
         id: str | None = None,  # noqa: A002 - the domain's word
     ) -> None:
-        _check_parts(sinks, capture, tape)
+        check_parts(sinks, capture, tape)
         self._wanted = (privacy, cohort, tracebacks)  # of privacy
         self._policy = policy_for(host, *self._wanted)
         self._kit = Instruments(resolve(probes), update_memory)
@@ -108,7 +108,6 @@ class Monitor:
         own: dict[str, Any] = {
             "policy": self._policy, "strict": strict, "again": id is not None, "profile": profile
         }  # fmt: skip
-        self._tape = tape
         self._chart = Chart(described, store, tuple(sinks), self._detectors, tape=tape, **own)
         self._record, self._guard = self._chart.record, self._chart.guard
         self._lock = threading.Lock()
@@ -237,8 +236,8 @@ class Monitor:
     @property
     def recorder(self) -> Recorder | None:
         """The tape, for hosts that hand it their states."""
-        self._guard("opening the tape", self._chart.open)
-        return self._tape if self._chart.taped else None
+        self._chart.open()
+        return self._chart.recorder
 
     @property
     def run(self) -> Run:
@@ -482,18 +481,6 @@ class Monitor:
             why = "Nothing is corrected by itself: this host does not ask what to do."
             cure = 'Call monitor.prescribed(round) before each round, or take cure="suggest".'
             self._record.event(scope, "warning", "cure.unasked", f"{why} {cure}")
-
-
-def _check_parts(sinks: Any, capture: Any, tape: Any) -> None:
-    if tape is not None and not isinstance(tape, Recorder):
-        raise ConfigError(f"tape= takes a fv.Tape(budget=...); got {tape!r}.")
-    for sink in sinks:
-        if not callable(getattr(sink, "write", None)):
-            raise ConfigError(
-                f"sinks= takes objects with a method write(records); got {sink!r}. Exporters: docs/exporters.md."
-            )
-    if capture is not None and not isinstance(capture, Capture):
-        raise ConfigError(f"capture= takes a fv.Capture(rounds=..., nodes=..., steps=...); got {capture!r}.")
 
 
 def _model(state: Any) -> Any:

@@ -23,6 +23,7 @@ from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
+    from fedvitals.protocols import Recorder
 
 
 @click.command()
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 @click.option("--resume", is_flag=True, help="Go on where this experiment was interrupted.")
 @click.option("--plan", is_flag=True, help="Show the experiment and who holds what; train nothing.")
 @click.option("--download", is_flag=True, help="Fetch the official data set first, into --data.")
+@click.option("--tape/--no-tape", default=None, help="Keep what a replay needs, beside the store.  [default: --tape]")
+@click.option("--tape-budget", default="1 GB", show_default=True, metavar="SIZE", help="The most that the tape takes.")
 @click.option("--unwatched", is_flag=True, help="Train without the monitor: nothing is stored.")
 @store_option
 @json_option
@@ -184,13 +187,18 @@ def _here(
     run: str | None,
     probes: str,
     unwatched: bool,
+    tape: bool | None,
+    tape_budget: str,
     **how: Any,
 ) -> Ended:
     """In this process and its workers."""
     from fedvitals import lab
     from fedvitals.integrations.lab_monitor import monitor_of
 
-    monitor = None if unwatched else monitor_of(experiment, store, run=run, probes=probes, sinks=[alarms])
+    monitor = None
+    if not unwatched:
+        kept = _tape(tape, tape_budget)
+        monitor = monitor_of(experiment, store, run=run, probes=probes, sinks=[alarms], tape=kept)
     remember(folder, None if monitor is None else monitor.run.id, experiment)
     result = None
     try:
@@ -207,6 +215,19 @@ def _here(
     assert result is not None  # noqa: S101 - an experiment has at least one round
     identity = None if monitor is None else monitor.run.id
     return Ended(identity, len(result.rounds), result.rounds[-1].metrics, result.engine)
+
+
+def _tape(wanted: bool | None, budget: str) -> Recorder | None:
+    """One unless it is not wanted; where its packages are missing, nobody who did not ask for it has to hear of it."""
+    if wanted is False:
+        return None
+    try:
+        from fedvitals.replay.tape import Tape
+    except MissingExtraError:
+        if wanted:
+            raise
+        return None
+    return Tape(budget=budget)
 
 
 def _folder(store: str) -> Path:
@@ -262,3 +283,4 @@ def _closing(said: dict[str, Any], store: str, alarms: Alarms) -> None:
         click.echo(f"Health card:     fedvitals show {run}{option}")
         click.echo(f"Where time went: fedvitals profile {run}{option}")
         click.echo(f"All in one file: fedvitals report {run}{option}")
+        click.echo(f"Run it again:    fedvitals replay {run}{option}")

@@ -67,6 +67,8 @@ def train(
     workers: int | None,
     superlink: str | None,
     timeout: float | None,
+    tape: bool | None,
+    tape_budget: str,
     **_: Any,
 ) -> Ended:
     """The whole run, in other processes; its progress comes through Flower's log, its result through the store."""
@@ -79,6 +81,7 @@ def train(
     nodes = workers or (1 if superlink else min(experiment.clients, os.cpu_count() or 1))
     settings: dict[str, Any] = {"experiment": experiment.to_toml(), "run": run, "probes": probes, "nodes": nodes}
     settings |= {} if timeout is None else {"timeout": timeout}
+    settings |= {"tape-budget": "" if tape is False else tape_budget}
     settings |= {} if data is None else {"data": str(Path(data).absolute())}
     if isinstance(where, Path):
         settings["store"] = str(where.absolute())

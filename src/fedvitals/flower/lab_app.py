@@ -26,6 +26,7 @@ from fedvitals.integrations.lab_monitor import monitor_of
 from fedvitals.lab.desk import ClientByClient
 from fedvitals.lab.engine import one_thread
 from fedvitals.lab.site import Site
+from fedvitals.replay.tape import Tape
 from fedvitals.worker import WorkerObserver
 
 WORD = "fedvitals lab: "  # before what the launcher shows of the server's log
@@ -45,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     data: str = ""
     nodes: int = 1
     timeout: float = TIMEOUT
+    tape_budget: str = ""  # else no tape
     checkpoint: str = ""
     resume: bool = False
 
@@ -68,8 +70,9 @@ def _run(grid: Grid, context: Context) -> None:
         raise ConfigError("The server knows no store: set FEDVITALS_STORE in the environment of the SuperLink.")
     experiment = lab.read(settings.experiment)
     engine = functools.partial(FlowerEngine, grid=grid, nodes=settings.nodes, timeout=settings.timeout, say=_say)
+    tape = Tape(budget=settings.tape_budget) if settings.tape_budget else None
     with monitor_of(
-        experiment, settings.store or "runs.db", run=settings.run or None, probes=settings.probes
+        experiment, settings.store or "runs.db", run=settings.run or None, probes=settings.probes, tape=tape
     ) as watching:
         for result in lab.rounds(
             experiment,

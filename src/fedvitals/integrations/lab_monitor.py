@@ -9,11 +9,17 @@ import msgspec
 
 from fedvitals.lab import Experiment
 from fedvitals.monitor import Monitor
-from fedvitals.protocols import Sink
+from fedvitals.protocols import Recorder, Sink
 
 
 def monitor_of(
-    experiment: Experiment, store: str, *, run: str | None, probes: str, sinks: Sequence[Sink] = ()
+    experiment: Experiment,
+    store: str,
+    *,
+    run: str | None,
+    probes: str,
+    sinks: Sequence[Sink] = (),
+    tape: Recorder | None = None,
 ) -> Monitor:
     """`run`: the id of one that the store may have already."""
     # Without its faults: what is wrong on purpose stands in the store as truth, and only there.
@@ -28,4 +34,5 @@ def monitor_of(
         topology=type(experiment.topology).__name__.lower(),
         config={"experiment": public},
         sinks=sinks,
+        tape=tape,
     )

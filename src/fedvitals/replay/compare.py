@@ -135,7 +135,7 @@ def _metrics(recorded: Entry, replayed: Entry) -> Mismatch | None:
 
 def deviation(recorded: Entry, replayed: Entry) -> float:
     """The largest relative difference of a layer's norm, over all states and updates of the round."""
-    pairs = [(recorded.state.get(k), m) for k, m in replayed.state.items()]
+    pairs: list[tuple[Mark | None, Mark | None]] = [(recorded.state.get(k), m) for k, m in replayed.state.items()]
     pairs += [(recorded.after.get(k), m) for k, m in replayed.after.items()]
     pairs += [(came.mark, other.mark) for came, other in zip(recorded.came, replayed.came, strict=False)]
     worst = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -77,7 +78,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.cpu().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _norm(tensor: Tensor) -> float | None:
@@ -87,7 +88,7 @@ def _norm(tensor: Tensor) -> float | None:
     return norm if math.isfinite(norm) else None
 
 
-def _blake3():  # type: ignore[no-untyped-def]  # noqa: ANN202 - its own type is private
+def _blake3() -> Any:  # its own type is private
     try:
         from blake3 import blake3  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

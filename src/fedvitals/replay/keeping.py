@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.protocols import Message
-from fedvitals.records import Finding
+from fedvitals.records import Finding, Snapshot, Where
 from fedvitals.replay.digests import Mark, Tensors, mark_of
 from fedvitals.replay.journal import Came, Entry, Journal, Setting
 from fedvitals.replay.objects import Objects
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fedvitals.replay.tape import Tape
 
 STATE, UPDATE = "state", "update"
+KINDS = {"model": "global"}  # what the store's list calls it
 ROUND_OF_GRACE = 3  # findings come a little later than the rounds that they speak of
 
 
@@ -38,8 +40,15 @@ class _Open:
 
 
 class Keeper:
-    def __init__(self, journal: Journal, setting: Setting, tape: Tape, tell: Callable[[str, str, str], None]) -> None:
-        self.journal, self.setting, self._tape, self._tell = journal, setting, tape, tell
+    def __init__(
+        self,
+        journal: Journal,
+        setting: Setting,
+        tape: Tape,
+        tell: Callable[[str, str, str], None],
+        file: Callable[[Snapshot], None],
+    ) -> None:
+        self.journal, self.setting, self._tape, self._tell, self._file = journal, setting, tape, tell, file
         self.objects = Objects(journal.folder / "objects")
         self._open: _Open | None = None
         self._recent: OrderedDict[tuple[int, str, str], tuple[Mark, Tensors]] = OrderedDict()  # not on disk (yet)
@@ -69,7 +78,7 @@ class Keeper:
         whole = (number - first) % self._tape.every == 0
         for name, tensors in state.items():
             if whole:
-                self._write(marks[name], tensors, STATE, number)
+                self._write(marks[name], tensors, STATE, number, name)
             else:
                 self._hold(number, STATE, name, marks[name], tensors)
 
@@ -79,7 +88,7 @@ class Keeper:
             mark = None if message.tensors is None else mark_of(message.tensors)
             if mark is not None and message.tensors is not None:
                 if message.node in self.suspects or (self._tape.durable and self._tape.updates):
-                    self._write(mark, message.tensors, UPDATE, number)
+                    self._write(mark, message.tensors, UPDATE, number, message.node)
                 elif self._tape.updates:
                     self._hold(number, UPDATE, message.node, mark, message.tensors)
             opened.came.append(_came(message, mark))
@@ -116,7 +125,7 @@ class Keeper:
             if kind == STATE or name in nodes:
                 mark, tensors = self._recent.pop(key)
                 self._recent_bytes -= _bytes(tensors)
-                self._write(mark, tensors, kind, number)
+                self._write(mark, tensors, kind, number, name)
         healed = [node for node, seen in self.suspects.items() if self._last() - seen > self._tape.every]
         for node in healed:
             del self.suspects[node]
@@ -124,9 +133,9 @@ class Keeper:
     def close(self) -> None:
         """The last state and the last rounds' updates, which were held until now."""
         last = self._last()
-        for (number, kind, _), (mark, tensors) in [*self._recent.items()]:
+        for (number, kind, name), (mark, tensors) in [*self._recent.items()]:
             if kind == UPDATE or number == last + 1:
-                self._write(mark, tensors, kind, number)
+                self._write(mark, tensors, kind, number, name)
         self._recent.clear()
         self._thin()
 
@@ -136,19 +145,24 @@ class Keeper:
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
-    def _write(self, mark: Mark, tensors: Tensors, kind: str, number: int) -> None:
+    def _write(self, mark: Mark, tensors: Tensors, kind: str, number: int, name: str) -> None:
+        """`name`: of the state, or of the client."""
         if self._stopped:
             return
         for again in (True, False):
             try:
-                self._bytes += self.objects.put(mark.digest, tensors)
+                written = self.objects.put(mark.digest, tensors)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or not again:
                     self._stop(error)
                     return
                 self._thin(self._bytes // 2)
             else:
+                self._bytes += written
                 self._uses[mark.digest].add((kind, number))
+                node = name if kind == UPDATE else "server"
+                told = kind if kind == UPDATE else KINDS.get(name.partition("/")[0], name)
+                self._file(Snapshot(Where(self.setting.run, number, node), time.time(), told, mark.digest, written))
                 return
 
     def _stop(self, error: OSError) -> None:

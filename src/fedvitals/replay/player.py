@@ -19,7 +19,7 @@ from torch import Tensor
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.lab import experiment as lab_experiment
 from fedvitals.lab.actions import Ward
-from fedvitals.lab.engine import Engine, one_thread
+from fedvitals.lab.engine import FLOWER, Engine, one_thread
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.federation import Federation, Server
 from fedvitals.lab.run import one_round, prepared
@@ -62,7 +62,7 @@ class Playback(NullObserver):
 
     def __init__(self, tape: TapeReader | None, watcher: WorkerObserver | None = None) -> None:
         self._tape, self._watcher = tape, watcher
-        self.recorder = self  # type: ignore[assignment]
+        self.recorder = self
         self.played = Played(-1)
 
     def prescribed(self, number: int) -> Sequence[Action]:
@@ -137,7 +137,8 @@ class Player:
         if wanted not in self._engines:
             told = self.tape.setting.told
             device = str(told.get("device", "cpu"))
-            self._engines[wanted] = Engine(self.site, str(told["engine"]), wanted, device)
+            name = "sequential" if told["engine"] == FLOWER else str(told["engine"])  # by the promise of that engine
+            self._engines[wanted] = Engine(self.site, name, wanted, device)
         return self._engines[wanted]
 
     def server(self, number: int) -> Server:

@@ -50,8 +50,8 @@ class Tape:
 
     `every`: rounds between two whole states. `updates`: of how many of the last rounds all updates are kept. `budget`:
     bytes on disk, or "2 GB"; beyond it the tape thins itself, oldest healthy rounds first. `memory`: bytes that may
-    wait to be written. `durable`: updates are written in each round, not at the end alone: for clients that cannot be asked
-    again. `folder`: where; by default beside the store.
+    wait to be written. `durable`: updates are written in each round, not at the end alone: for clients that cannot be
+    asked again. `folder`: where; by default beside the store.
     """
 
     name = "tape"
@@ -83,8 +83,11 @@ class Tape:
 
     # -- of the monitor -----------------------------------------------------------------------------------------------
 
-    def open(self, beside: Path, run: Run, tell: Tell) -> None:
-        """`beside`: the folder of the store's large things. A run that goes on, goes on on its tape."""
+    def open(self, beside: Path, run: Run, tell: Tell, file: Callable[[Snapshot], None] = lambda _: None) -> None:
+        """`beside`: the folder of the store's large things. A run that goes on, goes on on its tape.
+
+        `tell` takes events, `file` what is kept, for the store's list of it.
+        """
         folder = (self._chosen or beside / "tape") / run.id
         kept = {"every": self.every, "updates": self.updates, "budget": self.budget, "durable": self.durable}
         journal = Journal(folder)
@@ -92,7 +95,7 @@ class Tape:
         setting.run, setting.name, setting.host, setting.kept = run.id, run.name, run.host, kept
         setting.machine = machine()
         self._tell = tell
-        self._keeper = Keeper(journal, setting, self, tell)
+        self._keeper = Keeper(journal, setting, self, tell, file)
         self._gate = Gate(folder)
         self._thread = threading.Thread(target=self._work, name="fedvitals-tape", daemon=True)
         self._thread.start()
