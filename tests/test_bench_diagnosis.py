@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bench of the detectors looks at what it says: 100 clients with 20 layers, round after round."""
 
+import pytest
+
 from fedvitals.diagnosis.live import ROUND_COMPLETE
 from fedvitals.trials.bench_diagnosis import CLIENTS, LAYERS, bench_diagnosis, round_times
 
@@ -20,6 +22,7 @@ def test_detectors_see_as_many_clients_and_layers_as_the_bar_asks_for():
     assert list(times) == [0, 1, 2]
 
 
+@pytest.mark.thorough
 def test_a_row_says_how_long_and_whether_that_meets_the_bar():
     (row,) = bench_diagnosis(quick=True)
     assert row["after_rounds"] == 5

@@ -111,6 +111,7 @@ def test_zeros_of_both_signs_are_zeros(backend):
     assert_close(kernels.sums([tensor, everything_zero]), [oracle(tensor), oracle(everything_zero)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shift", [0.0, 1.0, -0.1])
 def test_ten_million_values(backend, shift):
     tensor = random(10_000_000) + shift

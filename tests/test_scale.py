@@ -103,6 +103,7 @@ def test_tokens_are_followed_from_their_embedding():
     np.testing.assert_allclose(gsc, expected, rtol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_the_estimate_is_unbiased_over_1000_draws(name):
     """The mean of ‖J‖_F² over 1,000 draws is the exact one, within four standard errors."""

@@ -338,6 +338,7 @@ def test_sizes_that_are_only_announced_cost_nothing(head):
     refuse(struct.pack("<2sBBI", MAGIC, VERSION, 0, 2**32 - 1) + head)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "filler",
     [

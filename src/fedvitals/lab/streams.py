@@ -7,7 +7,9 @@ Whatever the number of processes, the order of clients or the round in which a r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,6 +24,17 @@ def number(seed: int, purpose: str, *coordinates: object) -> int:
 def stream(seed: int, purpose: str, *coordinates: object) -> torch.Generator:
     """A torch generator of its own for these coordinates."""
     return torch.Generator().manual_seed(number(seed, purpose, *coordinates))
+
+
+@contextlib.contextmanager
+def drawn(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
+    """torch's own generator begins here for these coordinates, and is put back: for layers that draw, as dropout does."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(number(seed, purpose, *coordinates))  # torch.manual_seed would touch devices
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
 
 
 def numpy_stream(seed: int, purpose: str, *coordinates: object) -> np.random.Generator:

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from fedvitals.lab import faults as ill
+from fedvitals.lab import streams
 from fedvitals.lab.local import SGD, Adam, Clip, Local
 from fedvitals.lab.site import Site
 from fedvitals.lab.state import tensors
@@ -158,6 +159,11 @@ class Replicas:
 
 def train(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
     """One group's local training; the members' states go into the rows of `out`."""
+    with streams.drawn(replicas.site.experiment.seed, "training", task.round, *task.nodes):
+        return _trained(task, replicas, watcher, out)
+
+
+def _trained(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
     site = replicas.site
     members = [_Member(site, task, node, replicas[i]) for i, node in enumerate(task.nodes)]
     watched = [m for m in members if not ill.silenced(site.experiment.faults, task.round, m.node)]

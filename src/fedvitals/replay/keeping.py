@@ -131,10 +131,10 @@ class Keeper:
             del self.suspects[node]
 
     def close(self) -> None:
-        """The last state and the last rounds' updates, which were held until now."""
+        """The last state, and the last rounds' updates with the states that they began from, held until now."""
         last = self._last()
         for (number, kind, name), (mark, tensors) in [*self._recent.items()]:
-            if kind == UPDATE or number == last + 1:
+            if kind == UPDATE or number > last - self._tape.updates:
                 self._write(mark, tensors, kind, number, name)
         self._recent.clear()
         self._thin()

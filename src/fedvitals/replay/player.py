@@ -163,7 +163,10 @@ class Player:
         if number == 0 and self.tape.begins_from_seed:
             self.engine().restore_optimizers({})
             return Server(self.site.layout.flat(self.site.module))
-        state, notes = self.tape.state(number), self.tape.notes(number)
+        return self.restored(self.tape.state(number), self.tape.notes(number))
+
+    def restored(self, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> Server:
+        """Of a round's beginning as a tape has it, or as `Played` does."""
         flat = {name: flattened(tensors) for name, tensors in state.items()}
         kept = {name.removeprefix(OPTIMIZER): t for name, t in flat.items() if name.startswith(OPTIMIZER)}
         self.engine().restore_optimizers(kept)
@@ -171,7 +174,7 @@ class Player:
         return Server(
             flat["model"],
             {name.removeprefix("memory/"): t for name, t in flat.items() if name.startswith("memory/")},
-            copy.deepcopy(notes.get("notes", {})),  # type: ignore[arg-type]
+            copy.deepcopy(dict(notes.get("notes", {}))),
             float.fromhex(str(notes.get("clock", "0x0p+0"))),
             [flat[name] for name in past],
         )
@@ -227,7 +230,7 @@ def action_of(told: Mapping[str, Any]) -> Action:
 def flattened(tensors: Tensors) -> Tensor:
     if [*tensors] == [""]:
         return tensors[""].clone()
-    return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in tensors.values()])
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
 
 def _kept(message: Message) -> Message:

@@ -59,6 +59,10 @@ class TapeReader:
         """Whether the very first state can be made again without the tape: a lab run that has its first round."""
         return self.setting.host == "lab" and self.rounds[:1] == [0]
 
+    def whole(self) -> frozenset[str]:
+        """All states and updates that are stored at this moment, by their digests."""
+        return frozenset(Objects(self.folder / "objects"))
+
     def has(self, digest: str) -> bool:
         return digest in self._objects and digest not in self._sealed
 
@@ -145,7 +149,9 @@ class TapeReader:
 
 
 def tape_folder(store: Target, run: str) -> Path:
-    """Where the tape of a run lies, beside its store."""
+    """Where the tape of a run lies, beside its store. An id that is no plain name could lie anywhere: it is refused."""
+    if run in ("", ".", "..") or any(sign in run for sign in "/\\\0"):
+        raise StoreError(f"The run {run!r} has no tape: its id is no name of a folder.")
     return spill_folder(store) / "tape" / run
 
 

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A number that a person names, «update.norm of c7», and what a run has of it: now, and in the rounds before."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fedvitals.catalog import CATALOG
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.protocols import History
+from fedvitals.records import is_client
+from fedvitals.stats import FAMILIES, statistics_of
+
+ANY = "any client"
+ALIKE = {"norm": "l2"}  # what people say, and what the statistic is called
+QUALITY = ("accuracy", "loss", "local.accuracy", "local.loss")  # of a federation, also where only clients told it
+Past = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read in one round. `past`: the earlier rounds in which it was measured, read when it is asked for."""
+
+    label: str
+    node: str | None
+    value: float
+    past: Callable[[], Past]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A metric of the catalogue, of one node (None: the federation), or a statistic of one layer."""
+
+    name: str
+    node: str | None = None
+    layer: str | None = None
+
+    def __str__(self) -> str:
+        if self.layer is not None:
+            return f"{self.name} of layer {self.layer}" + (f" in {self.node}" if self.node else "")
+        return f"{self.name} of {self.node}" if self.node else self.name
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it lies between 0 and 1, so that per cent and points of it mean something."""
+        return self.layer is None and self.name in CATALOG and CATALOG[self.name].unit == "share"
+
+    def check(self, history: History) -> None:
+        """ConfigError, with what exists, where a finished run has no such node or layer."""
+        nodes = history.nodes()
+        if self.node not in (None, ANY) and nodes and self.node not in nodes:
+            family = self.name.rpartition(".")[0]
+            layers = history.layers(family) if family in FAMILIES else ()
+            hint = f" For a layer, write «{self.name} of layer {self.node}»." if _find(layers, str(self.node)) else ""
+            raise ConfigError(unknown("node", str(self.node), nodes) + hint)
+        if self.layer is not None:
+            family, _ = _statistic(self.name)
+            layers = history.layers(family)
+            if layers and _find(layers, self.layer) is None:
+                raise ConfigError(unknown(f"layer of family '{family}'", self.layer, layers))
+
+    def readings(self, history: History, round: int) -> Iterator[Reading]:  # noqa: A002 - the domain's word
+        """Its values in a round: one; or one for each client, where it is of any; none where it was not measured."""
+        if self.layer is not None:
+            yield from self._of_layer(history, round)
+        elif self.node not in (None, ANY):
+            yield from self._of_node(history, self.node, round)
+        else:
+            yield from self._of_all(history, round)
+
+    def _of_node(self, history: History, node: str | None, round_: int) -> Iterator[Reading]:
+        rounds, values = history.series(self.name, node)
+        if round_ in rounds:
+            label = f"{self.name} of {node}" if node else self.name
+            past = [(r, v) for r, v in zip(rounds, values, strict=True) if r < round_]
+            yield Reading(label, node, values[rounds.index(round_)], lambda: past)
+
+    def _of_all(self, history: History, round_: int) -> Iterator[Reading]:
+        """The federation's own, else its server's; else a median for what says how good it is, or each client's."""
+        for whole in (None, "server") if self.node is None else ():
+            if history.series(self.name, whole)[0]:
+                yield from self._of_node(history, whole, round_)
+                return
+        clients = {node: value for node, value in history.latest(self.name, round_).items() if is_client(node)}
+        if self.node is None and self.name in QUALITY:
+            if clients:
+                earlier = [r for r in history.rounds() if r < round_]
+                label = f"{self.name} (median of the clients)"
+                yield Reading(label, None, _middle(clients.values()), lambda: self._medians(history, earlier))
+            return
+        for node, value in clients.items():
+            yield Reading(f"{self.name} of {node}", node, value, lambda node=node: self._before(history, node, round_))  # type: ignore[misc]
+
+    def _before(self, history: History, node: str, round_: int) -> Past:
+        return [(r, v) for r, v in zip(*history.series(self.name, node), strict=True) if r < round_]
+
+    def _medians(self, history: History, rounds: Sequence[int]) -> Past:
+        told = ((r, [v for n, v in history.latest(self.name, r).items() if is_client(n)]) for r in rounds)
+        return [(r, _middle(values)) for r, values in told if values]
+
+    def _of_layer(self, history: History, round_: int) -> Iterator[Reading]:
+        family, statistic = _statistic(self.name)
+        layer = _find(history.layers(family), str(self.layer))
+        if layer is None:
+            return
+        rounds, nodes, values = history.matrix(family, statistic, layer)
+        if round_ not in rounds:
+            return
+        row = rounds.index(round_)
+        for column, node in enumerate(nodes):
+            if node != self.node if self.node not in (None, ANY) else not is_client(node):
+                continue
+            value = float(values[row, column])
+            if not math.isnan(value):  # it took no part
+                past = [(r, float(values[i, column])) for i, r in enumerate(rounds) if r < round_]
+                yield Reading(f"{self.name} of {layer} in {node}", node, value, lambda past=past: past)  # type: ignore[misc]
+
+
+def quantity_of(name: str, node: str | None = None, layer: str | None = None) -> Quantity:
+    """As it was said; ConfigError, with what was probably meant, for a name that nothing has."""
+    said = " ".join(name.lower().split())
+    spellings = (said, said.replace(" ", "."), said.replace(" ", "_"), said.replace(" ", ".", 1).replace(" ", "_"))
+    if layer is not None:
+        found = next((one for one in spellings if _is_statistic(one)), None)
+        if found is None:
+            raise ConfigError(_unknown_statistic(said))
+        return Quantity(found, node, layer)
+    found = next((one for one in spellings if one in CATALOG), None)
+    if found is None and said.startswith("user."):
+        found = name.strip()
+    if found is None:
+        raise ConfigError(_unknown_metric(said))
+    return Quantity(found, node)
+
+
+def finite(past: Past) -> list[float]:
+    return [value for _, value in past if math.isfinite(value)]
+
+
+def _middle(values: object) -> float:
+    kept = [value for value in values if math.isfinite(value)]  # type: ignore[attr-defined]
+    return median(kept) if kept else math.nan
+
+
+def _is_statistic(name: str) -> bool:
+    family, _, statistic = name.rpartition(".")
+    return family in FAMILIES and ALIKE.get(statistic, statistic) in statistics_of(family)
+
+
+def _statistic(name: str) -> tuple[str, str]:
+    family, _, statistic = name.rpartition(".")
+    return family, ALIKE.get(statistic, statistic)
+
+
+def _find(layers: Sequence[str], said: str) -> str | None:
+    """The layer of that name; of a module's name, its weight, else its first parameter."""
+    if said in layers:
+        return said
+    inside = [layer for layer in layers if layer.startswith(f"{said}.")]
+    return next((layer for layer in inside if layer == f"{said}.weight"), inside[0] if inside else None)
+
+
+def _unknown_metric(said: str) -> str:
+    if _is_statistic(said):
+        return f"'{said}' is a statistic of layers: name one, as in «{said} of layer conv1 in c7»."
+    close = difflib.get_close_matches(said, CATALOG, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
+    return f"Unknown metric '{said}'.{hint} docs/metrics.md has them all; what you logged yourself is 'user.{said}'."
+
+
+def _unknown_statistic(said: str) -> str:
+    family = said.rpartition(".")[0]
+    if family in FAMILIES:
+        return unknown(f"statistic of family '{family}'", said.rpartition(".")[2], [*statistics_of(family), *ALIKE])
+    return unknown("family of layer statistics", family or said, FAMILIES)
