@@ -170,6 +170,7 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
         assert "red" in out
 
 
+@pytest.mark.thorough
 def test_bench_start_prints_a_table(capsys):
     """`fedvitals bench start --quick --json` measures fresh processes."""
     rows = result(capsys, "bench", "start", "--quick")["start"]

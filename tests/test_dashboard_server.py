@@ -191,6 +191,7 @@ def test_an_open_page_is_told_which_run_has_changed(store: Path) -> None:
     assert TWO in changes[-1]["runs"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_it_even_while_a_page_listens(store: Path) -> None:
     with serving(store) as (url, process):
         found, ready = [], threading.Event()

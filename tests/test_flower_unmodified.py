@@ -119,6 +119,7 @@ def watched(tmp_path_factory):
     return came_of(plain), came_of(ours), store
 
 
+@pytest.mark.thorough
 def test_apps_do_the_same_watched_or_not(watched):
     plain, ours, _ = watched
     assert ours["results"] == plain["results"]  # bit for bit: floats are written so that they can be read back
@@ -133,6 +134,7 @@ def told_by_clients(reader, run: str) -> set[str]:
     return {node for table in tables for node, metrics in table.items() if node is not None and "time.cpu" in metrics}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("run", "rounds"),
     [
@@ -161,6 +163,7 @@ def test_each_is_seen_whole(watched, run, rounds):
         assert not [event for event in told if event.name == "telemetry.refused"]
 
 
+@pytest.mark.thorough
 def test_who_attached_a_monitor_keeps_it_and_has_no_other(watched):
     with open_reader(watched[2]) as reader:
         runs = queries.list_runs(reader)
@@ -168,6 +171,7 @@ def test_who_attached_a_monitor_keeps_it_and_has_no_other(watched):
     assert not [run.id for run in runs if run.id.startswith("flower-6")]
 
 
+@pytest.mark.thorough
 def test_what_the_app_raises_is_told_and_raised(watched):
     plain, _, store = watched
     assert plain["results"]["raises"] == "on purpose"

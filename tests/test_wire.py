@@ -386,6 +386,7 @@ def test_the_worst_that_is_well_formed_stays_in_bounds(maps, layers):
     assert peak < 64 << 20, f"{peak / 2**20:.0f} MB"
 
 
+@pytest.mark.thorough
 def test_the_largest_payload_that_is_legal_stays_in_bounds():
     """As many layers as fit, and as much data."""
     rows = (LIMITS.bytes - 4096) // 36

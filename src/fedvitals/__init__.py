@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedvitals.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
     from fedvitals.profiling.capture import Capture as Capture
+    from fedvitals.replay.session import open_replay as open_replay
     from fedvitals.replay.tape import Tape as Tape
     from fedvitals.schedule import budget as budget
     from fedvitals.schedule import every as every
@@ -48,6 +49,7 @@ _HOME = {
     "Capture": "fedvitals.profiling.capture",
     "open_store": "fedvitals.store",
     "Tape": "fedvitals.replay.tape",
+    "open_replay": "fedvitals.replay.session",
 }
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the names are strings

@@ -30,6 +30,7 @@ from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.errors import ConfigError
+from fedvitals.loop_tape import LoopTape
 from fedvitals.parts import edge_span
 from fedvitals.probes.results import Results
 from fedvitals.profiling.capture import Capture
@@ -73,6 +74,7 @@ class Chart:
         self.run, self.strict, self._profile = run, strict, profile
         self._tape = tape
         self.recorder: TapeRecorder | None = None  # the tape, once it runs
+        self.loop = LoopTape()  # feeds it, where the host does not
         self.continued = False  # whether the store knew the run before; asked when it is opened, and only if `again`
         self._again = again
         self.record = Recorder(self.emit)
@@ -238,24 +240,25 @@ class Chart:
                 self.guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
             if self._again and self._store is not None:
                 self.guard("looking up the run", self._continue)
-            if self._tape is not None:
-                self.guard("opening the tape", functools.partial(self._open_tape, spill))
+            heard = self._sinks if self._tape is None else (*self._sinks, self._tape)  # it wants to hear of findings
             # A source of its own: sequences begin anew, and would be taken for records that are stored already.
             source = f"{SOURCE}-{os.urandom(4).hex()}" if self._again else SOURCE
             told: dict[str, Any] = {"policy": self._policy, "spill": spill, "strict": self.strict, "source": source}
-            outlet = self._way_out or Outlet([*sinks, *self._sinks], own=len(sinks), **told)
+            outlet = self._way_out or Outlet([*sinks, *heard], own=len(sinks), **told)
             self._outlet = outlet
             handler = EventHandler(self.emit, run=self.run.id, fallback=self.here)
             logging.getLogger().addHandler(handler)
             self._stop = lambda: logging.getLogger().removeHandler(handler)
             self.run = replace(self.run, started=self.run.started or time.time(), versions=_versions())
             outlet.emit(self.run)
+            if self._tape is not None:
+                self.guard("opening the tape", functools.partial(self._open_tape, spill))
             if self._machine is not None:
                 self.guard("watching the machine", self._machine.start)
             return outlet
 
     def _open_tape(self, beside: Path | None) -> None:
-        """It hears of findings as a sink does, and tells of its own troubles as events."""
+        """It tells of its own troubles as events."""
 
         def as_server(work: Callable[[], None]) -> None:  # the tape's own thread speaks for no client
             token = current.set(Scope(self.run.id, self.emit, self.last_round, node="server", trace=self.trace))
@@ -265,10 +268,19 @@ class Chart:
         def tell(level: str, name: str, message: str) -> None:
             as_server(lambda: self.record.event(self.here(), level, name, message))
 
-        self._tape.open(
-            beside or Path("fedvitals.d"), self.run, tell, lambda record: as_server(lambda: self.emit(record))
-        )
-        self._sinks, self.recorder = (*self._sinks, self._tape), self._tape
+        def file(record: Record) -> None:
+            as_server(lambda: self.emit(record))
+
+        self._tape.settle = self._settle
+        self._tape.open(beside or Path("fedvitals.d"), self.run, tell, file, self._policy.level)
+        self.recorder = self._tape
+        if self.run.host == "torch":
+            self.loop.open(self._tape, tell)
+
+    def _settle(self) -> None:
+        """Until the store has this round and what the detectors say of it."""
+        if self.flush(30.0, own=True):
+            self.flush(30.0, own=True)  # what they said in the meantime
 
     def watch_machine(self) -> None:
         """From the first event to the end, sample the machine that this process is on."""

@@ -130,6 +130,7 @@ class Clients:
                 raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
             entered = self._chart.enter(node, group=group, client=True, inside=inside)
             opened = self._open[node] = OpenClient(*entered)
+            self._chart.guard("taping a client", lambda: self._chart.loop.client_begin(node, model, entered[0].group))
             if model is not None:
                 watch = functools.partial(self._watch, opened, model, data, loss)
                 self._chart.guard("watching a client", watch, opened.scope)
@@ -179,11 +180,15 @@ class Clients:
                     self._chart.exception(opened.scope, "client.failed", outcome)
                 self._finish(opened, failed=outcome is not None)
             finally:
+                self._chart.guard("taping a client", lambda: self._tape(opened, outcome), opened.scope)
                 self._let_go(opened)
                 self._chart.leave(opened.scope, opened.token)
 
         if opened is not None and self._open.get(opened.scope.node or "") is opened:
             self._chart.guard("closing a client", lambda: end(opened), opened.scope)
+
+    def _tape(self, opened: OpenClient, outcome: BaseException | None) -> None:
+        self._chart.loop.client_end(opened.scope.node or "", opened.results.metrics, outcome)
 
     def end_of(self, node: Node, outcome: BaseException | None = None) -> None:
         self.end(self._open.get(node), outcome)
@@ -311,6 +316,7 @@ class Clients:
             for name, value in values.items():
                 number = value.detach() if isinstance(value, Tensor) else value
                 self._chart.record.metric(scope, public_name(name), float(number))
+                self._chart.loop.logged(scope.node, name, float(number))
                 if client is not None:
                     client.logged.add(name)
                 elif self._stack is not None and scope.node is not None:

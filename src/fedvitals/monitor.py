@@ -162,6 +162,7 @@ class Monitor:
             yield self
         except BaseException as error:
             self._chart.exception(self._chart.here(), "round.failed", error)
+            self._chart.loop.failed(error)
             raise
         finally:
             self.round_end(number, global_model)
@@ -237,6 +238,7 @@ class Monitor:
     def recorder(self) -> Recorder | None:
         """The tape, for hosts that hand it their states."""
         self._chart.open()
+        self._chart.loop.leave_to_host()
         return self._chart.recorder
 
     @property
@@ -271,6 +273,7 @@ class Monitor:
             self._rounds.begin(round, _model(global_state))
 
         self._guard("opening a round", begin)
+        self._guard("taping a round", lambda: self._chart.loop.round_begin(round, global_state))
 
     def client_begin(
         self,
@@ -320,6 +323,8 @@ class Monitor:
 
         for node, vector, rows in self._guard("updates()", lambda: measured(updates)) or ():
             self._guard("updates()", functools.partial(take, node, vector, rows))
+        excluded = [action.target for action in answers if action.target is not None]
+        self._guard("taping updates", lambda: self._chart.loop.sent(round, updates, excluded))
         return tuple(answers)
 
     def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
@@ -473,6 +478,7 @@ class Monitor:
                 self._tell_unasked(opened.scope)
 
         self._guard(f"closing round {round}", end)
+        self._guard("taping a round", lambda: self._chart.loop.round_end(round, global_state, metrics or {}))
 
     def _tell_unasked(self, scope: Scope) -> None:
         """Once: corrections are the host's to apply, and a plain loop that does not ask for them applies none."""

@@ -163,6 +163,22 @@ class Recorder(Protocol):
 
 
 @runtime_checkable
+class Replayable(Protocol):
+    """A plain loop, as far as it must be known to run a part of it again. May have an `aggregate` besides:
+
+    aggregate(state, updates, weights) gives the next global state; the others are by node.
+    """
+
+    def restore(self, round: int, tensors: dict[str, Any], notes: Mapping[str, Any], /) -> Any:  # noqa: A002
+        """The global model as it was before a round, in whatever form `train` begins from; once for each client."""
+        ...
+
+    def train(self, node: Node, state: Any, round: int, /) -> Any:  # noqa: A002
+        """One client's local training, from there: its state, or a pair of it and the losses of its steps."""
+        ...
+
+
+@runtime_checkable
 class Observer(Protocol):
     """What a host (a plain loop, the lab, Flower) tells about a federation as it trains.
 

@@ -24,7 +24,7 @@ import pickle  # only to ask whether a user's probe can go along; nothing is eve
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,21 +40,22 @@ from fedvitals.probes.session import Instruments
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Sketch, Span, Transfer, run_of
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, run_of
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
 from fedvitals.store.delivered import Intervals, fresh
 from fedvitals.telemetry.outlet import SOURCE
 from fedvitals.telemetry.parcel import LOST, Parcel
 from fedvitals.telemetry.privacy import Policy
+from fedvitals.telemetry.sender import Sender, as_seen
 from fedvitals.telemetry.traceparent import arrived
 from fedvitals.telemetry.wire import decode
+
+__all__ = ["Arrivals", "Sender", "WorkerObserver"]
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
 SOURCES = 10_000  # processes whose deliveries are remembered
 TABLES = 1_000  # kinds of models in one run: each is written again whenever something about the run changes
-OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
-OF_SERVERS = ("aggregation.failed", "cohort", "groups")  # events that tell of all
 
 
 # -- in the child -----------------------------------------------------------------------------------------------------
@@ -238,36 +239,6 @@ class WorkerObserver:
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
-    """Who a payload came from, as the framework knows it: its records may tell of nobody else.
-
-    `run`: what the run is called there, where ours is not known.
-    """
-
-    node: Node
-    run: str
-
-    def own(self, record: Record, run: str) -> Record:
-        """The record as one of the run here; an error if it is another's."""
-        if run_of(record) != self.run:
-            raise RecordError(f"Telemetry of '{self.node}' is of the run '{run_of(record)[:80]}', not of '{self.run}'.")
-        # Its sources are its own: nobody can use up another's sequence numbers.
-        record = replace(record, source=f"{self.node}/{record.source}"[:200])
-        if isinstance(record, Run):
-            return replace(record, id=run)
-        if record.where.node not in (None, self.node):
-            raise RecordError(f"Telemetry of '{self.node}' tells of another node, '{record.where.node[:80]}'.")
-        if not isinstance(record, OF_CLIENTS) or (isinstance(record, Event) and record.name in OF_SERVERS):
-            what = record.name if isinstance(record, Event) else type(record).__name__
-            raise RecordError(f"Telemetry of '{self.node}' holds '{what}', which is the server's to tell.")
-        if isinstance(record, Event) and record.name == "labels" and not _is_count(record.data.get("histogram")):
-            raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
-        if record.where.round is not None:  # one that is far ahead would push all others out of the detectors' memory
-            raise RecordError(f"Telemetry of '{self.node}' is of round {record.where.round}; only the server counts.")
-        return replace(record, where=replace(record.where, run=run, node=self.node))
-
-
 class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
@@ -325,7 +296,7 @@ class Arrivals:
             new = [self._placed(r) for r in fresh(records, self._delivered) if not isinstance(r, Run)]
             new = self._without_known_labels(new)
             if sender is not None and self._ledger is not None:
-                new = [_as_seen(record, self._ledger.seen(sender.node)) for record in new]
+                new = [as_seen(record, self._ledger.seen(sender.node)) for record in new]
             while len(self._delivered) > SOURCES:
                 self._delivered.pop(next(iter(self._delivered)))
             self._chart.admit(new)
@@ -448,21 +419,6 @@ def _by_our_clock(record: Record, ledger: Ledger) -> Record:
         record = replace(record, parent=ledger.journey(node) or record.parent)
     ahead = ledger.ahead(node)
     return replace(record, at=record.at - ahead) if ahead else record
-
-
-def _is_count(told: Any) -> bool:
-    return isinstance(told, Mapping) and all(type(count) is int and 0 <= count < 1 << 40 for count in told.values())
-
-
-def _as_seen(record: Any, seen: tuple[float, float] | None) -> Record:
-    """What a client tells, with times inside of what the server saw: one that lies would bend the charts of all."""
-    if seen is None or isinstance(record, Run):
-        return cast("Record", record)
-    sent, returned = seen
-    at = record.at if sent <= record.at <= returned else returned if record.at > returned else sent
-    if isinstance(record, Span):
-        return replace(record, at=at, seconds=min(max(record.seconds, 0.0), returned - at))
-    return cast("Record", record if at == record.at else replace(record, at=at))
 
 
 def _goes(planned: Planned) -> bool:

@@ -11,13 +11,18 @@ import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "profile", "lab", "flower", "soak", "ui")
-LONG = ("overhead", "gsc", "diagnosis", "profile", "lab", "flower", "soak", "ui")  # these say how far they are
-BARS = {"lab": ("cnn", "mlp", "start", "memory", "study"), "flower": ("lines", "cnn", "large", "faults")}
+PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "profile", "lab", "flower", "replay", "soak", "ui")
+LONG = ("overhead", "gsc", "diagnosis", "profile", "lab", "flower", "replay", "soak", "ui")  # these say how far they are
+BARS = {
+    "lab": ("cnn", "mlp", "start", "memory", "study"),
+    "flower": ("lines", "cnn", "large", "faults"),
+    "replay": ("verified", "recording", "size", "jump", "bisect"),
+}
 SHOWN = {  # the rest is for --json
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
     "profile": ("what", "bar", "measured", "verdict"),
     "flower": ("what", "bar", "measured", "verdict"),
+    "replay": ("what", "bar", "measured", "verdict"),
     "ui": ("what", "bar", "measured", "verdict"),
     "diagnosis": (
         *("after_rounds", "milliseconds", "bar_milliseconds"),
@@ -43,7 +48,7 @@ SHOWN = {  # the rest is for --json
     "--only",
     type=click.Choice([*dict.fromkeys(bar for bars in BARS.values() for bar in bars)]),
     multiple=True,
-    help="lab, flower: some of its bars.",
+    help="lab, flower, replay: some of its bars.",
 )
 @click.option(
     "--stores", type=click.Path(file_okay=False, path_type=Path), help="flower: a folder to keep the runs' stores in."

@@ -15,7 +15,7 @@ import click
 
 from fedvitals import __version__
 from fedvitals.cli.options import json_option, print_json
-from fedvitals.errors import StoreError
+from fedvitals.errors import FedvitalsError, StoreError
 
 if TYPE_CHECKING:
     from fedvitals.store.doctor import Sign
@@ -65,7 +65,7 @@ def command(store: str | None, named: str | None, mend: bool, as_json: bool) -> 
             raise StoreError(f"There is no store '{where}'. Name another, or none to examine this installation alone.")
         if mend:
             done = _mend(where)
-        signs = [*examine(where), *_spilled(store)]
+        signs = [*examine(where), *_spilled(store), *_tapes(where)]
     trouble = any(sign.state == "trouble" for sign in (*here, *signs))
     if as_json:
         print_json("doctor", {"environment": here, "store": signs, "mended": done, "trouble": trouble})
@@ -106,6 +106,28 @@ def _spilled(store: str | None) -> list[Sign]:
             f"{len(files)} files in {folder} wait to be taken back: the next training does, or --mend",
         )
     ]
+
+
+def _tapes(where: Path | str) -> list[Sign]:
+    from fedvitals.cli.screen import size
+    from fedvitals.store import open_reader, queries
+    from fedvitals.store.doctor import Sign
+    from fedvitals.store.tapes import lost_tapes, tapes
+
+    found = tapes(where)
+    if not found:
+        return [Sign("tapes", "fine", "none")]
+    signs = [Sign("tapes", "fine", f"{len(found)}, {size(sum(found.values()))}")]
+    try:
+        with open_reader(where) as reader:
+            lost = lost_tapes(where, (run.id for run in queries.list_runs(reader)))
+    except FedvitalsError:  # which is told above
+        return signs
+    if lost:
+        named = ", ".join([*lost][:3]) + (", ..." if len(lost) > 3 else "")
+        text = f"{len(lost)} of runs that are not in the store, {size(sum(lost.values()))} ({named})"
+        signs.append(Sign("tapes", "note", f"{text}: `fedvitals runs delete {next(iter(lost))}` removes such a tape"))
+    return signs
 
 
 def environment() -> list[Sign]:

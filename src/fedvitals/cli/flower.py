@@ -52,6 +52,9 @@ def _settings(*, server: bool) -> Callable[[F], F]:
             click.option(
                 "--tracebacks", is_flag=True, default=None, help="Tell whole tracebacks; they may quote data."
             ),
+            click.option(
+                "--tape", metavar="DIR", help="Record for `fedvitals replay`; what clients were sent stays in this folder."
+            ),
         ]
         if server:
             options += [click.option("--run", metavar="NAME", help="The name of runs."), store_option]

@@ -23,6 +23,7 @@ VERBS = {
     "compare": "fedvitals.cli.compare",
     "report": "fedvitals.cli.report",
     "check": "fedvitals.cli.check",
+    "replay": "fedvitals.cli.replay",
     "query": "fedvitals.cli.query",
     "export": "fedvitals.cli.export",
     "alerts": "fedvitals.cli.alerts",

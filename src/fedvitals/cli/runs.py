@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -33,13 +34,15 @@ def _list(store: str | None, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fedvitals.cli.screen import number, seconds, shown
+    from fedvitals.cli.screen import number, seconds, shown, size
     from fedvitals.store import open_reader, queries
+    from fedvitals.store.tapes import tape_bytes
 
     with open_reader(store) as reader:
         found = queries.list_runs(reader)
+    tapes = {run.id: tape_bytes(store, run.id) for run in found}
     if as_json:
-        print_json("runs", found)
+        print_json("runs", [{**asdict(run), "tape_bytes": tapes[run.id]} for run in found])
         return
     if not found:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
@@ -47,7 +50,8 @@ def _list(store: str | None, as_json: bool) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, min_width=8)
     table.add_column("id", no_wrap=True)
-    for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
+    recorded = ("tape",) if any(tapes.values()) else ()
+    for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time", *recorded):
         table.add_column(title, justify="right")
     for run in found:
         alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
@@ -61,6 +65,7 @@ def _list(store: str | None, as_json: bool) -> None:
             number(run.loss),
             f"{alerts}{lost}",
             seconds(run.seconds) if run.finished else "open",
+            *([size(tapes[run.id]) if tapes[run.id] else ""] if recorded else []),
         )
     Console(highlight=False).print(table)
 
@@ -72,11 +77,16 @@ def _list(store: str | None, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | None, as_json: bool) -> None:
-    """Delete runs and give their space back. A run that is being written is refused."""
+    """Delete runs with their tapes, and give their space back. A run that is being written is refused.
+
+    The tape of a run that is gone (`fedvitals doctor` names it) is deleted by that run's id.
+    """
     from fedvitals.store import open_reader, queries, retention, store_target
+    from fedvitals.store.tapes import lost_tapes
 
     with open_reader(store or outer) as reader:
-        chosen = list(dict.fromkeys(queries.find_run(reader, run) for run in runs))
+        lost = lost_tapes(store or outer, (run.id for run in queries.list_runs(reader)))
+        chosen = list(dict.fromkeys(run if run in lost else queries.find_run(reader, run) for run in runs))
     if not yes and not click.confirm(f"Delete {', '.join(chosen)} for good?", err=True):
         click.echo("Nothing was deleted.", err=True)
         return
@@ -117,8 +127,12 @@ def _tell(cleared: Cleared, as_json: bool) -> None:
         print_json("runs", cleared)
         return
     for gone in cleared.removed:
+        if gone.what == "tape":
+            click.echo(f"{shown(gone.run)}: the tape of a run that is gone, deleted, {size(gone.tape_bytes)}")
+            continue
         what = "deleted" if gone.what == "run" else "thinned to its scalars"
-        click.echo(f"{shown(gone.run)} ({shown(gone.name)}): {what}, {gone.rows} rows, {size(gone.bytes)}")
+        tape = f", and a tape of {size(gone.tape_bytes)}" if gone.tape_bytes else ""
+        click.echo(f"{shown(gone.run)} ({shown(gone.name)}): {what}, {gone.rows} rows, {size(gone.bytes)}{tape}")
     if cleared.open:
         click.echo(f"Left alone, since they are open: {', '.join(map(shown, cleared.open))}")
     if not cleared.removed:

@@ -39,6 +39,7 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
     from fedvitals.store import open_reader, queries
+    from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import health_card
 
     with open_reader(store) as reader:
@@ -48,7 +49,8 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
             return
         card = health_card(reader, chosen)
     if as_json:
-        print_json("show", {**{name: getattr(card, name) for name in card.__slots__}, "cases": _cases(card)})
+        tape = {"tape_bytes": tape_bytes(store, chosen)}
+        print_json("show", {**{name: getattr(card, name) for name in card.__slots__}, "cases": _cases(card), **tape})
     else:
         _print(card, everything, store)
 
@@ -78,7 +80,8 @@ def _print(card: Card, everything: bool, store: str | None) -> None:
 
 
 def _head(console: Any, card: Card, store: str | None) -> None:
-    from fedvitals.cli.screen import number, seconds, shown
+    from fedvitals.cli.screen import number, seconds, shown, size
+    from fedvitals.store.tapes import tape_bytes
 
     run, summary = card.run, card.summary
     state = "finished" if run.finished else "open"
@@ -92,6 +95,11 @@ def _head(console: Any, card: Card, store: str | None) -> None:
     cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
     console.print(f"[dim]Privacy level {level}: {allowed}.{cohort}{tracebacks}[/dim]", soft_wrap=True)
+    tape = tape_bytes(store, run.id)
+    if tape:
+        console.print(
+            f"[dim]On tape, {size(tape)}: `fedvitals replay {shown(run.id)}` runs it again.[/dim]", soft_wrap=True
+        )
     _health(console, card, store)
 
 

@@ -58,13 +58,13 @@ def answer(
     request: Request,
     run: str | None,
     work: Callable[..., Any],
-    also: str = "",
+    also: str | Callable[[str], str] = "",
     about: Callable[[Reader], Sequence[str]] | None = None,
 ) -> Response:
     """What `work(reader, run id)` gives (of the whole store, `work(reader)`), as JSON; 304 where nothing has changed.
 
-    `also`: what else than the store changes the answer, such as the hour. `about(reader)`: of the whole store, the runs
-    that matter; without it, a change of any run does.
+    `also`: what else than the store changes the answer, such as the hour; of a run, `also(run id)`.
+    `about(reader)`: of the whole store, the runs that matter; without it, a change of any run does.
     What cost time is remembered until the run changes: a second tab, or a person who comes back, does not wait again.
     """
     shelf: Shelf = request.app.state.shelf
@@ -72,7 +72,8 @@ def answer(
     with shelf.reader() as reader:
         found = None if run is None else _find(reader, run)
         shelf.warming.asked(found)
-        version = (shelf.version(found) if about is None else _joint(shelf, about(reader))) + also
+        version = shelf.version(found) if about is None else _joint(shelf, about(reader))
+        version += also if isinstance(also, str) else also(found or "")
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
         if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
             return Response(status_code=304, headers=headers)

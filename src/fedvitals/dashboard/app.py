@@ -17,7 +17,9 @@ from fedvitals.dashboard.guard import Guard
 from fedvitals.dashboard.live import Live
 from fedvitals.dashboard.shelf import Shelf
 
-ROUTES = ("status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "compare", "live")
+ROUTES = (
+    "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare", "live",
+)  # fmt: skip
 
 
 def create_app(store: str | Path | None = None, *, token: str | None = None, hosts: tuple[str, ...] = ()) -> FastAPI:

@@ -43,6 +43,7 @@ class Deleted:
     name: str
     records: int
     bytes: int  # that its records took
+    tape_bytes: int  # and its tape
 
 
 @router.get("/api/runs", response_model=RunsPage)
@@ -78,7 +79,8 @@ def _list_of(request: Request) -> RunList:
 @router.get("/api/runs/{run}/contents", response_model=Contents)
 def contents(request: Request, run: RunPath) -> Response:
     """What would go if the run were deleted."""
-    return answer(request, run, contents_of)
+    target = request.app.state.shelf.target
+    return answer(request, run, lambda reader, found: contents_of(reader, found, target))
 
 
 @router.put("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
@@ -117,7 +119,7 @@ def delete(request: Request, run: RunPath) -> Response:
     if not cleared.removed:
         raise HTTPException(404, f"There is no run '{found}' any more.")
     gone = cleared.removed[0]
-    return _answer(Deleted(found, gone.name, gone.rows, gone.bytes))
+    return _answer(Deleted(found, gone.name, gone.rows, gone.bytes, gone.tape_bytes))
 
 
 def _exact(request: Request, run: str) -> str:

@@ -17,6 +17,7 @@ from fedvitals.flower.legacy import is_legacy, watch_legacy
 from fedvitals.flower.letter import trace_id
 from fedvitals.flower.post import MARK, watch_post
 from fedvitals.flower.protection import LEVEL, hiding_strategy
+from fedvitals.flower.replaying import in_replay
 from fedvitals.flower.strategy import watch_strategy
 from fedvitals.monitor import Monitor
 
@@ -34,6 +35,8 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
         raise ConfigError(f"attach(strategy, monitor) takes a fv.Monitor('runs.db'); got {monitor!r}.")
     if isinstance(what, type):  # hooked, all its objects would be
         raise ConfigError(f"attach() takes a strategy, not its class: {what.__name__}(...), and not {what.__name__}.")
+    if in_replay():  # the app's own code is run again: there is nothing to watch
+        return what
     known = getattr(what, MARK, None)
     if known is not None:
         if known.monitor is monitor:

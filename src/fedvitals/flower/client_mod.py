@@ -7,6 +7,7 @@ fails on our side costs telemetry and nothing else.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
@@ -22,6 +23,7 @@ from flwr.common.constant import ErrorCode
 from fedvitals.flower import arrays
 from fedvitals.flower.letter import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
 from fedvitals.flower.protection import LEVEL, hiding_mods
+from fedvitals.flower.replaying import in_replay
 from fedvitals.kernels import sums
 from fedvitals.probes.presets import Preset, resolve
 from fedvitals.probes.view import table_of
@@ -29,6 +31,9 @@ from fedvitals.scope import Scope
 from fedvitals.telemetry.privacy import WORDS, Policy, policy_for
 from fedvitals.telemetry.traceparent import entered
 from fedvitals.worker import WorkerObserver
+
+if TYPE_CHECKING:
+    from fedvitals.flower.tape_client import ClientTape
 
 logger = logging.getLogger("fedvitals")
 Handler = Callable[[Message, Context], Message]
@@ -42,15 +47,26 @@ def client_mod(
     privacy: int | None = None,
     tracebacks: bool = False,
     layers: Sequence[str] | None = None,
+    tape: Any = None,
 ) -> ClientMod:
     """The mod for `ClientApp(mods=[...])`; put it first.
 
     `probes`: what `fv.watch` measures inside of `train`. `privacy`: what may leave this client, 0 to 4, by default 2:
     scalars of its own, no layers, no words (docs/metrics.md). `tracebacks`: let the server know the whole traceback of
-    an exception; it may quote data. `layers`: names, where the wire has numbers (NumPyClient).
+    an exception; it may quote data. `layers`: names, where the wire has numbers (NumPyClient). `tape`: a folder of this
+    machine, or a `fv.Tape(folder=..., budget=...)`, that keeps what the client was sent, so that it can be run again
+    here (docs/flower.md); nothing of it leaves the machine.
     """
     policy = policy_for("flower", 2 if privacy is None else privacy, tracebacks=tracebacks)
-    return ClientMod(resolve(probes), policy, None if layers is None else tuple(layers))
+    return ClientMod(resolve(probes), policy, None if layers is None else tuple(layers), _tape(tape))
+
+
+def _tape(said: Any) -> ClientTape | None:
+    if said is None:
+        return None
+    from fedvitals.flower.tape_client import client_tape  # noqa: PLC0415 - an extra, for those who want a tape
+
+    return client_tape(said)
 
 
 class ClientMod:
@@ -58,16 +74,21 @@ class ClientMod:
 
     __name__ = "fedvitals"
 
-    def __init__(self, preset: Preset, policy: Policy, layers: Sequence[str] | None) -> None:
-        self._preset, self._policy, self._layers = preset, policy, layers
+    def __init__(
+        self, preset: Preset, policy: Policy, layers: Sequence[str] | None, tape: ClientTape | None = None
+    ) -> None:
+        self._preset, self._policy, self._layers, self._tape = preset, policy, layers, tape
         self._told = False
 
     def __call__(self, message: Message, context: Context, call_next: Handler) -> Message:
+        if in_replay():
+            return call_next(message, context)
+        handler = self._taped(message, context, call_next)
         received, cpu = time.time(), time.process_time()
         worker = self._guarded("beginning", lambda: self._worker(message, context, call_next))
         try:
             with self._scope(worker, message, context):
-                reply = call_next(message, context)
+                reply = handler(message, context)
         except Exception as error:
             if worker is None or not worker.policy.tracebacks:
                 raise
@@ -76,6 +97,24 @@ class ClientMod:
         if letter is not None:
             reply.content[KEY] = letter.record()
         return reply
+
+    def _taped(self, message: Message, context: Context, call_next: Handler) -> Handler:
+        """The same handler; what it gives is noted on the way."""
+        recording = None if self._tape is None else self._tape.begin(message, context, call_next)
+        if recording is None:
+            return call_next
+
+        @functools.wraps(call_next)
+        def taped(message: Message, context: Context) -> Message:
+            try:
+                reply = call_next(message, context)
+            except BaseException as error:
+                recording.end(None, error)
+                raise
+            recording.end(reply, None)
+            return reply
+
+        return taped
 
     def _worker(self, message: Message, context: Context, call_next: Handler) -> WorkerObserver:
         """What watches one message; its Span is the child of the message's own, which the server tells of."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,19 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, Message
 
 from fedvitals.flower import arrays, guard, orders, protection, replies
 from fedvitals.flower.known_models import KnownModels
-from fedvitals.flower.letter import bytes_of, node_name
+from fedvitals.flower.letter import bytes_of, node_name, told_round
 from fedvitals.flower.orders import Ward
 from fedvitals.flower.replies import renamed
+from fedvitals.flower.tape_server import Scribe
 from fedvitals.monitor import Monitor
 from fedvitals.profiling.stays import covered
 
 logger = logging.getLogger("fedvitals")
 TRAIN, EVALUATE = "train", "evaluate"
-ROUND_KEYS = ("server-round", "server_round", "current_round")
 NAMED = 200  # nodes in one event
 OWED = 10_000  # messages without an answer that are remembered
 
@@ -73,6 +72,7 @@ class Journal:
         self.monitor, self.way, self.layers, self.weight, self.hidden = monitor, way, layers, weight, hidden
         self.ward = Ward(monitor)
         self.models = KnownModels(layers)
+        self.scribe = Scribe(self)  # for the tape, if there is one
         self.number: int | None = None  # of the open round
         self._last = 0
         self.metrics: dict[str, float] = {}  # of the open round
@@ -106,6 +106,7 @@ class Journal:
             self.models.started = start
             outline = None if start is None else self._guarded("reading a model", lambda: self.models.outline(start))
             self.monitor.round_begin(number, outline)
+            self._guarded("recording a round", lambda: self.scribe.begins(number))
 
     def end(self, model: ArrayRecord | None = None) -> None:
         """The open round is over; its last model, where it is known."""
@@ -119,6 +120,7 @@ class Journal:
             self.monitor.log({"time.worked": min(1.0, covered(self._worked) / whole)})
             after = model or self.models.newest
             outline = None if after is None else self._guarded("reading a model", lambda: self.models.outline(after))
+            self._guarded("recording a round", lambda: self.scribe.ends(self.metrics))
             self.monitor.round_end(number, outline, self.metrics)
             self._phases, self._worked, self.metrics = {}, [], {}
 
@@ -152,6 +154,9 @@ class Journal:
             model = self._guarded("slowing the server", slower) or model
         self._instead, self.models.newest = None, model
         return model
+
+    def tell_tape(self, what: Callable[[Scribe], None]) -> None:
+        self._guarded("recording an aggregation", lambda: what(self.scribe))
 
     def heard(self, told: Mapping[str, Any], *, best: bool) -> None:
         """Metrics of the global model; `best`: by the server's own evaluation, which beats the clients'."""
@@ -204,18 +209,15 @@ class Journal:
             text = f"{node} is asked to {phase}, and still owes an answer."
             self.monitor.event("info", "client.busy", text, node=node, data={"phase": phase})
         self.monitor.transfer("server", node, size, kind="model" if phase == TRAIN else phase)
+        self._guarded("recording a message", lambda: self.scribe.asked(one))
 
     def number_of(self, message: Message) -> int | None:
         """The round that a message says it is of; where it does not: one more, once a node is asked to train again."""
         if self.hooked:
             return None
-        for record in message.content.values():
-            if isinstance(record, ConfigRecord):
-                told = next((record[key] for key in ROUND_KEYS if key in record), None)
-                if isinstance(told, int) and told >= 0:
-                    return told
-        if re.fullmatch(r"[0-9]{1,9}", message.metadata.group_id or ""):
-            return int(message.metadata.group_id)
+        told = told_round(message)
+        if told is not None:
+            return told
         node = node_name(message.metadata.dst_node_id)
         training = self._phases.get(TRAIN, Phase())
         if self.number is None or node in training.asked:
@@ -237,6 +239,7 @@ class Journal:
                 self._way.clear()  # nobody waits for the others any more
                 self.close()
                 raise instead
+            self._guarded("recording a reply", lambda: self.scribe.came(asked, reply, instead))
             return reply if instead is None else instead
 
     def came_late(self, reply: Message, at: float) -> None:
@@ -259,6 +262,7 @@ class Journal:
         while len(self.owed) > OWED:
             self.owed.pop(next(iter(self.owed)))
         self._phases.setdefault(asked.phase, Phase()).late[asked.node] = None
+        self._guarded("recording a message", lambda: self.scribe.missing(asked))
         waited = time.time() - asked.sent
         text = f"{asked.node} was asked to {asked.phase} and did not answer within {waited:.1f} s."
         data = {"phase": asked.phase, "waited": waited, "busy": asked.busy}

@@ -12,6 +12,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord
 
+from fedvitals.flower.hooks import hooks_of_evaluation, set_hooks
 from fedvitals.flower.journal import EVALUATE, Journal
 from fedvitals.flower.post import MARK, watch_post
 
@@ -22,16 +23,13 @@ def is_legacy(strategy: Any) -> bool:
 
 def watch_legacy(strategy: Any, journal: Journal, begin: Callable[[Any], None]) -> None:
     journal.hooked, journal.weight = True, "num_examples"
-    hooks = {
-        "configure_fit": functools.partial(_configure_fit, strategy.configure_fit, journal, begin),
-        "aggregate_fit": functools.partial(_aggregate_fit, strategy.aggregate_fit, journal),
-        "configure_evaluate": functools.partial(_configure_evaluate, strategy.configure_evaluate, journal),
-        "aggregate_evaluate": functools.partial(_aggregate_evaluate, strategy.aggregate_evaluate, journal),
-        "evaluate": functools.partial(_evaluate, strategy.evaluate, journal),
+    hooks: dict[str, Callable[..., Any]] = {
+        "configure_fit": functools.partial(_configure_fit, begin),
+        "aggregate_fit": _aggregate_fit,
+        "evaluate": _evaluate,
+        **hooks_of_evaluation(_hear),
     }
-    for name, hook in hooks.items():
-        setattr(strategy, name, functools.update_wrapper(hook, getattr(strategy, name)))
-    setattr(strategy, MARK, journal)
+    set_hooks(strategy, journal, hooks)
 
 
 def arrays_of(parameters: Any) -> ArrayRecord | None:
@@ -45,7 +43,7 @@ def arrays_of(parameters: Any) -> ArrayRecord | None:
 
 
 def _configure_fit(
-    configure: Callable[..., Any], journal: Journal, begin: Callable[[Any], None], server_round: int, parameters: Any,
+    begin: Callable[[Any], None], configure: Callable[..., Any], journal: Journal, server_round: int, parameters: Any,
     *rest: Any, **more: Any,
 ) -> Any:  # fmt: skip
     chosen = configure(server_round, parameters, *rest, **more)
@@ -64,19 +62,8 @@ def _aggregate_fit(aggregate: Callable[..., Any], journal: Journal, *args: Any, 
     model = arrays_of(result[0]) if isinstance(result, tuple) and result else None
     if model is not None:
         journal.models.newest = model
+        journal.tell_tape(lambda scribe: scribe.aggregated(model, model, None))
     return result
-
-
-def _configure_evaluate(configure: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
-    journal.evaluating(begin=True)
-    return configure(*args, **more)
-
-
-def _aggregate_evaluate(aggregate: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
-    found = aggregate(*args, **more)
-    journal.evaluating(begin=False)
-    _hear(journal, found, best=False)
-    return found
 
 
 def _evaluate(evaluate: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 
 from fedvitals.errors import RecordError
 
 KEY = "fedvitals"  # of the record in a reply
+ROUND_KEYS = ("server-round", "server_round", "current_round")
 VERSION = 1
 MOST = 1 << 20  # bytes of a payload, ever
 NOTHING = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
@@ -95,6 +97,17 @@ def node_name(node_id: int) -> str:
 def run_name(run_id: int) -> str:
     """What a client calls the run; the server knows it as what it is in the store."""
     return f"flower-{run_id}"
+
+
+def told_round(message: Message) -> int | None:
+    """The round that a message says it is of, if it does."""
+    for record in message.content.values():
+        if isinstance(record, ConfigRecord):
+            told = next((record[key] for key in ROUND_KEYS if key in record), None)
+            if isinstance(told, int) and told >= 0:
+                return told
+    group = message.metadata.group_id or ""
+    return int(group) if re.fullmatch(r"[0-9]{1,9}", group) else None
 
 
 def trace_id(run_id: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,19 @@ def hiding_strategy(strategy: Any) -> str | None:
     return None
 
 
+def innermost(call_next: Any) -> Any:
+    """What the mods are around: the user's handler; of an app of the older API, its `client_fn`."""
+    for _ in range(DEEPEST):
+        inner = _closure(call_next)
+        if {"_mod", "_ffn"} <= inner.keys():
+            call_next = inner["_ffn"]
+        elif "client_fn" in inner:
+            call_next = inner["client_fn"]
+        else:
+            break
+    return call_next
+
+
 def masked(content: Mapping[str, Any]) -> bool:
     """Whether a message belongs to secure aggregation: what it holds is noise to us."""
     return any("secagg" in str(key).lower() for key in content)
@@ -39,12 +53,22 @@ def masked(content: Mapping[str, Any]) -> bool:
 
 def _inside(call_next: Any) -> Iterator[Any]:
     for _ in range(DEEPEST):
-        code, cells = getattr(call_next, "__code__", None), getattr(call_next, "__closure__", None)
-        inner = {} if code is None or cells is None else dict(zip(code.co_freevars, cells, strict=True))
+        inner = _closure(call_next)
         if not {"_mod", "_ffn"} <= inner.keys():
             return
-        yield inner["_mod"].cell_contents
-        call_next = inner["_ffn"].cell_contents
+        yield inner["_mod"]
+        call_next = inner["_ffn"]
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None:
+        return {}
+    found = {}
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        with suppress(ValueError):  # it has no value yet
+            found[name] = cell.cell_contents
+    return found
 
 
 def _outside() -> Iterator[Any]:

@@ -14,7 +14,7 @@ from fedvitals.flower.failures import dead_process, failure_of
 from fedvitals.flower.letter import KEY, Letter, bytes_of, journey_id, run_name
 from fedvitals.flower.letter import read as read_letter
 from fedvitals.records import Action
-from fedvitals.worker import Sender
+from fedvitals.telemetry.sender import Sender
 
 if TYPE_CHECKING:
     from fedvitals.flower.journal import Asked, Journal

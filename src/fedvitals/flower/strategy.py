@@ -13,28 +13,26 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
+from fedvitals.flower.hooks import hooks_of_evaluation, set_hooks
 from fedvitals.flower.journal import EVALUATE, Journal
-from fedvitals.flower.post import MARK, watched_post
+from fedvitals.flower.post import watched_post
 
 Begin = Callable[[Any], None]  # told of the grid, before anything is sent
 
 
 def watch_strategy(strategy: Any, journal: Journal, begin: Begin) -> None:
     """Every method that a strategy has of these; `start` may be the user's own."""
-    hooks = {
-        "start": functools.partial(_start, strategy.start, journal, begin),
-        "configure_train": functools.partial(_configure_train, strategy.configure_train, journal),
-        "aggregate_train": functools.partial(_aggregate_train, strategy.aggregate_train, journal),
-        "configure_evaluate": functools.partial(_configure_evaluate, strategy.configure_evaluate, journal),
-        "aggregate_evaluate": functools.partial(_aggregate_evaluate, strategy.aggregate_evaluate, journal),
+    hooks: dict[str, Callable[..., Any]] = {
+        "start": functools.partial(_start, begin),
+        "configure_train": _configure_train,
+        "aggregate_train": _aggregate_train,
+        **hooks_of_evaluation(_hear),
     }
-    for name, hook in hooks.items():
-        setattr(strategy, name, functools.update_wrapper(hook, getattr(strategy, name)))
-    setattr(strategy, MARK, journal)
+    set_hooks(strategy, journal, hooks)
     journal.hooked = journal.ward.aggregates = True
 
 
-def _start(start: Callable[..., Any], journal: Journal, begin: Begin, *args: Any, **more: Any) -> Any:
+def _start(begin: Begin, start: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
     grid = more.get("grid", args[0] if args else None)
     args, more = _with_evaluation(start, journal, args, more)
     begin(grid)
@@ -64,8 +62,7 @@ def _with_evaluation(
     def heard(number: int, *rest: Any, **named: Any) -> Any:
         with journal.busy_with(EVALUATE):
             found = evaluate(number, *rest, **named)
-        if isinstance(found, MetricRecord):
-            journal.heard(found, best=True)
+        _hear(journal, found, best=True)
         return found
 
     bound.arguments["evaluate_fn"] = heard
@@ -88,23 +85,20 @@ def _aggregate_train(
     *rest: Any,
     **more: Any,
 ) -> Any:
-    taken = journal.robust([*replies])
+    given = [*replies]
+    taken = journal.robust(given)
+    journal.tell_tape(lambda scribe: scribe.aggregating(taken, changed=taken is not given))
     with journal.busy_with("aggregate"):
         result = aggregate(server_round, taken, *rest, **more)
-    if isinstance(result, tuple) and result and isinstance(result[0], ArrayRecord):
-        model = journal.aggregated(result[0])
-        result = result if model is result[0] else (model, *result[1:])
-    return result
+    own, told = (*result, None, None)[:2] if isinstance(result, tuple) else (None, None)
+    if not isinstance(own, ArrayRecord):
+        journal.tell_tape(lambda scribe: scribe.aggregated(None, None, told))
+        return result
+    model = journal.aggregated(own)
+    journal.tell_tape(lambda scribe: scribe.aggregated(own, model, told))
+    return result if model is own else (model, *result[1:])
 
 
-def _configure_evaluate(configure: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
-    journal.evaluating(begin=True)
-    return configure(*args, **more)
-
-
-def _aggregate_evaluate(aggregate: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
-    found = aggregate(*args, **more)
-    journal.evaluating(begin=False)
+def _hear(journal: Journal, found: Any, *, best: bool) -> None:
     if isinstance(found, MetricRecord):
-        journal.heard(found, best=False)
-    return found
+        journal.heard(found, best=best)

@@ -17,6 +17,7 @@ from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
+from fedvitals.errors import MissingExtraError
 from fedvitals.flower.attach import attach
 from fedvitals.flower.client_mod import TRAIN, ClientMod, client_mod
 from fedvitals.flower.letter import run_name
@@ -26,6 +27,7 @@ from fedvitals.monitor import Monitor
 
 logger = logging.getLogger("fedvitals")
 SENDING = ("send_and_receive", "push_messages")
+UPDATES = 3  # of how many rounds all updates are kept, on the tape of an app without a line
 HOOKED = (*SENDING, "pull_messages", MARK)
 
 
@@ -42,11 +44,28 @@ def _with_ours(mods: Sequence[Any] | None) -> Sequence[Any] | None:
         return mods
     try:
         told = Settings.read(os.environ)
-        ours = client_mod(probes=told.probes or "standard", privacy=told.privacy, tracebacks=bool(told.tracebacks))
+        own: dict[str, Any] = {"privacy": told.privacy, "tracebacks": bool(told.tracebacks), "tape": _folder(told)}
+        ours = client_mod(probes=told.probes or "standard", **own)
     except Exception as error:  # noqa: BLE001 - the app runs, whatever happens to us
         _warn(error)
         return mods
     return [ours, *given]
+
+
+def _folder(told: Settings) -> str | None:
+    """Of this client's tape; without the extra that tapes need, the app is watched as if nobody had asked for one."""
+    return None if _tape(told) is None else told.tape
+
+
+def _tape(told: Settings) -> Any:
+    if told.tape is None:
+        return None
+    try:
+        from fedvitals.replay.tape import Tape  # noqa: PLC0415 - an extra
+    except MissingExtraError as error:
+        _warn(error, "keeps no tape of")
+        return None
+    return Tape(every=1, updates=UPDATES, durable=True)
 
 
 def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any, *more: Any, **others: Any) -> None:
@@ -120,6 +139,7 @@ class Visit:
             privacy=told.privacy,
             tracebacks=told.tracebacks,
             config={"app": dict(self._context.run_config)},
+            tape=_tape(told),
         )
         self._monitors.append(monitor)
         return monitor
@@ -220,5 +240,5 @@ def _below(kind: type) -> Iterator[type]:
         yield from _below(child)
 
 
-def _warn(error: Exception) -> None:
-    logger.warning("fedvitals does not watch this app (%s: %s); it runs as ever.", type(error).__name__, error)
+def _warn(error: Exception, does: str = "does not watch") -> None:
+    logger.warning("fedvitals %s this app (%s: %s); it runs as ever.", does, type(error).__name__, error)

@@ -25,6 +25,7 @@ NAMES = {
     "probes": "FEDVITALS_PROBES",
     "privacy": "FEDVITALS_PRIVACY",
     "tracebacks": "FEDVITALS_TRACEBACKS",
+    "tape": "FEDVITALS_TAPE",
 }
 
 
@@ -37,6 +38,7 @@ class Settings:
     probes: str | None = None
     privacy: int | None = None
     tracebacks: bool | None = None
+    tape: str | None = None  # the folder of clients' tapes; the server's lies beside its store
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings:
@@ -51,6 +53,7 @@ class Settings:
             probes=told["probes"],
             privacy=None if level is None else int(level),
             tracebacks=None if words is None else words != "0",
+            tape=told["tape"],
         )
 
     def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -64,6 +67,7 @@ class Settings:
             "probes": self.probes,
             "privacy": self.privacy,
             "tracebacks": None if self.tracebacks is None else int(self.tracebacks),
+            "tape": None if self.tape is None else Path(self.tape).absolute().as_posix(),
         }
         path = inherited.get("PYTHONPATH", "")
         if path.split(os.pathsep)[0] != str(SITE):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of things that a condition may ask of a round. Each answers with what was seen, in numbers, or with None."""
+"""The kinds of things that a condition may ask of a round. Each answers with what was seen, in numbers, or None."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fedvitals.protocols import History
 from fedvitals.records import FAILURES, Finding
-from fedvitals.replay.quantities import ANY, Past, Quantity, Reading, finite
+from fedvitals.replay.quantities import ANY, Past, Quantity, Reading, finite, quoted
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -24,7 +24,7 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 }
 SAID = {">": "over", "<": "under", ">=": "at least", "<=": "at most", "=": "just", "!=": "not"}
 TENSORS = ("gradient", "weight", "update", "activation", "buffer")  # families that count NaN and infinite values
-SCALARS = (*("loss", "accuracy", "local.loss", "fit.loss_before", "fit.loss_after"),
+SCALARS = (*("loss", "accuracy", "fit.loss_before", "fit.loss_after"),
            *("gradient.norm", "gradient.norm_max", "update.norm", "weight.norm"))  # fmt: skip
 COUNTS = ("gradient.nonfinite", "weight.nonfinite")  # where the privacy level keeps the layers' own back
 
@@ -47,7 +47,7 @@ class Compared:
     to: str = ""  # «its median», «its mean», «the cohort's median»: of which `number` is a multiple
 
     def __str__(self) -> str:
-        right = f"{self.number:g} × {self.to}" if self.to else f"{self.number:g}"
+        right = f"{self.number:.12g} × {self.to}" if self.to else f"{self.number:.12g}"
         return f"{self.quantity} {self.sign} {right}"
 
     def check(self, history: History) -> None:
@@ -90,7 +90,7 @@ class Moved:
         unit = f" {self.unit}" if self.unit else ""
         span = "" if self.rounds is None else f" in {self.rounds} rounds"
         best = " from its best" if self.from_best else ""
-        return f"{self.quantity} {'rises' if self.up else 'drops'} by {self.amount:g}{unit}{span}{best}"
+        return f"{self.quantity} {'rises' if self.up else 'drops'} by {self.amount:.12g}{unit}{span}{best}"
 
     def check(self, history: History) -> None:
         self.quantity.check(history)
@@ -140,7 +140,7 @@ class NotFinite:
     def __str__(self) -> str:
         if self.quantity is not None:
             return f"{self.quantity} is {self.what}"
-        return f"{self.what} in {self.node}" if self.node else f"any {self.what}"
+        return f"{self.what} in {quoted(self.node)}" if self.node else f"any {self.what}"
 
     def check(self, history: History) -> None:
         (self.quantity or Quantity("loss", self.node)).check(history)
@@ -174,7 +174,7 @@ class NotFinite:
                 for reading in quantity.readings(history, round_):
                     if self._is(reading.value):
                         return f"{reading.label} is {reading.value}"
-        for name in COUNTS:
+        for name in () if history.layers("gradient") else COUNTS:
             for reading in Quantity(name, self.node or ANY).readings(history, round_):
                 if reading.value > 0:
                     return f"{reading.label} is {reading.value:g} (values that are NaN or infinity)"
@@ -194,7 +194,7 @@ class Found:
             first = f"{self.severity} finding"
         else:
             first = f"finding {self.issue}" if self.issue else "any finding"
-        return first + (f" of {self.node}" if self.node else "")
+        return first + (f" of {quoted(self.node)}" if self.node else "")
 
     def check(self, history: History) -> None:
         Quantity("loss", self.node).check(history)
@@ -204,7 +204,9 @@ class Found:
             if finding.where.round == round and self._is(finding):
                 node = finding.where.node or next((s.node for s in finding.suspects), None)
                 about = f" of {node}" if node else ""
-                return f"finding {finding.issue}{about} ({finding.severity}, {finding.confidence:.0%}): {finding.message}"
+                return (
+                    f"finding {finding.issue}{about} ({finding.severity}, {finding.confidence:.0%}): {finding.message}"
+                )
         return None
 
     def _is(self, finding: Finding) -> bool:
@@ -221,7 +223,9 @@ class Happened:
     node: str | None = None
 
     def __str__(self) -> str:
-        return (f"event {self.name}" if self.name else "any failure") + (f" of {self.node}" if self.node else "")
+        return (f"event {self.name}" if self.name else "any failure") + (
+            f" of {quoted(self.node)}" if self.node else ""
+        )
 
     def check(self, history: History) -> None:
         Quantity("loss", self.node).check(history)

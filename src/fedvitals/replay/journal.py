@@ -6,6 +6,7 @@ JSON inside zstd, written whole or not at all: a run that is killed has every ro
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +75,7 @@ class Journal:
     def write(self, entry: Entry) -> int:
         self._rounds.mkdir(parents=True, exist_ok=True)
         packed = zstandard.ZstdCompressor(level=3).compress(msgspec.json.encode(entry))
-        _replace(self._rounds / f"{entry.round:08d}", packed)
+        replace_file(self._rounds / f"{entry.round:08d}", packed)
         return len(packed)
 
     def read(self, number: int) -> Entry:
@@ -89,6 +90,12 @@ class Journal:
             raise StoreError(f"Round {number} is not on the tape. It has: {spans(self.rounds())}.") from None
         except (ValueError, zstandard.ZstdError, msgspec.MsgspecError) as error:
             raise StoreError(f"Round {number} on the tape cannot be read: {error}") from error
+
+    def written(self, number: int) -> int | None:
+        """When, in nanoseconds: another number for another content."""
+        with contextlib.suppress(OSError):
+            return (self._rounds / f"{number:08d}").stat().st_mtime_ns
+        return None
 
     def rounds(self) -> list[int]:
         return sorted(int(file.name) for file in self._rounds.glob("[0-9]*") if file.name.isdecimal())
@@ -108,7 +115,7 @@ class Journal:
 
     def set(self, setting: Setting) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.folder / "tape.json", msgspec.json.format(msgspec.json.encode(setting)))
+        replace_file(self.folder / "tape.json", msgspec.json.format(msgspec.json.encode(setting)))
 
     def setting(self) -> Setting:
         try:
@@ -136,7 +143,8 @@ def _unpacked(packed: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(packed)
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(content)

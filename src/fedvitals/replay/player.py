@@ -116,10 +116,11 @@ class Player:
                 f"The run '{tape.setting.run}' is of host '{tape.setting.host or 'unknown'}': only runs of the lab can "
                 "be run again here."
             )
-        self.experiment = experiment_of(tape, experiment)
-        self.site = prepared(self.experiment, data if data is not None else told.get("data")) if site is None else site
+        self.described = experiment_of(tape, experiment)  # as it was written: before its faults set it up
+        self.data = data if data is not None else told.get("data")
+        self.site = prepared(self.described, self.data) if site is None else site
         self.experiment = self.site.experiment
-        self._workers, self._engines = workers, dict[int | None, Engine]()
+        self.workers, self._engines = workers, dict[int | None, Engine]()
 
     def __enter__(self) -> Self:
         return self
@@ -133,7 +134,7 @@ class Player:
         self._engines.clear()
 
     def engine(self, workers: int | None = None) -> Engine:
-        wanted = self._workers if workers is None else workers
+        wanted = self.workers if workers is None else workers
         if wanted not in self._engines:
             told = self.tape.setting.told
             device = str(told.get("device", "cpu"))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fedvitals.errors import ConfigError
 from fedvitals.replay.compare import Mismatch, deviation, first_mismatch
 from fedvitals.replay.digests import first_difference
 from fedvitals.replay.journal import Entry
+from fedvitals.replay.loops import LoopPlayer
 from fedvitals.replay.player import Played, Player
 from fedvitals.replay.reader import TapeReader
 from fedvitals.replay.tape import machine
@@ -33,6 +35,7 @@ class Proof:
     exact: bool = True
     why: str | None = None  # it was not exact
     proved: list[int] = field(default_factory=list)
+    unrecorded: list[int] = field(default_factory=list)  # of which the tape lost something: run again, and not proved
     seconds: float = 0.0
     deviation: float = 0.0
     tolerance: float = 0.0
@@ -44,7 +47,7 @@ class Proof:
 
 
 def verify(
-    player: Player,
+    player: Player | LoopPlayer,
     first: int | None = None,
     last: int | None = None,
     *,
@@ -63,20 +66,23 @@ def verify(
     begins = player.start(first)
     why = _why_not_exact(tape)
     proof = Proof(tape.setting.run, first, last, begins, why is None, why, tolerance=0.0 if why is None else tolerance)
-    began = time.perf_counter()
+    began, wrong = time.perf_counter(), None
     with tape.sealed(first, last):
-        server = player.stored(begins)
-        for played in player.rounds(begins, last, server):
+        server: Any = player.stored(begins)
+        alone: dict[str, Any] = {"node": node} if isinstance(player, LoopPlayer) else {}
+        for played in player.rounds(begins, last, server, **alone):
             if played.number < first:
                 continue
             entry = _of(tape.entry(played.number), node)
+            if entry.lost or not (entry.after or node):
+                proof.unrecorded.append(played.number)
+                wrong = None
+                continue
             wrong = _judged(proof, entry, _of(played.entry(), node), tape)
             progress(played.number)
             if wrong is not None:
                 break
             proof.proved.append(played.number)
-        else:
-            wrong = None
     proof.seconds = time.perf_counter() - began
     proof.mismatch = None if wrong is None else _with_values(wrong, tape, played)
     return proof
@@ -85,7 +91,7 @@ def verify(
 def _of(entry: Entry, node: str | None) -> Entry:
     if node is None:
         return entry
-    return Entry(entry.round, {}, came=tuple(came for came in entry.came if came.node == node))
+    return Entry(entry.round, {}, came=tuple(came for came in entry.came if came.node == node), lost=entry.lost)
 
 
 def _judged(proof: Proof, recorded: Entry, replayed: Entry, tape: TapeReader) -> Mismatch | None:

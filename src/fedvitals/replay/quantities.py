@@ -41,8 +41,8 @@ class Quantity:
 
     def __str__(self) -> str:
         if self.layer is not None:
-            return f"{self.name} of layer {self.layer}" + (f" in {self.node}" if self.node else "")
-        return f"{self.name} of {self.node}" if self.node else self.name
+            return f"{self.name} of layer {quoted(self.layer)}" + (f" in {quoted(self.node)}" if self.node else "")
+        return f"{self.name} of {quoted(self.node)}" if self.node else self.name
 
     @property
     def is_share(self) -> bool:
@@ -135,6 +135,11 @@ def quantity_of(name: str, node: str | None = None, layer: str | None = None) ->
     if found is None:
         raise ConfigError(_unknown_metric(said))
     return Quantity(found, node)
+
+
+def quoted(name: str) -> str:
+    """As it is to be written in a sentence."""
+    return f'"{name}"' if " " in name and name != ANY else name
 
 
 def finite(past: Past) -> list[float]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from fedvitals.errors import StoreError
 from fedvitals.replay.digests import Mark, Tensors
 from fedvitals.replay.journal import Entry, Journal, Setting, spans
 from fedvitals.replay.objects import Objects
-from fedvitals.store import Target, spill_folder
+from fedvitals.store import Target
+from fedvitals.store.tapes import tape_folder
 
 SEED = "seed"  # a state that is made from the experiment alone
 
@@ -42,6 +43,7 @@ class TapeReader:
         self.journal, self._objects = Journal(folder), Objects(folder / "objects")
         self.setting: Setting = self.journal.setting()
         self._sealed: frozenset[str] = frozenset()
+        self._entries: dict[int, tuple[int | None, Entry]] = {}
 
     @property
     def rounds(self) -> list[int]:
@@ -52,7 +54,11 @@ class TapeReader:
         return Objects(self.folder / "objects").bytes + self.journal.bytes()
 
     def entry(self, number: int) -> Entry:
-        return self.journal.read(number)
+        """Kept once it was read: it changes only when its run goes on from an earlier round, and is written anew."""
+        written = self.journal.written(number)
+        if number not in self._entries or self._entries[number][0] != written:
+            self._entries[number] = (written, self.journal.read(number))
+        return self._entries[number][1]
 
     @property
     def begins_from_seed(self) -> bool:
@@ -66,6 +72,10 @@ class TapeReader:
     def has(self, digest: str) -> bool:
         return digest in self._objects and digest not in self._sealed
 
+    def size(self, digest: str) -> int:
+        """Bytes on disk; 0 where it is not there."""
+        return self._objects.size(digest)
+
     def tensors(self, digest: str) -> Tensors:
         if digest in self._sealed:
             raise StoreError(f"The state {digest} is under test, and out of reach while it is proved.")
@@ -73,10 +83,10 @@ class TapeReader:
 
     def has_state(self, number: int) -> bool:
         """Whether all of a round's beginning is stored; of one round after the last, too."""
-        return all(self.has(mark.digest) for mark in self._marks(number).values())
+        return self._stored(self.marks(number))
 
     def state(self, number: int) -> dict[str, Tensors]:
-        return {name: self.tensors(mark.digest) for name, mark in self._marks(number).items()}
+        return {name: self.tensors(mark.digest) for name, mark in self.marks(number).items()}
 
     def notes(self, number: int) -> dict[str, object]:
         return self.entry(number).notes if number in self.rounds else self.entry(number - 1).after_notes
@@ -99,7 +109,22 @@ class TapeReader:
         return self._before_restores(start, number)
 
     def coverage(self) -> list[Coverage]:
-        return [self._covered(entry) for entry in self.journal.entries()]
+        """In one pass, for runs of many rounds; a correction that went back costs a second look."""
+        found: list[Coverage] = []
+        since = 0 if self.begins_from_seed else None
+        back = False
+        for entry in self.journal.entries():
+            stored = self._stored(entry.state)
+            since = entry.round if stored else since
+            back = back or any("restore" in a.get("arguments", {}) for a in entry.notes.get("actions", ()))
+            marks = [came.mark for came in entry.came if came.mark is not None]
+            here = sum(self.has(mark.digest) for mark in marks)
+            start = self.nearest(entry.round) if back else since
+            found.append(Coverage(entry.round, stored, start, here, len(entry.came)))
+        return found
+
+    def _stored(self, marks: Mapping[str, Mark]) -> bool:
+        return bool(marks) and all(self.has(mark.digest) for mark in marks.values())
 
     @contextlib.contextmanager
     def sealed(self, first: int, last: int) -> Iterator[None]:
@@ -131,28 +156,15 @@ class TapeReader:
         return start
 
     def _digests_of_state(self, number: int) -> set[str]:
-        return {mark.digest for mark in self._marks(number).values()}
+        return {mark.digest for mark in self.marks(number).values()}
 
-    def _marks(self, number: int) -> dict[str, Mark]:
+    def marks(self, number: int) -> dict[str, Mark]:
         rounds = self.rounds
         if number in rounds:
             return self.entry(number).state
         if number - 1 in rounds:
             return self.entry(number - 1).after
         raise StoreError(f"Round {number} is not on the tape. It has: {spans(rounds)}.")
-
-    def _covered(self, entry: Entry) -> Coverage:
-        marks = [came.mark for came in entry.came if came.mark is not None]
-        number = entry.round
-        here = sum(self.has(mark.digest) for mark in marks)
-        return Coverage(number, self.has_state(number), self.nearest(number), here, len(entry.came))
-
-
-def tape_folder(store: Target, run: str) -> Path:
-    """Where the tape of a run lies, beside its store. An id that is no plain name could lie anywhere: it is refused."""
-    if run in ("", ".", "..") or any(sign in run for sign in "/\\\0"):
-        raise StoreError(f"The run {run!r} has no tape: its id is no name of a folder.")
-    return spill_folder(store) / "tape" / run
 
 
 def open_tape(store: Target, run: str) -> TapeReader:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,8 +62,9 @@ class Shown:
     tensor: Any = field(default=None, compare=False, repr=False)  # the values themselves, of a tensor
 
     def __str__(self) -> str:
-        body = {TENSOR: _tensor_text, TABLE: _table_text, SERIES: _series_text, TEXT: lambda one: one.text}[self.kind]
-        parts = [harmless(self.title), harmless(body(self)), harmless(self.note)]
+        bodies: dict[str, Callable[[Shown], str]] = {TENSOR: _tensor_text, TABLE: _table_text, SERIES: _series_text}
+        body = bodies[self.kind](self) if self.kind in bodies else self.text
+        parts = [harmless(self.title), harmless(body), harmless(self.note)]
         return "\n".join(part for part in parts if part)
 
     def as_json(self) -> dict[str, Any]:
@@ -131,16 +132,19 @@ def summary(values: Any, bins: int = BINS) -> Summary:
     finite = flat[np.isfinite(flat)]
     with np.errstate(over="ignore", invalid="ignore"):
         norm = float(np.linalg.norm(flat)) if flat.size else 0.0
-    moments = [math.nan] * 4
+    mean = std = low = high = math.nan
     counts, edges = np.zeros(0, np.int64), np.zeros(0)
     if finite.size:
-        moments = [float(finite.mean()), float(finite.std()), float(finite.min()), float(finite.max())]
+        mean, std, low, high = (float(f(finite)) for f in (np.mean, np.std, np.min, np.max))
         counts, edges = _histogram(finite, bins)
     return Summary(
         tuple(int(n) for n in np.shape(held)),
         int(flat.size),
         norm,
-        *moments,
+        mean,
+        std,
+        low,
+        high,
         int(np.isnan(flat).sum()),
         int(np.isinf(flat).sum()),
         int((flat == 0).sum()),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client's local training of one round, step by step: the round is run again in this process, and watched.
 
-The engine is the one that was recorded, and the client's update is compared with the tape's digest: `exact` says whether
-what is shown is, to the last bit, what happened.
+The engine is the one that was recorded, and the client's update is compared with the tape's digest: `exact` says
+whether what is shown is, to the last bit, what happened.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from fedvitals.store.dialect import Database
 from fedvitals.store.postgres import is_written
 from fedvitals.store.removal import note_removal
 from fedvitals.store.schema import TABLES
+from fedvitals.store.tapes import remove_lost_tape, remove_tape, tape_bytes
 from fedvitals.store.upkeep import transaction, upkeep
 
 SMALLEST = 1_000_000  # bytes of a budget; «500» instead of «500MB» must not cost every run
@@ -40,9 +41,10 @@ _EVERYTHING = (
 class Removed:
     run: str
     name: str
-    what: str  # "detail" or "run"
+    what: str  # "detail", "run"; or "tape" of a run that is gone
     rows: int
     bytes: int
+    tape_bytes: int = 0  # of its tape, which goes with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,9 @@ def stored_bytes(database: Database) -> int:
 
 
 def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) -> Cleared:
-    """Remove these runs (by id) entirely. StoreError when one is being written.
+    """Remove these runs (by id) entirely, with their tapes. StoreError when one is being written.
+
+    The tape of a run that is in the store no more is removed by that run's id, too.
 
     `give_back`: return the space to the disk, for which everybody else waits; else what comes next takes it.
     """
@@ -85,15 +89,21 @@ def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) ->
                         raise BusyError(
                             f"The run {run} is being written, so it was not deleted. End its training first."
                         )
-                    removed.append(Removed(run, name, "run", *_remove(database, number, _EVERYTHING)))
+                    gone = _remove(database, number, _EVERYTHING)
                     note_removal(database)
+                removed.append(Removed(run, name, "run", *gone, remove_tape(where, run)))
+            if not found and tape_bytes(where, run):
+                removed.append(Removed(run, "", "tape", 0, 0, remove_lost_tape(where, run)))
         if give_back:
             _give_back(database)
         return Cleared(tuple(removed), before, stored_bytes(database))
 
 
 def thin(where: Path | str, keep_bytes: int) -> Cleared:
-    """Make the store fit: oldest finished runs first lose what is per step and per layer, then go entirely."""
+    """Make the store fit: oldest finished runs first lose what is per step and per layer, then go entirely.
+
+    A tape has a budget of its own, and goes with its run.
+    """
     if keep_bytes < SMALLEST:
         raise ConfigError(
             f"A store of at most {keep_bytes} bytes would keep no run: its tables alone take some 0.3 MB. "
@@ -121,7 +131,8 @@ def thin(where: Path | str, keep_bytes: int) -> Cleared:
                     note_removal(database)
                 if rows:
                     size -= freed
-                    removed.append(Removed(run, name, what, rows, freed))
+                    tape = remove_tape(where, run) if what == "run" else 0
+                    removed.append(Removed(run, name, what, rows, freed, tape))
         if removed:
             _give_back(database)
         return Cleared(tuple(removed), before, stored_bytes(database), tuple(left_alone))

@@ -8,6 +8,7 @@ stays, since entries never change. What is stored whole does change, as a tape t
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from fedvitals.errors import FedvitalsError, MissingExtraError, StoreError
-from fedvitals.store import Target
+from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError, StoreError
+from fedvitals.store import Target, spill_folder
 from fedvitals.store.reader import Reader
+from fedvitals.store.tapes import tape_folder
 from fedvitals.views.memo import remembered
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ class Standing:
 def tape_of(store: Target, run: str) -> TapeReader:
     """The run's tape; NoTapeError says why there is none."""
     try:
-        from fedvitals.replay.reader import open_tape, tape_folder  # noqa: PLC0415 - needs torch
+        from fedvitals.replay.reader import open_tape  # noqa: PLC0415 - needs torch
 
         there = (tape_folder(store, run) / "tape.json").exists()
     except MissingExtraError as error:
@@ -111,8 +113,6 @@ def tape_of(store: Target, run: str) -> TapeReader:
 
 def sign_of(store: Target, run: str) -> str:
     """Differs as soon as something was written to the tape, or went from it: folders are looked at, not files."""
-    from fedvitals.store import spill_folder  # noqa: PLC0415 - one way only, whoever asks
-
     folder = spill_folder(store) / "tape" / Path(run).name
     found = [_when(folder / "tape.json"), _when(folder / "rounds"), _when(folder / "objects")]
     found += [_when(one) for one in sorted(folder.glob("objects/??"))]
@@ -154,10 +154,30 @@ class Index:
         return known[1]
 
 
-def index_of(reader: Reader, store: Target, run: str, tape: TapeReader) -> tuple[list[Row], list[Standing]]:
-    """Remembered between requests where the reader shares what it remembers."""
-    index = remembered(reader, "tape", run, str(tape.folder), Index)
-    return index.look(tape, sign_of(store, run))
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A tape, and what its index says at this moment."""
+
+    tape: TapeReader
+    rows: Sequence[Row]
+    standings: Sequence[Standing]
+    sign: str
+
+    def place(self, number: int) -> int:
+        """Of a round among all; ConfigError where the tape has not got it."""
+        place = bisect_left(self.rows, number, key=lambda row: row.round)
+        if place == len(self.rows) or self.rows[place].round != number:
+            ends = f"It has rounds {self.rows[0].round} to {self.rows[-1].round}." if self.rows else "It has none yet."
+            raise ConfigError(f"Round {number} is not on the tape. {ends}")
+        return place
+
+
+def opened(reader: Reader, store: Target, run: str) -> Opened:
+    """Remembered between requests where the reader shares what it remembers; NoTapeError where there is no tape."""
+    sign = sign_of(store, run)
+    tape = remembered(reader, "tape", run, sign, lambda: tape_of(store, run))
+    index = remembered(reader, "tape index", run, str(tape.folder), Index)
+    return Opened(tape, *index.look(tape, sign), sign)
 
 
 def _state_of(path: Path) -> tuple[int, int]:

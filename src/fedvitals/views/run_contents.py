@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedvitals.store import Target
 from fedvitals.store.reader import Reader
+from fedvitals.store.tapes import tape_bytes
 
 # Bytes that a row takes with its part of the indexes, as measured in stores of real runs; what is packed is counted.
 _ROWS = {"metric": 75, "event": 400, "span": 390, "transfer": 75, "sketch": 150, "finding": 1400, "action": 500}
@@ -23,9 +25,10 @@ class Contents:
     rounds: int
     records: int
     bytes: int  # about
+    tape_bytes: int = 0  # of its tape, which goes with it
 
 
-def contents_of(reader: Reader, run: str) -> Contents:
+def contents_of(reader: Reader, run: str, store: Target = None) -> Contents:
     number = reader.names.number(run) or 0
     ask = reader.database.rows
     name, *_ = (row[0] for row in ask("SELECT name FROM run WHERE id = ?", (number,)))
@@ -38,4 +41,5 @@ def contents_of(reader: Reader, run: str) -> Contents:
         rounds=len(reader.history(run).rounds()),
         records=sum(counts.values()) + int(matrices or 0),
         bytes=packed + sum(_ROWS[table] * count for table, count in counts.items()),
+        tape_bytes=0 if store is None else tape_bytes(store, run),
     )

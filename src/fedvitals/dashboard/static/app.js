@@ -22,6 +22,7 @@ const VIEWS = {
   rounds: () => import("./views/rounds.js"),
   round: () => import("./views/round.js"),
   topology: () => import("./views/topology.js"),
+  replay: () => import("./views/replay.js"),
   findings: () => import("./views/findings.js"),
   finding: () => import("./views/finding.js"),
 };

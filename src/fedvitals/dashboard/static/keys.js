@@ -6,7 +6,7 @@ import { runLink } from "./params.js";
 import { compareLink } from "./parts/chosen.js";
 import { changeTheme } from "./theme.js";
 
-const PAGES = { o: "overview", c: "clients", m: "map", l: "layers", r: "rounds", t: "topology", f: "findings" };
+const PAGES = { o: "overview", c: "clients", m: "map", l: "layers", r: "rounds", t: "topology", f: "findings", p: "replay" };
 
 function typing(target) {
   return target instanceof Element && target.closest("input, textarea, select, [contenteditable], dialog") !== null;

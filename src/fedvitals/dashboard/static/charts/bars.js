@@ -11,7 +11,7 @@ import { severityRow } from "./tip.js";
 
 const ROW = 22;
 
-/** Options: {title, unit, maxHeight, onBar(bar)}; data: {bars: [{name, value, of, href, severity, text}], note}. */
+/** Options: {title, unit, maxHeight, onBar(bar)}; data: {bars: [{name, value, of, mark, href, severity, text}], note}. */
 export function bars(host, options = {}) {
   const state = { bars: [], most: 1 };
   const hooks = picking(() => frame, {
@@ -46,7 +46,7 @@ export function bars(host, options = {}) {
     frame,
     update({ bars: list = [], note = "" } = {}) {
       state.bars = list;
-      state.most = list.reduce((most, bar) => Math.max(most, size(bar.value), size(bar.of)), 0) || 1;
+      state.most = list.reduce((most, bar) => Math.max(most, size(bar.value), size(bar.of), size(bar.mark)), 0) || 1;
       hooks.chosen = Math.min(hooks.chosen, list.length - 1);
       frame.setNote(note);
       frame.fed();
@@ -78,6 +78,7 @@ function paint(pen, box, state, options) {
     const length = (size(bar.value) / state.most) * room;
     const colour = bar.colour ?? (ill ? severityFill(bar.severity, colours) : colours.accent);
     if (length > 0) pen.rect(box.x0, y + 5, Math.max(1, length), ROW - 10, { fill: colour });
+    if (size(bar.mark)) pen.rect(box.x0 + (size(bar.mark) / state.most) * room - 1, y + 2, 2, ROW - 4, { fill: colours.ink });
     const x = box.x1 + 8;
     const sign = { fill: severityFill(bar.severity, colours), stroke: severityColour(bar.severity, colours) };
     if (ill) shape(pen, bar.severity, x + 4, y + ROW / 2, 9, sign);

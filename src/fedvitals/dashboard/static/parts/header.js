@@ -10,7 +10,7 @@ import { changeTheme } from "../theme.js";
 
 const PAGES = [
   ["overview", "overview"], ["clients", "clients"], ["map", "map"], ["layers", "layers"], ["rounds", "rounds"],
-  ["topology", "topology"], ["findings", "findings"],
+  ["topology", "topology"], ["findings", "findings"], ["replay", "replay"],
 ];
 const PARENT = { client: "clients", round: "rounds", finding: "findings" };
 const STATES = { running: "● live", silent: "○ silent", finished: "■ finished" };

@@ -33,11 +33,11 @@ export function deleteDialog(ctx, run, done) {
   const dialog = opened("Delete a run",
     h("h2", {}, "Delete the run ", h("span", { class: "name", text: run.name }), "?"),
     h("p", { class: "small muted name", text: run.id }), size,
-    h("p", { text: "Its records, findings and tags go from the store. This cannot be undone; other runs stay as they are." }),
+    h("p", { text: "Its records, findings and tags go from the store, its tape with them. This cannot be undone; other runs stay as they are." }),
     said, h("div", { class: "row" }, cancel, go));
   cancel.focus();
   ctx.api.get(of(run.id, "contents")).then((told) => {
-    size.textContent = `${number(told.rounds)} rounds, ${number(told.records)} records, about ${bytes(told.bytes)}.`;
+    size.textContent = `${number(told.rounds)} rounds, ${number(told.records)} records, about ${bytes(told.bytes)}${told.tape_bytes ? `; a tape of ${bytes(told.tape_bytes)}` : ""}.`;
   }, (error) => fill(size, trouble(error)));
 
   async function remove() {

@@ -39,7 +39,7 @@ export function view(root, ctx) {
         section("links", "where to look further", links))));
   const trouble = h("p", { class: "muted", role: "status" });
   plots.node.prepend(trouble);
-  let told = "";
+  let [told, accused] = ["", []];
 
   /** The pictures come after the words: they take longer to make. */
   async function picture(one) {
@@ -47,7 +47,7 @@ export function view(root, ctx) {
       const evidence = await ctx.api.get(of(run, "findings", key, "evidence"), {}, ctx.signal);
       fill(trouble);
       plots.show(one, evidence);
-      part(links, further(run, one, evidence));
+      part(links, further(run, one, evidence, accused));
     } catch (error) {
       if (error.name !== "AbortError") trouble.textContent = `The pictures could not be drawn: ${error.message}`;
       if (error.name !== "AbortError" && error.status === undefined) console.error(error);
@@ -61,6 +61,7 @@ export function view(root, ctx) {
       const one = found.case;
       marks.show(one);
       if (ctx.status.last_round !== null) axis.extend(ctx.status.first_round, ctx.status.last_round);
+      accused = found.suspects;
       picture(one);
       const now = JSON.stringify(found);
       if (now === told) return;
@@ -107,7 +108,14 @@ function part(body, content) {
   body.closest("section").hidden = !content;
 }
 
-function further(run, one, evidence) {
+/** To the round in which it began, and to whom it is about: there every part of it can be looked at, and run again. */
+function replayOf(run, one, suspects) {
+  const round = one.since ?? one.first ?? one.last;
+  const node = one.node ?? suspects[0]?.node ?? null;
+  return h("a", { class: "replay-this", href: link(runLink(run, "replay"), { round, node }), text: `replay this${round === null ? "" : `: round ${round}`}${node === null ? "" : `, ${one.label || node}`}` });
+}
+
+function further(run, one, evidence, suspects) {
   const records = (params) => link(of(run, "records"), params);
   const metrics = [...new Set(evidence.plots.map((plot) => plot.metric).filter(Boolean))];
   return h("ul", { class: "plain-list" },
@@ -117,5 +125,5 @@ function further(run, one, evidence) {
     one.layer !== null && h("li", {}, h("a", { href: link(runLink(run, "layers"), { layer: one.layer }), text: `layer ${one.layer}` })),
     h("li", {}, h("a", { href: records({ kind: "finding", node: one.node, round: one.last }), text: "raw records: findings" })),
     metrics.map((name) => h("li", {}, h("a", { href: records({ kind: "metric", name, node: one.node }), text: `raw records: ${name}` }))),
-    h("li", { class: "muted", text: "Step-by-step replay of a round is not there yet: the links to rounds show where its time went." }));
+    h("li", {}, replayOf(run, one, suspects)));
 }

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// What if the round had been put together otherwise: without some clients, or by another rule. At once, from the tape.
+
+import { of } from "../api.js";
+import { bars } from "../charts/index.js";
+import { fill, h } from "../dom.js";
+import { number, percent } from "../format.js";
+import { command } from "./replay_state.js";
+
+const RULES = {
+  recorded: "the run’s own rule", fedavg: "mean by samples", median: "median", trimmed_mean: "trimmed mean, 10 % at each end", geometric_median: "geometric median",
+  norm_clipping: "norm clipping", krum: "Krum", multi_krum: "multi-Krum",
+};
+
+export function whatIfPanel(ctx, cohort) {
+  const { run, params } = ctx;
+  const rule = h("select", { class: "field", on: { change: () => params.set({ rule: rule.value === "recorded" ? null : rule.value }) } },
+    Object.entries(RULES).map(([value, text]) => h("option", { value, text })));
+  const [who, said, notes, way, picture] = [h("span", { class: "row" }), h("p", { class: "said", role: "status" }), h("p", { class: "small muted" }), h("div", {}), h("div", {})];
+  const layers = bars(picture, { title: "how far the new step is from the recorded one, by layer; grey: the recorded step", maxHeight: 420 });
+  let asked = 0;
+
+  function out(found) {
+    const gone = cohort.dropped();
+    fill(who, h("span", { class: "muted", text: "without" }), gone.length
+      ? gone.map((node) => h("span", { class: "chip" }, h("span", { class: "name", text: node }), h("button", { class: "tag-off", type: "button", "aria-label": `With ${node} again`, text: "✕", on: { click: () => params.set({ drop: gone.filter((one) => one !== node).map(encodeURIComponent).join(",") || null }) } })))
+      : h("span", { class: "muted", text: "nobody yet: tick clients above" }),
+    !gone.length && found.client?.row?.state === "used" && h("button", { class: "link-button", type: "button", text: `without ${found.client.node}`, on: { click: () => params.set({ drop: encodeURIComponent(found.client.node) }) } }));
+  }
+
+  function tell(answer) {
+    way.hidden = answer.ready;
+    picture.hidden = !answer.ready;
+    fill(way, !answer.ready && [h("p", { class: "small muted", text: "This computes what is missing, and goes on to the metrics:" }), command(answer.command)]);
+    if (!answer.ready) {
+      said.textContent = `That cannot be told at once. ${answer.why}`;
+      notes.textContent = "";
+      return;
+    }
+    const unchanged = !answer.dropped.length && answer.rule === "recorded";
+    said.textContent = unchanged
+      ? answer.same ? "Put together again, the recorded updates give the recorded model, bit by bit. Tick clients, or choose another rule."
+        : "Tick clients, or choose another rule."
+      : sentence(answer);
+    notes.textContent = answer.notes.join(" ");
+    layers.update({
+      bars: answer.layers.map((one) => ({ name: one.name, value: one.apart, of: one.recorded, text: `${number(one.apart)}${one.cosine === null ? "" : `  cos ${number(one.cosine)}`}` })),
+      note: `against ${answer.against}; cos: of the two steps`,
+    });
+  }
+
+  return {
+    node: h("section", { class: "panel", id: "whatif" }, h("h2", { text: "what if" }),
+      h("p", { class: "row" }, who, h("label", { class: "field-label" }, "put together by", rule)), said, notes, way, picture),
+    async show(found, signal) {
+      const mine = ++asked;
+      rule.value = params.get("rule", "recorded") in RULES ? params.get("rule", "recorded") : "recorded";
+      out(found);
+      try {
+        const drop = cohort.dropped().map(encodeURIComponent).join(",");
+        const answer = await ctx.api.get(of(run, "replay", found.round, "whatif"), { drop, rule: rule.value }, signal);
+        if (mine === asked) tell(answer);
+      } catch (error) {
+        if (error.name === "AbortError" || mine !== asked) return;
+        said.textContent = error.message;
+        if (error.status === undefined) console.error(error);
+      }
+    },
+    destroy: () => layers.destroy(),
+  };
+}
+
+function sentence(answer) {
+  const without = answer.dropped.length ? `Without ${answer.dropped.slice(0, 5).join(", ")}${answer.dropped.length > 5 ? ` and ${answer.dropped.length - 5} more` : ""}` : "";
+  const by = answer.rule === "recorded" ? "" : `by ${RULES[answer.rule]}`;
+  const change = [without, by].filter(Boolean).join(", ");
+  const turned = answer.cosine === null ? "" : answer.cosine > 0.999 ? ", in the same direction" : `, cosine ${number(answer.cosine)}`;
+  return `${change[0].toUpperCase()}${change.slice(1)}, the model would have gone ${number(answer.changed)} instead of ${number(answer.recorded)}${turned}: ` +
+    `it would be ${number(answer.apart)} from where it went, ${percent(answer.share)} of the step. ${number(answer.used)} of ${number(answer.of)} updates.`;
+}

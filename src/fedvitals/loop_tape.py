@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plain loop hands to a tape, without a line of its own: the monitor sees its models begin and end.
+
+Of each round the global model before and after it, of each client its model when it has trained, and before each of
+them where the random generators of this process stand. Tensors are copied here, on the training's thread, because the
+loop goes on to change them; hashing and writing is the tape's own thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.errors import StoreError
+from fedvitals.protocols import Message, Node, Recorder
+
+RANDOM = "random"  # where the generators stand, in the notes of a round and in what is said of a client
+DELTA = "delta"  # what is said of an update that is a difference, not a state
+Tell = Callable[[str, str, str], None]
+
+
+@dataclass(slots=True)
+class _Training:
+    """A client that trains now."""
+
+    round: int
+    model: Any
+    random: dict[str, Any]
+    group: str | None = None
+    losses: list[float] = field(default_factory=list)
+    samples: float | None = None
+
+
+class LoopTape:
+    """Does nothing before `open`, and nothing where the host hands over its states itself."""
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._tell: Tell = lambda *_: None
+        self._number: int | None = None  # of the open round
+        self._model: Any = None
+        self._names: list[str] = []  # of the global model's parameters
+        self._described: dict[str, Any] = {}
+        self._training: dict[Node, _Training] = {}
+        self._metrics: dict[str, float] = {}
+        self._notes: dict[str, Any] = {}
+        self._came: set[Node] = set()
+        self._warned: set[str] = set()
+
+    def open(self, recorder: Recorder, tell: Tell) -> None:
+        self._recorder, self._tell = recorder, tell
+
+    def leave_to_host(self) -> None:
+        """It has asked for the tape, and feeds it: the lab, Flower."""
+        self._recorder = self._number = self._model = None
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def round_begin(self, number: int, state: Any) -> None:
+        self._number = None
+        if self._recorder is None:
+            return
+        tensors = tensors_of(state)
+        if tensors is None:
+            self._warn(f"Round {number} has no global model, so it cannot be replayed: monitor.round({number}, model).")
+            return
+        self._describe(tensors.values())
+        self._number, self._model = number, state
+        self._names = [name for name, _ in state.named_parameters()] if hasattr(state, "named_parameters") else []
+        self._metrics, self._notes, self._came = {}, {}, set()
+        self._recorder.begin(number, {"model": tensors}, {RANDOM: random_states()})
+
+    def failed(self, error: BaseException) -> None:
+        """The round was left by an exception: it is kept as it is, for whoever looks into that."""
+        self._notes["failed"] = f"{type(error).__name__}: {error}"[:1000]
+
+    def round_end(self, number: int, state: Any, metrics: Mapping[str, float]) -> None:
+        recorder, model = self._recorder, self._model
+        opened, self._number, self._model = self._number, None, None
+        self._training.clear()
+        if recorder is None or opened != number:
+            return
+        after = tensors_of(state) or tensors_of(model)
+        told = {name: float(value) for name, value in metrics.items()}
+        recorder.end(number, {"model": after or {}}, self._notes, {**self._metrics, **told})
+        recorder.gate(number)
+
+    def logged(self, node: Node | None, name: str, value: float) -> None:
+        """What the loop logs itself: a client's losses, step by step; metrics of the round."""
+        training = self._training.get(node or "")
+        if training is None:
+            self._metrics |= {name: value} if node is None else {}
+        elif name == "loss":
+            training.losses.append(value)
+        elif name == "samples":
+            training.samples = value
+
+    # -- clients ------------------------------------------------------------------------------------------------------
+
+    def client_begin(self, node: Node, model: Any, group: str | None) -> None:
+        if self._recorder is not None and self._number is not None:
+            self._training[node] = _Training(self._number, model, random_states(), group)
+
+    def client_end(self, node: Node, results: Iterable[tuple[str, Any, Any]], outcome: BaseException | None) -> None:
+        training = self._training.pop(node, None)
+        if training is None or self._recorder is None or training.round != self._number:
+            return
+        tensors = None if outcome is not None else tensors_of(training.model)
+        if tensors is None and outcome is None:
+            return  # no model of its own: `sent` may bring what it gave
+        self._describe((tensors or {}).values())
+        measured = [float(value) for name, value, _ in results if name == "samples"]
+        weight = training.samples if training.samples is not None else (measured or [1.0])[-1]
+        error = None if outcome is None else f"{type(outcome).__name__}: {outcome}"[:1000]
+        losses = torch.tensor(training.losses) if training.losses else None
+        said = {RANDOM: training.random}
+        self._came.add(node)
+        self._recorder.messages(
+            self._number,
+            [Message(node, tensors, weight, error is None, training.group, losses=losses, error=error, said=said)],
+        )
+
+    def sent(self, number: int, updates: Mapping[Node, Any], excluded: Sequence[Node]) -> None:
+        """Differences that the host holds, of clients whose models nobody has seen here; and whom guards leave out."""
+        if self._recorder is None or self._number != number:
+            return
+        self._notes |= {"excluded": [*excluded]} if excluded else {}
+        found = [
+            Message(node, self._named(update), 1.0, node not in excluded, said={"kind": DELTA})
+            for node, update in updates.items()
+            if node not in self._came
+        ]
+        self._came |= {message.node for message in found}
+        if found:
+            self._recorder.messages(number, found)
+
+    def _named(self, update: Any) -> dict[str, Tensor]:
+        pieces = [torch.as_tensor(piece).detach().clone() for piece in update]
+        names = self._names if len(self._names) == len(pieces) else [str(i) for i in range(len(pieces))]
+        return dict(zip(names, pieces, strict=True))
+
+    # -- what is told once --------------------------------------------------------------------------------------------
+
+    def _describe(self, tensors: Iterable[Tensor]) -> None:
+        """What the bits depend on. CUDA anywhere means that they need not come again."""
+        devices = {tensor.device.type for tensor in tensors} - {"cpu"}
+        device = next(iter(sorted(devices)), self._described.get("device", "cpu"))
+        told = {"kind": "loop", "device": device, "threads": torch.get_num_threads()}
+        if told != self._described and self._recorder is not None:
+            self._described = told
+            self._recorder.describe(told)
+
+    def _warn(self, text: str) -> None:
+        if "no model" not in self._warned:
+            self._warned.add("no model")
+            self._tell("warning", "tape.no_model", text)
+
+
+def tensors_of(state: Any) -> dict[str, Tensor] | None:
+    """A copy of a module's state, or of tensors by name; None of anything else. What is no tensor is left out."""
+    held = state.state_dict() if hasattr(state, "state_dict") else state
+    if not isinstance(held, Mapping):
+        return None
+    found = {
+        str(name): torch.as_tensor(value).detach().clone()
+        for name, value in held.items()
+        if isinstance(value, Tensor | np.ndarray)
+    }
+    return found or None
+
+
+# -- random generators ------------------------------------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """Where the generators of torch, NumPy and Python stand, as JSON. Looking does not move them."""
+    found: dict[str, Any] = {"torch": _text(torch.get_rng_state().numpy())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = [_text(state.numpy()) for state in torch.cuda.get_rng_state_all()]
+    version, words, gauss = random.getstate()
+    found["python"] = [version, _text(np.asarray(words, "<u4")), gauss]
+    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the loop's own generator
+    if kind == "MT19937":
+        found["numpy"] = [_text(np.asarray(keys, "<u4")), int(place), int(has_gauss), float(cached)]
+    return found
+
+
+def set_random_states(told: Mapping[str, Any]) -> None:
+    """Put the generators where they stood. StoreError where this is no such thing."""
+    try:
+        torch.set_rng_state(torch.from_numpy(_numbers(told["torch"], "u1", torch.get_rng_state().numel())))
+        if "cuda" in told and torch.cuda.is_available():
+            states = [torch.from_numpy(_numbers(one, "u1", None)) for one in told["cuda"]]
+            torch.cuda.set_rng_state_all(states[: torch.cuda.device_count()])
+        version, words, gauss = told["python"]
+        random.setstate((version, tuple(_numbers(words, "<u4", 625).tolist()), gauss))
+        if "numpy" in told:
+            keys, place, has_gauss, cached = told["numpy"]
+            if place not in range(625):  # NumPy does not look, and would read beside its own memory
+                raise ValueError(f"place {place} of 624")
+            np.random.set_state(("MT19937", _numbers(keys, "<u4", 624), place, has_gauss, cached))  # noqa: NPY002
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(f"The state of the random generators on the tape cannot be read: {error}") from error
+
+
+def _text(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def _numbers(text: str, kind: str, length: int | None) -> np.ndarray[Any, Any]:
+    found = np.frombuffer(base64.b64decode(text, validate=True), kind).copy()
+    if length is not None and len(found) != length:
+        raise ValueError(f"{length} numbers were expected, and {len(found)} are there")
+    return found

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which clients, and since which round: the smallest set whose removal brings the good path back, by true re-runs.
+
+Delta debugging, with a good first guess. The recorded rounds tell who became another one, and whom each round's model
+would have been better off without (`evidence.py`). Those are left out together; then each is let in again, and stays in
+unless that does harm; then whoever else stands out is left out, and stays out if that helps. Every distinct re-run
+counts, the one of the recorded rounds too.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.actions import Ward
+from fedvitals.lab.engine import one_thread
+from fedvitals.lab.federation import Federation, Server
+from fedvitals.lab.run import one_round
+from fedvitals.records import Metric, Run, Where
+from fedvitals.replay.change import Change, check_restores
+from fedvitals.replay.conditions import Condition
+from fedvitals.replay.evidence import Evidence, gather, log_loss
+from fedvitals.replay.player import Player
+from fedvitals.replay.reused import Steering, copied
+from fedvitals.store.memory import MemoryStore
+
+METRICS = ("loss", "accuracy")
+SHARE = 0.1  # of what can be won back: a set that wins this much less than the best one is not enough
+LEAST = 0.04  # and of the logarithm of the loss (or of accuracy, as a share): less is chance
+CLEAR = 12.0  # half the squares that a client's change explains, from which on it stands out
+NEAR = 0.3  # of the most suspicious one's: who is left out with it in the first try
+BEFORE = 9  # rounds up to the good one that a client is compared with
+THERE = "recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One re-run: without whom, from which round on, and what came of it. `value`: of the metric in the bad round."""
+
+    without: tuple[str, ...]
+    first: int
+    value: float
+    restored: bool | None = None  # None: not known before the best one is
+
+
+@dataclass
+class Culprit:
+    """What was found. No `clients`: leaving out clients brings the good path back in no way that was tried."""
+
+    run: str
+    good: int
+    bad: int
+    metric: str
+    criterion: str  # what counts as restored
+    recorded: float  # in the bad round
+    clients: tuple[str, ...] = ()
+    round: int | None = None  # the first in which they did harm
+    restored: float | None = None  # the metric in the bad round without them
+    onsets: dict[str, int] = field(default_factory=dict)  # since when each of them is another one than before
+    unusual: dict[str, int] = field(default_factory=dict)  # the same of all who stand out, harmful or not
+    reruns: int = 0
+    allowed: float = 0.0  # 2·log2(rounds) + clients
+    tries: list[Try] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.clients:
+            known = ", ".join(f"{node} (since round {number})" for node, number in self.unusual.items())
+            return (
+                f"No set of clients was found whose removal after round {self.good} restores the {self.metric} of round "
+                f"{self.bad} ({self.recorded:.4g}): the cause may lie in the server or in the settings. "
+                f"Who behaves otherwise than before: {known or 'nobody'}."
+            )
+        return (
+            f"Since round {self.round}: {', '.join(self.clients)}. Without {'them' * (len(self.clients) > 1) or 'it'} the "
+            f"{self.metric} of round {self.bad} is {self.restored:.4g}, recorded {self.recorded:.4g} "
+            f"({self.reruns} re-runs)."
+        )
+
+
+def bisect(
+    player: Player,
+    good: int,
+    bad: int,
+    *,
+    metric: str = "loss",
+    until: Condition | None = None,
+    suspects: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Culprit:
+    """The culprits of what went wrong after round `good`, seen in round `bad`.
+
+    `until`: what holds in the bad round where all is well, such as parse("accuracy >= 0.8"); by default a set of clients
+    is enough if without it almost all of the metric is won back that can be. `suspects`: whom findings name; `progress`
+    hears of each try.
+    """
+    tape = player.tape
+    _check(player, good, bad, metric)
+    check_restores(tape, good + 1, bad)
+    began = time.perf_counter()
+    search = _Search(player, good, bad, metric, until, progress)
+    progress(f"reading and re-running the recorded rounds up to {bad}")
+    found = gather(player, _from(player, good), good, bad, lambda _: None)
+    search.count(THERE)
+    culprit, order = search.culprit, _ordered(found, suspects)
+    culprit.unusual = {node: number for node, gain in order if gain >= CLEAR and (number := found.onset(node)[0])}
+    clients = search.smallest(order)
+    if clients:
+        culprit.clients = tuple(sorted(clients, key=found.nodes.index))
+        culprit.restored = search.shown(culprit.clients)
+        culprit.round = search.first(culprit.clients, found)
+    culprit.seconds = time.perf_counter() - began
+    return culprit
+
+
+class _Search:
+    def __init__(
+        self,
+        player: Player,
+        good: int,
+        bad: int,
+        metric: str,
+        until: Condition | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._player, self._good, self._bad, self._metric = player, good, bad, metric
+        self._until, self._progress = until, progress
+        self._begins: dict[int, Server] = {}
+        self._known: dict[tuple[frozenset[str], int], dict[int, dict[str, float]]] = {}
+        recorded = {number: _finite(player.tape.entry(number).metrics) for number in player.tape.rounds}
+        at_bad = recorded[bad].get(metric, math.nan)
+        self._worst = self._value(recorded)
+        self.culprit = Culprit(player.tape.setting.run, good, bad, metric, self._criterion(), at_bad)
+        self.culprit.allowed = 2 * math.log2(max(2, bad - good)) + player.experiment.clients
+
+    def _criterion(self) -> str:
+        if self._until is not None:
+            return f"«{self._until}» holds in round {self._bad}"
+        return (
+            f"of what leaving out clients wins back of the {self._metric} in round {self._bad}, at least {1 - SHARE:.0%}"
+        )
+
+    # -- re-runs ------------------------------------------------------------------------------------------------------
+
+    def count(self, what: str) -> None:
+        self.culprit.reruns += 1
+        self._progress(f"re-run {self.culprit.reruns}: {what}")
+
+    def run(self, without: Sequence[str], first: int | None = None) -> dict[int, dict[str, float]]:
+        """The metrics by round, up to the bad one; each distinct re-run once."""
+        first = self._good + 1 if first is None else first
+        key = frozenset(without), first
+        if key not in self._known:
+            self._known[key] = self._rerun(tuple(without), first)
+            value = self._known[key].get(self._bad, {}).get(self._metric, math.nan)
+            self.culprit.tries.append(Try(tuple(without), first, value))
+            names = ", ".join(without) or "nobody"
+            self.count(f"without {names} from round {first} on: {self._metric} {value:.4g} in round {self._bad}")
+        return self._known[key]
+
+    def _rerun(self, without: tuple[str, ...], first: int) -> dict[int, dict[str, float]]:
+        player = self._player
+        if first not in self._begins:
+            self._begins[first] = player.server(first)
+        observer = Steering(player.tape, first, Change(drop=without))
+        federation = Federation(player.site, player.engine(), observer, copied(self._begins[first]))
+        ward, model = Ward(player.experiment, observer), copy.deepcopy(player.site.module)
+        metrics: dict[int, dict[str, float]] = {}
+        for number in range(first, self._bad + 1):
+            with one_thread():
+                one_round(federation, ward, number, model, examined=False)
+            if number == self._bad or self._until is not None:
+                losses, hits = player.engine().examine(federation.server.model)
+                metrics[number] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
+        return metrics
+
+    # -- judgement ----------------------------------------------------------------------------------------------------
+
+    def _value(self, metrics: dict[int, dict[str, float]]) -> float:
+        """Of a path: the higher, the better."""
+        there = metrics.get(self._bad, {})
+        if self._metric == "loss":
+            return -log_loss(there.get("loss"))
+        return there.get(self._metric, 0.0)
+
+    def value(self, without: Sequence[str], first: int | None = None) -> float:
+        return self._value(self.run(without, first)) if without else self._worst
+
+    def shown(self, without: Sequence[str]) -> float:
+        return self.run(without)[self._bad][self._metric]
+
+    def enough(self, without: Sequence[str], best: float, first: int | None = None) -> bool:
+        if not without:
+            return False
+        if self._until is not None:
+            return self._until.holds(_history(self.run(without, first)), (), self._bad) is not None
+        return best - self._worst > LEAST and self.value(without, first) >= best - self._slack(best)
+
+    def _slack(self, best: float) -> float:
+        return max(SHARE * (best - self._worst), LEAST)
+
+    # -- the search ---------------------------------------------------------------------------------------------------
+
+    def smallest(self, order: Sequence[tuple[str, float]]) -> list[str]:
+        """Clients, most suspicious first, with how much each stands out."""
+        nodes = [node for node, _ in order]
+        most = max(1, len(nodes) // 2)
+        near = [node for node, gain in order if gain >= max(CLEAR, NEAR * order[0][1])][:most]
+        clients = self._sufficient(nodes, near or nodes[:1])
+        if not clients:
+            return []
+        clients, known = self._shrunk(clients), set(clients)
+        others = [node for node, gain in order if gain >= CLEAR and node not in known]
+        return self._grown(clients, others) if self._until is None else clients
+
+    def _sufficient(self, nodes: Sequence[str], clients: Sequence[str]) -> list[str]:
+        """The first guess, or the shortest beginning of the list, by doubling, that is enough."""
+        tried = list(clients)
+        while True:
+            if self.enough(tried, self.value(tried)):
+                return tried
+            if len(tried) >= len(nodes) - 1:
+                return []
+            tried = list(nodes[: min(len(nodes) - 1, max(2 * len(tried), 2))])
+
+    def _shrunk(self, clients: Sequence[str]) -> list[str]:
+        """Everybody who may come back without harm does, the least suspicious first."""
+        kept, best = list(clients), self.value(clients)
+        for node in reversed(clients):
+            rest = [one for one in kept if one != node]
+            if rest and self.enough(rest, max(best, self.value(rest))):
+                kept, best = rest, max(best, self.value(rest))
+        return kept
+
+    def _grown(self, clients: Sequence[str], others: Sequence[str]) -> list[str]:
+        """Whoever else stands out goes, too, if that wins back more than chance."""
+        kept = list(clients)
+        for node in others:
+            value, more = self.value(kept), self.value([*kept, node])
+            if more > value + self._slack(more):
+                kept.append(node)
+        return kept
+
+    def first(self, clients: Sequence[str], found: Evidence) -> int:
+        """The first round in which they did harm: since when they are others; and leaving them out from there is enough.
+
+        Where it is not, they did harm before: the last round from which on it is, by halves.
+        """
+        self.culprit.onsets = {node: number for node in clients if (number := found.onset(node)[0]) is not None}
+        joint, best = found.onset_of_all(clients), self.value(clients)
+        number = self._good + 1 if joint is None else joint
+        if number == self._good + 1 or self.enough(clients, best, number):
+            return number
+        low, high = self._good + 1, number  # enough from low on, not from high on
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.enough(clients, best, middle) else (low, middle)
+        return low
+
+
+def _check(player: Player, good: int, bad: int, metric: str) -> None:
+    for number in (good, bad):
+        player.tape.entry(number)  # an error that says which rounds there are
+    if good >= bad:
+        raise ConfigError(f"The good round comes before the bad one; got good {good} and bad {bad}.")
+    if metric not in METRICS:
+        raise ConfigError(f"The metric is one of {', '.join(METRICS)}; got '{metric}'.")
+
+
+def _from(player: Player, good: int) -> int:
+    """Where the evidence begins: some rounds before the good one, as far as they can be had."""
+    rounds = [r for r in player.tape.rounds if good - BEFORE < r <= good]
+    return next(r for r in rounds if player.tape.nearest(r) is not None)
+
+
+def _ordered(found: Evidence, suspects: Sequence[str]) -> list[tuple[str, float]]:
+    """By how much they stand out; who does no harm counts less, and whom findings name counts more."""
+    gains = {}
+    for node in found.nodes:
+        _, gain = found.onset(node)
+        gains[node] = gain * (1.0 if found.harm(node) > 0 else 0.25) * (2.0 if node in suspects else 1.0)
+    return sorted(gains.items(), key=lambda one: -one[1])
+
+
+def _history(metrics: dict[int, dict[str, float]]) -> object:
+    """Of a re-run, for conditions."""
+    store = MemoryStore()
+    store.write([Run("bisect", "bisect", "lab")])
+    store.write(
+        [
+            Metric(Where("bisect", number), float(number), name, value)
+            for number, values in metrics.items()
+            for name, value in values.items()
+        ]
+    )
+    return store.history("bisect")
+
+
+def _finite(metrics: dict[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in metrics.items()}

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on the screen, or a whole state, into a file for other programs: .safetensors, .csv, .json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+
+from fedvitals.errors import ConfigError
+from fedvitals.replay.digests import Tensors
+from fedvitals.replay.printing import printed
+
+if TYPE_CHECKING:
+    from fedvitals.replay.session import Session
+
+TENSORS, TABLES = (".safetensors",), (".csv", ".json")
+
+
+def write(session: Session, path: Path, words: Sequence[str]) -> Path:
+    if path.suffix not in (*TENSORS, *TABLES):
+        known = ", ".join((*TENSORS, *TABLES))
+        raise ConfigError(f"A file to export to ends in one of {known}; got '{path.name}'.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"There is no folder '{path.parent}' to write {path.name} into.")
+    try:
+        if path.suffix in TENSORS:
+            safetensors.torch.save_file(_tensors(session, list(words) or ["state"]), path)
+        else:
+            path.write_text(_text(session, words, path.suffix), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error}") from error
+    return path
+
+
+def _text(session: Session, words: Sequence[str], suffix: str) -> str:
+    one = printed(session, words) if words and words != ["table"] else session.last
+    if one is None:
+        raise ConfigError("Nothing has been shown yet. Say what:  export print update c7 update.csv.")
+    if suffix == ".csv":
+        return one.as_csv()
+    return json.dumps(_plain(one.as_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
+    """By name; all parts of a state, each under its own."""
+    noun, rest = words[0], words[1:]
+    node = next((word for word in rest if word in session.nodes), session.node)
+    if noun == "state":
+        parts = session.material.state(session.round)
+        return _apart({f"{part}/{name}": t for part, held in parts.items() for name, t in held.items()})
+    if noun == "weight" and node is None:
+        return _apart(session.material.model(session.round))
+    if node is None:
+        raise ConfigError(f"Whose {noun}? Name a client:  export {noun} c7 FILE.safetensors.")
+    if noun == "update":
+        found = session.material.update(session.round, node)
+    elif noun in ("weight", "gradient"):
+        step = session.step_of(node)
+        one = session.material.trace(session.round, node, step).steps[step]
+        found = dict((one.weights if noun == "weight" else one.gradients) or {})
+    else:
+        raise ConfigError(f"A {noun} is no tensor. To .safetensors go: state, weight, update, gradient.")
+    if found is None:
+        raise ConfigError(f"Nothing of use came from {node} in round {session.round}.")
+    return _apart(found)
+
+
+def _apart(tensors: Tensors) -> dict[str, Any]:
+    """safetensors refuses tensors that share memory, and such as have holes."""
+    return {name.strip("/"): tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+    return value

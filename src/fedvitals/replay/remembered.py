@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A history that no longer changes, asked once for each thing: a walk over rounds asks for the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedvitals.protocols import History, Node
+from fedvitals.records import Event
+from fedvitals.stats import Array
+
+
+class Remembered:
+    """A `protocols.History` in front of another."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def _once(self, what: str, *arguments: Any) -> Any:
+        key = (what, *arguments)
+        if key not in self._known:
+            self._known[key] = getattr(self._history, what)(*arguments)
+        return self._known[key]
+
+    def rounds(self) -> list[int]:
+        found: list[int] = self._once("rounds")
+        return found
+
+    def nodes(self) -> list[Node]:
+        found: list[Node] = self._once("nodes")
+        return found
+
+    def layers(self, family: str) -> tuple[str, ...]:
+        found: tuple[str, ...] = self._once("layers", family)
+        return found
+
+    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+        found: Mapping[Node, float] = self._once("latest", name, round)
+        return found
+
+    def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
+        found: tuple[list[int], list[float]] = self._once("series", name, node)
+        return found
+
+    def matrix(self, family: str, statistic: str, layer: str) -> tuple[list[int], list[Node], Array]:
+        found: tuple[list[int], list[Node], Array] = self._once("matrix", family, statistic, layer)
+        return found
+
+    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+        return self._history.across(family, statistics, round)  # large, and each is asked for once
+
+    def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
+        found: Sequence[Event] = self._once("events", name)
+        if since is None:
+            return found
+        return [event for event in found if event.where.round is not None and event.where.round >= since]
