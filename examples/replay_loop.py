@@ -27,14 +27,14 @@ def net():
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
 
 
-def restore(round, tensors, notes):
+def restore(_round, tensors, _notes):
     """The global model as it was before a round: a copy of it for each client that trains."""
     model = net()
     model.load_state_dict(tensors)
     return model
 
 
-def train(node, model, round):
+def train(node, model, _round):
     """One client's local training; what it sends. Shuffling and dropout draw from torch's generator."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for inputs, labels in DataLoader(data[node], batch_size=32, shuffle=True):
@@ -55,18 +55,18 @@ def main(store="runs.db"):
     model = net()
     weights = {node: float(len(own)) for node, own in data.items()}
     with fv.Monitor(store, run="loop", tape=fv.Tape()) as monitor:
-        for r in range(8):
+        for r in range(6):
             updates = {}
             with monitor.round(r, model):
-                for node in data:
+                for node, own in data.items():
                     local = restore(r, model.state_dict(), {})
-                    with monitor.client(node, local, data=data[node], loss=F.cross_entropy):
+                    with monitor.client(node, local, data=own, loss=F.cross_entropy):
                         updates[node] = train(node, local, r)
                 model.load_state_dict(aggregate(model.state_dict(), updates, weights))
                 accuracy = (model.eval()(x).argmax(1) == y).float().mean()
                 model.train()
                 monitor.log(accuracy=accuracy)
-            print(f"round {r}: accuracy {accuracy:.3f}")
+            print(f"round {r}: accuracy {accuracy:.3f}")  # noqa: T201
     return monitor.run.id
 
 

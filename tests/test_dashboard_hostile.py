@@ -30,7 +30,7 @@ from served import ready, serve
 pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 EVIL = '"><img src=x onerror="window.pwned=1"><script>window.pwned=1</script>{{7*7}}${7*7}'
 SIZE = Synthetic(clients=6, rounds=8, layers=3, every=1, run="20260101-000000-evil")
-PAGES = ("", "/clients", "/map", "/layers", "/rounds", "/rounds/6", "/topology", "/findings")
+PAGES = ("", "/clients", "/map", "/layers", "/rounds", "/rounds/6", "/topology", "/findings", "/replay")
 
 
 def _evil(name: str | None) -> str | None:

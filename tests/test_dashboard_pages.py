@@ -24,6 +24,7 @@ ALLOWED = 0.035  # mean difference of grey, of 1
 PAGES = {
     "overview": "", "clients": "/clients", "client": "/clients/c7", "map": "/map", "layers": "/layers",
     "rounds": "/rounds", "round": "/rounds/5", "topology": "/topology", "findings": "/findings",
+    "replay": "/replay",
 }  # fmt: skip
 EVERY = ["runs", "compare", *PAGES, "finding"]
 

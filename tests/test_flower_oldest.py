@@ -11,7 +11,20 @@ import pytest
 HERE = Path(__file__).parent
 OLDEST = Path(os.environ.get("FEDVITALS_OLDEST_FLWR") or Path(sys.prefix) / "flwr-oldest")
 VERSION = "1.21.0"
-ALIKE = ("cure", "failures", "guard", "legacy", "letter", "mixed", "privacy", "secagg", "strategies", "watch")
+ALIKE = (
+    "cure",
+    "failures",
+    "guard",
+    "legacy",
+    "letter",
+    "mixed",
+    "privacy",
+    "replay",
+    "replay_client",
+    "secagg",
+    "strategies",
+    "watch",
+)
 SAYING = "import flwr, importlib.metadata as m; print(m.version('flwr'), flwr.__file__)"
 
 pytestmark = [

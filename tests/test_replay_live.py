@@ -169,6 +169,22 @@ def test_who_leaves_lets_the_run_go_on_and_another_may_take_it(tmp_path: Path, u
     assert digests(store) == undisturbed
 
 
+@pytest.mark.thorough
+def test_a_run_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "runs.db"
+    with training(store) as run, Live(store, "live", Breakpoints("round 2")) as live:
+        go(run)
+        assert live.wait_for_hit(SOON) is not None
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+        assert live.wait_for_hit(SOON) is None
+        assert live.ended
+        assert live.paused is None
+    monkeypatch.setattr("fedvitals.replay.live.SILENT", 0.0)
+    with pytest.raises(ConfigError, match="was broken off"):
+        Live(store, "live")
+
+
 def looped(store: Path, begun: threading.Event, go_on: threading.Event) -> None:
     """A plain loop on a thread, which logs its accuracy after each round is closed."""
     with fv.Monitor(store, run="loop", tape=fv.Tape(), id="loop", machine=False) as monitor:

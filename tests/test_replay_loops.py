@@ -3,7 +3,9 @@
 
 import copy
 import random
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,11 +19,14 @@ import fedvitals as fv
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.loop_tape import random_states, set_random_states
 from fedvitals.protocols import Replayable
+from fedvitals.replay.commands import Interpreter
 from fedvitals.replay.loops import LoopPlayer, load_loop, loop_player
 from fedvitals.replay.proof import verify
 from fedvitals.replay.reader import open_tape
 from fedvitals.store import open_reader
+from test_cli import result, run
 
+ROOT = Path(__file__).parent.parent
 ROUNDS, NODES = 7, ("c0", "c1", "c2")
 
 
@@ -127,6 +132,8 @@ def test_all_rounds_are_proved_and_the_average_is_named(tape):
     assert proof.holds, proof.mismatch
     assert (proof.exact, proof.proved) == (True, list(range(ROUNDS)))
     assert player.averaged == "by samples, shares added up"
+    assert proof.begun == "the state stored before round 0"
+    assert player.averaged in proof.remark
 
 
 def test_one_client_of_one_round_is_proved_without_the_others(tape):
@@ -314,6 +321,22 @@ def test_what_the_command_line_names_is_loaded_and_looked_at(tmp_path, monkeypat
         load_loop("my_broken_loop")
 
 
+@pytest.mark.parametrize("command", ["whatif drop c2", "fork drop c2", "bisect 1 3"])
+def test_what_a_plain_loop_cannot_do_is_told(recorded, command):
+    with fv.open_replay(recorded.run, recorded.store, loop=Loop()) as session:
+        with pytest.raises(ConfigError, match="Of a plain loop only its own training can be run again"):
+            Interpreter(session).do(command)
+        assert session.verify(0, 0).holds
+
+
+def test_a_session_looks_into_a_plain_loop(recorded):
+    with fv.open_replay(recorded.run, recorded.store, loop=Loop()) as session:
+        session.goto(3)
+        assert len(session.clients().rows) == len(NODES)
+        assert {row[0] for row in session.show("update c1").rows} >= {"0.weight", "4.bias"}
+        assert session.diff("c1", "cohort").rows
+
+
 def test_wrong_answers_of_train_are_told(tape):
     with pytest.raises(ConfigError, match=r"train\('c0', state, 0\) must give the client's state.*got NoneType"):
         verify(LoopPlayer(tape, Loop().restore, lambda *_: None))
@@ -330,3 +353,22 @@ def test_a_run_of_the_lab_is_no_loop(tmp_path):
     assert len(tape.entry(0).came) == 2  # once each: the lab feeds its tape itself
     with pytest.raises(ConfigError, match="of host 'lab', not a plain loop"):
         LoopPlayer(tape, Loop().restore, Loop().train)
+
+
+@pytest.mark.thorough
+def test_the_example_is_recorded_and_proved_on_the_command_line(tmp_path, monkeypatch, capsys):
+    """As its own text says: the same functions train the loop and run it again."""
+    pytest.importorskip("sklearn", reason="the example's data ship inside scikit-learn")
+    example, store = ROOT / "examples" / "replay_loop.py", tmp_path / "runs.db"
+    subprocess.run([sys.executable, example, store], check=True, cwd=tmp_path, capture_output=True)
+    monkeypatch.chdir(example.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for more in ((), ("--round", "4", "--node", "c2")):
+        proof = result(capsys, "replay", "loop", "--verify", *more, "--loop", "replay_loop", "--store", store)
+        assert (proof["holds"], proof["exact"]) == (True, True)
+        assert proof["proved"] == ([4] if more else [0, 1, 2, 3, 4, 5])
+    replay_loop = sys.modules["replay_loop"]
+    replay_loop.data["c2"].tensors[0].view(torch.int32)[100, 20] ^= 1 << 22
+    code, out, _ = run(capsys, "replay", "loop", "--verify", "--loop", "replay_loop", "--store", store)
+    assert code == 1
+    assert "The update differs: round 0, client c2, layer 0.weight." in out

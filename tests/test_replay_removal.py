@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 import fedvitals as fv
+from fedvitals.cli.screen import size as size_shown
 from fedvitals.errors import BusyError, StoreError
 from fedvitals.store import open_reader, queries, retention
 from fedvitals.store.tapes import lost_tapes, tape_bytes, tape_folder, tapes
@@ -114,7 +115,7 @@ def test_sizes_of_tapes_are_told_where_runs_are(store, capsys):
     told = {one["name"]: one["tape_bytes"] for one in result(capsys, "runs", "--store", store)}
     assert told == {"bare": 0, "taped": size}
     _, out, _ = run(capsys, "runs", "--store", store)
-    assert "tape" in out.splitlines()[0]
+    assert f"1 run is on tape, {size_shown(size)}; the newest:  fedvitals replay {taped}" in out
     assert result(capsys, "show", "taped", "--store", store)["tape_bytes"] == size
     _, out, _ = run(capsys, "show", "taped", "--store", store)
     assert f"`fedvitals replay {taped}`" in out

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import base64
 import random
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,15 +182,18 @@ def tensors_of(state: Any) -> dict[str, Tensor] | None:
 
 
 def random_states() -> dict[str, Any]:
-    """Where the generators of torch, NumPy and Python stand, as JSON. Looking does not move them."""
-    found: dict[str, Any] = {"torch": _text(torch.get_rng_state().numpy())}
+    """Where the generators of torch, NumPy and Python stand. Looking does not move them.
+
+    As JSON but for bytes, which whoever writes it turns into base64: not on this thread.
+    """
+    found: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = [_text(state.numpy()) for state in torch.cuda.get_rng_state_all()]
+        found["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
     version, words, gauss = random.getstate()
-    found["python"] = [version, _text(np.asarray(words, "<u4")), gauss]
+    found["python"] = [version, _words(words), gauss]
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the loop's own generator
     if kind == "MT19937":
-        found["numpy"] = [_text(np.asarray(keys, "<u4")), int(place), int(has_gauss), float(cached)]
+        found["numpy"] = [np.asarray(keys, "<u4").tobytes(), int(place), int(has_gauss), float(cached)]
     return found
 
 
@@ -210,12 +215,16 @@ def set_random_states(told: Mapping[str, Any]) -> None:
         raise StoreError(f"The state of the random generators on the tape cannot be read: {error}") from error
 
 
-def _text(array: np.ndarray[Any, Any]) -> str:
-    return base64.b64encode(array.tobytes()).decode("ascii")
+def _words(words: Sequence[int]) -> bytes:
+    held = array("I", words)
+    if sys.byteorder == "big":
+        held.byteswap()
+    return held.tobytes()
 
 
-def _numbers(text: str, kind: str, length: int | None) -> np.ndarray[Any, Any]:
-    found = np.frombuffer(base64.b64decode(text, validate=True), kind).copy()
+def _numbers(told: str | bytes, kind: str, length: int | None) -> np.ndarray[Any, Any]:
+    held = told if isinstance(told, bytes) else base64.b64decode(told, validate=True)
+    found = np.frombuffer(held, kind).copy()
     if length is not None and len(found) != length:
         raise ValueError(f"{length} numbers were expected, and {len(found)} are there")
     return found

@@ -11,8 +11,32 @@ import click
 
 from fedvitals.cli.options import json_option, print_json
 
-PARTS = ("kernel", "overhead", "gsc", "store", "wire", "start", "diagnosis", "profile", "lab", "flower", "replay", "soak", "ui")
-LONG = ("overhead", "gsc", "diagnosis", "profile", "lab", "flower", "replay", "soak", "ui")  # these say how far they are
+PARTS = (
+    "kernel",
+    "overhead",
+    "gsc",
+    "store",
+    "wire",
+    "start",
+    "diagnosis",
+    "profile",
+    "lab",
+    "flower",
+    "replay",
+    "soak",
+    "ui",
+)
+LONG = (
+    "overhead",
+    "gsc",
+    "diagnosis",
+    "profile",
+    "lab",
+    "flower",
+    "replay",
+    "soak",
+    "ui",
+)  # these say how far they are
 BARS = {
     "lab": ("cnn", "mlp", "start", "memory", "study"),
     "flower": ("lines", "cnn", "large", "faults"),

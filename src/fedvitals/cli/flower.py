@@ -53,7 +53,7 @@ def _settings(*, server: bool) -> Callable[[F], F]:
                 "--tracebacks", is_flag=True, default=None, help="Tell whole tracebacks; they may quote data."
             ),
             click.option(
-                "--tape", metavar="DIR", help="Record for `fedvitals replay`; what clients were sent stays in this folder."
+                "--tape", metavar="DIR", help="Record for `fedvitals replay`; what clients are sent stays in here."
             ),
         ]
         if server:

@@ -24,6 +24,7 @@ VERBS = {
     "report": "fedvitals.cli.report",
     "check": "fedvitals.cli.check",
     "replay": "fedvitals.cli.replay",
+    "bisect": "fedvitals.cli.bisect",
     "query": "fedvitals.cli.query",
     "export": "fedvitals.cli.export",
     "alerts": "fedvitals.cli.alerts",

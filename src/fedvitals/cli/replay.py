@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 @click.option("--node", help="Go into this client; with --verify, look at its updates only.")
 @click.option("--pdb", is_flag=True, help="Run that client in that round again under Python's debugger.")
 @click.option("--tape", type=click.Path(), help="At a Flower client's site: the folder of its own tape.")
-@click.option("--app", type=click.Path(), help="Of a Flower client: the app's folder, if not the recorded one.")
+@click.option("--phase", default="train", show_default=True, help="With --tape: of which kind the message was.")
+@click.option("--app", type=click.Path(), help="Of a Flower run: the app's folder, if not the recorded one.")
+@click.option("--strategy", metavar="MODULE:NAME", help="Of a Flower run: what makes its strategy, to aggregate again.")
 @click.option("--loop", metavar="MODULE:NAME", help="Of a plain loop: what has its restore() and train().")
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes; the bits are the same.")
 @click.option("--data", type=click.Path(), help="Where the data set lies, if not where it did.")
@@ -41,7 +43,9 @@ def command(
     node: str | None,
     pdb: bool,
     tape: str | None,
+    phase: str,
     app: str | None,
+    strategy: str | None,
     loop: str | None,
     workers: int,
     data: str | None,
@@ -63,10 +67,16 @@ def command(
     if rounds is not None and not verify:
         raise click.UsageError("--rounds goes with --verify; the debugger begins at --round.")
     if tape is not None:
-        found = replay_flower.rerun(run, tape, number, node, app, debugger=pdb, as_json=as_json)
+        told: dict[str, Any] = {"debugger": pdb, "as_json": as_json, "phase": phase, "store": store}
+        found = replay_flower.rerun(run, tape, number, node, app, **told)
         return int(verify and found.holds is False)
     lines = lines_of(script, commands)
     with open_replay(run, store, data=data, workers=workers, loop=loop) as session, Bar(session, quiet=as_json):
+        if session.tape.setting.host == "flower" and (verify or pdb or app or strategy):
+            first, last = _span(rounds, number)
+            own = {"node": node, "app": app, "strategy": strategy}
+            wrong = replay_flower.verify(session, first, last, as_json, **own)
+            return wrong if verify else 0
         if verify:
             return _verify(session, rounds, number, node, as_json)
         if pdb and number is not None and node is not None:
@@ -120,7 +130,7 @@ def _script(session: Session, lines: list[str], as_json: bool) -> None:
     from fedvitals.replay.commands import Interpreter
 
     found: list[dict[str, Any]] = []
-    for said, result in results(Interpreter(session, _draw), lines):
+    for said, result in results(Interpreter(session, _draw), lines, named=True):
         if as_json:
             told = {"text": result} if isinstance(result, str) else result.as_json()
             found.append({"command": said, **told})
@@ -136,13 +146,16 @@ def _draw(one: Shown, path: Path) -> None:
     draw(one, path)
 
 
-def _verify(session: Session, rounds: str | None, number: int | None, node: str | None, as_json: bool) -> int:
-    from fedvitals.replay import answers
+def _span(rounds: str | None, number: int | None) -> tuple[int | None, int | None]:
     from fedvitals.replay.commands import stretch
 
-    first, last = stretch(rounds) if rounds is not None else (number, number)
-    if session.tape.setting.host == "flower":
-        return replay_flower.verify(session, first, last, as_json)
+    return stretch(rounds) if rounds is not None else (number, number)
+
+
+def _verify(session: Session, rounds: str | None, number: int | None, node: str | None, as_json: bool) -> int:
+    from fedvitals.replay import answers
+
+    first, last = _span(rounds, number)
     proof = session.verify(first, last, node=node)
     if as_json:
         told = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
@@ -154,6 +167,8 @@ def _verify(session: Session, rounds: str | None, number: int | None, node: str 
 
 def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
     """Python's own debugger, at the client's first step (of the lab) or at the user's `train` (of a plain loop)."""
+    import bdb
+    import contextlib
     import pdb  # noqa: T100 - what was asked for
 
     from fedvitals.replay.loops import LoopPlayer, load_loop
@@ -161,8 +176,14 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
 
     if loop is not None:
         parts = load_loop(loop)
-        player = LoopPlayer(session.tape, parts.restore, lambda *told: pdb.runcall(parts.train, *told))
-        player.round(number, node=node)
+
+        def train(who: str, state: Any, at: int) -> Any:  # those before it are run again, too
+            wanted = (who, at) == (node, number)
+            return pdb.runcall(parts.train, who, state, at) if wanted else parts.train(who, state, at)
+
+        player = LoopPlayer(session.tape, parts.restore, train, getattr(parts, "aggregate", None))
+        with contextlib.suppress(bdb.BdbQuit):
+            player.round(number, node=node)
         return 0
     debugger = pdb.Pdb()
 
@@ -171,5 +192,6 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
             click.echo(f"{node}, round {number}, before its first optimiser step. `up` leads to the lab's training.")
             debugger.set_trace()
 
-    trace(session.player, number, node, on_step=at_step)
+    with contextlib.suppress(bdb.BdbQuit):  # «q» leaves it
+        trace(session.player, number, node, on_step=at_step)
     return 0

@@ -13,6 +13,7 @@ from fedvitals.cli.options import print_json
 from fedvitals.errors import FedvitalsError
 
 if TYPE_CHECKING:
+    from fedvitals.flower.rerun import Rerun
     from fedvitals.replay.session import Session
 
 AT_THE_SITE = (
@@ -21,19 +22,19 @@ AT_THE_SITE = (
 )
 
 
-def client(
+def rerun(
     run: str,
     folder: str,
     number: int | None,
     node: str | None,
-    *,
     app: str | None,
-    phase: str,
+    *,
     debugger: bool,
-    store: str | None,
     as_json: bool,
-) -> int:
-    """One client's message through its own app; 1 if the reply is another one than was recorded."""
+    phase: str = "train",
+    store: str | None = None,
+) -> Rerun:
+    """One client's message through its own app, and how the reply compares with the recorded one."""
     from fedvitals.flower.rerun import rerun_client
     from fedvitals.flower.tape_entries import Site
 
@@ -49,7 +50,7 @@ def client(
         click.echo(str(found))
         if found.traceback and not debugger:
             click.echo(found.traceback.rstrip())
-    return int(found.mismatch is not None)
+    return found
 
 
 def _by_store(run: str, store: str | None) -> str | None:
@@ -63,15 +64,15 @@ def _by_store(run: str, store: str | None) -> str | None:
     return None
 
 
-def aggregations(
+def verify(
     session: Session,
     first: int | None,
     last: int | None,
-    node: str | None,
-    *,
-    app: str | None,
-    strategy: str | None,
     as_json: bool,
+    *,
+    node: str | None = None,
+    app: str | None = None,
+    strategy: str | None = None,
 ) -> int:
     """The strategy's own work of these rounds (all that the tape has the updates of, if none are named), with proof."""
     from fedvitals.flower.rerun import replay_aggregation

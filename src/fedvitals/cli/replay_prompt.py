@@ -101,15 +101,23 @@ def _history() -> Iterator[None]:
             readline.write_history_file(folder / "replay_history")
 
 
-def results(interpreter: Interpreter, lines: Iterable[str]) -> Iterator[tuple[str, Shown | str]]:
-    """What each command of some lines gives; the first wrong one ends it."""
+def results(
+    interpreter: Interpreter, lines: Iterable[str], *, named: bool = False
+) -> Iterator[tuple[str, Shown | str]]:
+    """What each command of some lines gives. The first wrong one ends it; `named`: its error says which it was."""
     from fedvitals.replay.commands import split
 
     for line in lines:
         for part in split(line):
             if part in LEAVE:
                 return
-            yield part, interpreter.do(part)
+            try:
+                result = interpreter.do(part)
+            except FedvitalsError as error:
+                if not named:
+                    raise
+                raise ConfigError(f"`{part}`: {error}") from error
+            yield part, result
 
 
 def lines_of(script: str | None, commands: tuple[str, ...]) -> list[str]:

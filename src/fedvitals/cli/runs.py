@@ -50,8 +50,7 @@ def _list(store: str | None, as_json: bool) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("run", no_wrap=True, min_width=8)
     table.add_column("id", no_wrap=True)
-    recorded = ("tape",) if any(tapes.values()) else ()
-    for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time", *recorded):
+    for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
         table.add_column(title, justify="right")
     for run in found:
         alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
@@ -65,9 +64,14 @@ def _list(store: str | None, as_json: bool) -> None:
             number(run.loss),
             f"{alerts}{lost}",
             seconds(run.seconds) if run.finished else "open",
-            *([size(tapes[run.id]) if tapes[run.id] else ""] if recorded else []),
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    recorded = [name for name, taken in tapes.items() if taken]
+    if recorded:
+        runs = "1 run is" if len(recorded) == 1 else f"{len(recorded)} runs are"
+        text = f"{runs} on tape, {size(sum(tapes.values()))}; the newest:  fedvitals replay {shown(recorded[0])}"
+        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
 
 
 @command.command()

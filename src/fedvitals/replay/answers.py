@@ -20,8 +20,9 @@ USUAL = ("accuracy", "loss")
 
 
 def of_proof(proof: Proof) -> Shown:
-    begun = "the seed" if proof.start == 0 else f"the state stored before round {proof.start}"
-    told = f"  {len(proof.proved)} rounds ({spans(proof.proved)}) run again from {begun}, in {proof.seconds:.2f} s"
+    proved = f"{len(proof.proved)} rounds ({spans(proof.proved)})"
+    told = f"  {proved} run again from {proof.begun}, in {proof.seconds:.2f} s"
+    told += "" if proof.remark is None else f"\n  {proof.remark}"
     if not proof.exact:
         told += (
             f"\n  Bits were not compared: {proof.why}. The norms of layers differ by {figure(proof.deviation)} at most "

@@ -20,10 +20,12 @@ from fedvitals.lab.actions import Ward
 from fedvitals.lab.engine import one_thread
 from fedvitals.lab.federation import Federation, Server
 from fedvitals.lab.run import one_round
+from fedvitals.protocols import History
 from fedvitals.records import Metric, Run, Where
 from fedvitals.replay.change import Change, check_restores
 from fedvitals.replay.conditions import Condition
 from fedvitals.replay.evidence import Evidence, gather, log_loss
+from fedvitals.replay.journal import spans
 from fedvitals.replay.player import Player
 from fedvitals.replay.reused import Steering, copied
 from fedvitals.store.memory import MemoryStore
@@ -31,7 +33,9 @@ from fedvitals.store.memory import MemoryStore
 METRICS = ("loss", "accuracy")
 SHARE = 0.1  # of what can be won back: a set that wins this much less than the best one is not enough
 LEAST = 0.04  # and of the logarithm of the loss (or of accuracy, as a share): less is chance
+BACK = 0.7  # of the way back to the good round's metric, where it was better there: the least that is good
 CLEAR = 12.0  # half the squares that a client's change explains, from which on it stands out
+FAINT = 3.0  # from which on it is worth a try
 NEAR = 0.3  # of the most suspicious one's: who is left out with it in the first try
 BEFORE = 9  # rounds up to the good one that a client is compared with
 THERE = "recorded"
@@ -71,13 +75,13 @@ class Culprit:
         if not self.clients:
             known = ", ".join(f"{node} (since round {number})" for node, number in self.unusual.items())
             return (
-                f"No set of clients was found whose removal after round {self.good} restores the {self.metric} of round "
-                f"{self.bad} ({self.recorded:.4g}): the cause may lie in the server or in the settings. "
+                f"No set of clients was found whose removal after round {self.good} restores the {self.metric} of "
+                f"round {self.bad} ({self.recorded:.4g}): the cause may lie in the server or in the settings. "
                 f"Who behaves otherwise than before: {known or 'nobody'}."
             )
+        them = "them" if len(self.clients) > 1 else "it"
         return (
-            f"Since round {self.round}: {', '.join(self.clients)}. Without {'them' * (len(self.clients) > 1) or 'it'} the "
-            f"{self.metric} of round {self.bad} is {self.restored:.4g}, recorded {self.recorded:.4g} "
+            f"Since round {self.round}: {', '.join(self.clients)}. Without {them} the {self.metric} of round {self.bad} is {self.restored:.4g}, recorded {self.recorded:.4g} "
             f"({self.reruns} re-runs)."
         )
 
@@ -87,20 +91,21 @@ def bisect(
     good: int,
     bad: int,
     *,
-    metric: str = "loss",
+    metric: str | None = None,
     until: Condition | None = None,
     suspects: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> Culprit:
     """The culprits of what went wrong after round `good`, seen in round `bad`.
 
-    `until`: what holds in the bad round where all is well, such as parse("accuracy >= 0.8"); by default a set of clients
-    is enough if without it almost all of the metric is won back that can be. `suspects`: whom findings name; `progress`
-    hears of each try.
+    `metric`: «loss» or «accuracy»; by default the one that became worse. `until`: what holds in the bad round where all
+    is well, such as parse("accuracy >= 0.8"); by default a set of clients is enough if without it almost all of the
+    metric is won back that can be. `suspects`: whom findings name; `progress` hears of each try.
     """
     tape = player.tape
     _check(player, good, bad, metric)
     check_restores(tape, good + 1, bad)
+    metric = _worse(player, good, bad) if metric is None else metric
     began = time.perf_counter()
     search = _Search(player, good, bad, metric, until, progress)
     progress(f"reading and re-running the recorded rounds up to {bad}")
@@ -108,7 +113,7 @@ def bisect(
     search.count(THERE)
     culprit, order = search.culprit, _ordered(found, suspects)
     culprit.unusual = {node: number for node, gain in order if gain >= CLEAR and (number := found.onset(node)[0])}
-    clients = search.smallest(order)
+    clients = search.smallest(order, [node for node in found.nodes if found.harm(node) > 0])
     if clients:
         culprit.clients = tuple(sorted(clients, key=found.nodes.index))
         culprit.restored = search.shown(culprit.clients)
@@ -134,14 +139,19 @@ class _Search:
         recorded = {number: _finite(player.tape.entry(number).metrics) for number in player.tape.rounds}
         at_bad = recorded[bad].get(metric, math.nan)
         self._worst = self._value(recorded)
+        well = self._value({bad: recorded[good]})
+        self._fallen = well > self._worst + LEAST
+        self._least = self._worst + (BACK * (well - self._worst) if self._fallen else LEAST)
         self.culprit = Culprit(player.tape.setting.run, good, bad, metric, self._criterion(), at_bad)
         self.culprit.allowed = 2 * math.log2(max(2, bad - good)) + player.experiment.clients
 
     def _criterion(self) -> str:
         if self._until is not None:
             return f"«{self._until}» holds in round {self._bad}"
+        back = f", and {BACK:.0%} of the way back to round {self._good}" if self._fallen else ""
         return (
-            f"of what leaving out clients wins back of the {self._metric} in round {self._bad}, at least {1 - SHARE:.0%}"
+            f"at least {1 - SHARE:.0%} of what leaving out clients can win back of the {self._metric} in round "
+            f"{self._bad}{back}"
         )
 
     # -- re-runs ------------------------------------------------------------------------------------------------------
@@ -198,24 +208,24 @@ class _Search:
             return False
         if self._until is not None:
             return self._until.holds(_history(self.run(without, first)), (), self._bad) is not None
-        return best - self._worst > LEAST and self.value(without, first) >= best - self._slack(best)
+        return self.value(without, first) >= max(self._least, best - self._slack(best))
 
     def _slack(self, best: float) -> float:
         return max(SHARE * (best - self._worst), LEAST)
 
     # -- the search ---------------------------------------------------------------------------------------------------
 
-    def smallest(self, order: Sequence[tuple[str, float]]) -> list[str]:
-        """Clients, most suspicious first, with how much each stands out."""
+    def smallest(self, order: Sequence[tuple[str, float]], harmful: Sequence[str]) -> list[str]:
+        """`order`: clients, most suspicious first, with how much each stands out."""
         nodes = [node for node, _ in order]
         most = max(1, len(nodes) // 2)
         near = [node for node, gain in order if gain >= max(CLEAR, NEAR * order[0][1])][:most]
         clients = self._sufficient(nodes, near or nodes[:1])
         if not clients:
             return []
-        clients, known = self._shrunk(clients), set(clients)
-        others = [node for node, gain in order if gain >= CLEAR and node not in known]
-        return self._grown(clients, others) if self._until is None else clients
+        kept = self._shrunk(clients)
+        others = [node for node, gain in order if gain >= FAINT and node in harmful and node not in clients]
+        return self._grown(kept, others) if self._until is None else kept
 
     def _sufficient(self, nodes: Sequence[str], clients: Sequence[str]) -> list[str]:
         """The first guess, or the shortest beginning of the list, by doubling, that is enough."""
@@ -237,18 +247,20 @@ class _Search:
         return kept
 
     def _grown(self, clients: Sequence[str], others: Sequence[str]) -> list[str]:
-        """Whoever else stands out goes, too, if that wins back more than chance."""
-        kept = list(clients)
+        """Whoever else stands out goes, too, if that wins back more than chance; while there are re-runs left."""
+        kept, left = list(clients), 2 * math.log2(max(2, self._bad - self._good))
         for node in others:
+            if self.culprit.reruns + left > self.culprit.allowed:
+                break
             value, more = self.value(kept), self.value([*kept, node])
             if more > value + self._slack(more):
                 kept.append(node)
         return kept
 
     def first(self, clients: Sequence[str], found: Evidence) -> int:
-        """The first round in which they did harm: since when they are others; and leaving them out from there is enough.
+        """The first round in which they did harm: since when they are others, if leaving them out from there is enough.
 
-        Where it is not, they did harm before: the last round from which on it is, by halves.
+        If it is not, they did harm before: the last round from which on it is, by halves.
         """
         self.culprit.onsets = {node: number for node in clients if (number := found.onset(node)[0]) is not None}
         joint, best = found.onset_of_all(clients), self.value(clients)
@@ -262,13 +274,24 @@ class _Search:
         return low
 
 
-def _check(player: Player, good: int, bad: int, metric: str) -> None:
+def _check(player: Player, good: int, bad: int, metric: str | None) -> None:
     for number in (good, bad):
         player.tape.entry(number)  # an error that says which rounds there are
     if good >= bad:
         raise ConfigError(f"The good round comes before the bad one; got good {good} and bad {bad}.")
-    if metric not in METRICS:
+        if "loss" not in player.tape.entry(number).metrics:
+            known = [r for r in player.tape.rounds if "loss" in player.tape.entry(r).metrics]
+            raise ConfigError(f"The model of round {number} was not tested. Rounds that were: {spans(known)}.")
+    if metric not in (None, *METRICS):
         raise ConfigError(f"The metric is one of {', '.join(METRICS)}; got '{metric}'.")
+
+
+def _worse(player: Player, good: int, bad: int) -> str:
+    """Which metric tells of the trouble: the loss, unless it has fallen while the accuracy has, too."""
+    before, after = (_finite(player.tape.entry(number).metrics) for number in (good, bad))
+    if log_loss(after.get("loss")) > log_loss(before.get("loss")) + LEAST or "accuracy" not in after:
+        return "loss"
+    return "accuracy" if after["accuracy"] < before.get("accuracy", 0.0) - LEAST else "loss"
 
 
 def _from(player: Player, good: int) -> int:
@@ -286,7 +309,7 @@ def _ordered(found: Evidence, suspects: Sequence[str]) -> list[tuple[str, float]
     return sorted(gains.items(), key=lambda one: -one[1])
 
 
-def _history(metrics: dict[int, dict[str, float]]) -> object:
+def _history(metrics: dict[int, dict[str, float]]) -> History:
     """Of a re-run, for conditions."""
     store = MemoryStore()
     store.write([Run("bisect", "bisect", "lab")])

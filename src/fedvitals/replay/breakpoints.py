@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A breakpoint's condition held in a round, or what a watchpoint looks at has changed."""
+    """A breakpoint's condition held in a round, or what a watchpoint looks at has changed; 0: a person asked for it."""
 
     number: int
     round: int
@@ -41,6 +41,8 @@ class Hit:
     stops: bool = True
 
     def __str__(self) -> str:
+        if not self.number:
+            return f"Round {self.round}: {self.said}"
         return f"{'Breakpoint' if self.stops else 'Watchpoint'} {self.number}, round {self.round}: {self.said}"
 
 

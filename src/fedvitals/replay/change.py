@@ -79,7 +79,7 @@ class Change:
 
     def actions(self, number: int) -> list[Action]:
         """The rest, as the lab's own corrections in force in a round."""
-        found = [("quarantine", node, {}) for node in self.drop]
+        found: list[tuple[str, str | None, dict[str, Any]]] = [("quarantine", node, {}) for node in self.drop]
         found += [("reweight", node, {"factor": float(factor)}) for node, factor in self.weights.items()]
         if self.clip is not None:
             found.append(("clip_updates", None, {"norm": float(self.clip)}))

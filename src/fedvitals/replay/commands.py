@@ -64,7 +64,7 @@ class Interpreter:
             "nodes": lambda: () if printing and first else session.nodes,
             "layers": lambda: () if first else session.layers,
             "metrics": lambda: session.metric_names() if before[1:2] == ["metric"] else (),
-            "rounds": lambda: map(str, session.tape.rounds),
+            "numbers": lambda: map(str, session.tape.rounds),
             "commands": lambda: COMMANDS,
         }
         return [*offered[kind]()] if kind in offered else [kind] if first else []
@@ -147,7 +147,7 @@ def _plot(interpreter: Interpreter, words: list[str]) -> Result:
     path = Path(words.pop()) if words and words[-1].endswith((".png", ".svg", ".pdf", ".html")) else None
     if not words and session.last is None:
         raise ConfigError("Plot what? As  print:  plot loss c7, plot gradient conv1 gradient.png.")
-    one = session.show(*words) if words else session.last
+    one = _pictured(interpreter, words) if words else session.last
     assert one is not None  # noqa: S101 - asked above
     if interpreter.draw is None:
         raise ConfigError("There is nothing here that draws: `fedvitals replay` has, and fv.plot in Python.")
@@ -156,6 +156,14 @@ def _plot(interpreter: Interpreter, words: list[str]) -> Result:
         path = Path(f"{stem[:60]}.png")
     interpreter.draw(one, path)
     return f"{path}: {one.title}"
+
+
+def _pictured(interpreter: Interpreter, words: list[str]) -> Shown:
+    if words[0] in SHOWING:
+        found = COMMANDS[words[0]].does(interpreter, words[1:])
+        assert isinstance(found, Shown)  # noqa: S101 - these all give one
+        return found
+    return interpreter.session.show(*words)
 
 
 def _diff(interpreter: Interpreter, words: list[str]) -> Result:
@@ -286,7 +294,7 @@ def _help(_: Interpreter, words: list[str]) -> Result:
 COMMANDS: Mapping[str, Command] = {
     "rounds": Command("rounds", "The rounds on the tape, and how each can be replayed.", _plain("rounds")),
     "clients": Command("clients", "Who took part in this round, and what came of it.", _plain("clients")),
-    "goto": Command("goto 12", "To the beginning of a round.", _goto, ("rounds",)),
+    "goto": Command("goto 12", "To the beginning of a round.", _goto, ("numbers",)),
     "next": Command("next", "To the next round.", _plain("next")),
     "back": Command("back", "To the round before.", _plain("back")),
     "into": Command("into c7", "Into a client's local training: run again, step by step.", _into, ("nodes",)),
@@ -295,8 +303,8 @@ COMMANDS: Mapping[str, Command] = {
     "where": Command("where", "Where the session is.", _plain("where")),
     "print": Command("print gradient conv1, print update c7", f"Show one of {', '.join(NOUNS)}: of a layer, a client.",
                      _print, ("nouns", "nodes", "layers", "metrics")),
-    "plot": Command("plot loss c7 loss.png", "The same as a picture; alone, of what was shown last.",
-                    _plot, ("nouns", "nodes", "layers", "metrics")),
+    "plot": Command("plot loss c7 loss.png, plot diff c7 cohort", "The same as a picture; alone: what was shown last.",
+                    _plot, ("nouns", "nodes", "layers", "metrics", *("rounds", "clients", "diff", "findings"))),
     "diff": Command("diff c7 cohort, diff c7 c3, diff round 11 12", "Two clients' updates, or two rounds' models.",
                     _diff, ("nodes", "cohort", "round")),
     "findings": Command("findings", "What had been found wrong by the end of this round.", _findings),
@@ -311,13 +319,15 @@ COMMANDS: Mapping[str, Command] = {
                       _whatif, ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "nodes")),
     "fork": Command("fork drop c7, fork no faults", "Truly run on from here with a change, as a new run.",
                     _fork, ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "no", "nodes")),
-    "bisect": Command("bisect 8 20", "The first bad round, and whose updates made it so.", _bisect, ("rounds",)),
+    "bisect": Command("bisect 8 20", "The first bad round, and whose updates made it so.", _bisect, ("numbers",)),
     "verify": Command("verify, verify 3-9, verify 12 c7", "Run rounds again, and prove that all bits are the same.",
-                      _verify, ("rounds", "nodes")),
+                      _verify, ("numbers", "nodes")),
     "export": Command("export update c7 u.safetensors", "A state, update or table to .safetensors, .csv or .json.",
                       _export, ("nouns", "nodes", "layers", "table")),
     "help": Command("help, help print", "This list, or one command.", _help, ("commands",)),
 }  # fmt: skip
+
+SHOWING = ("rounds", "clients", "diff", "findings", "whatif")  # what `plot` takes besides the nouns
 
 ALIASES: Mapping[str, str] = {
     "p": "print", "n": "next", "b": "break", "s": "step", "w": "where", "ls": "clients", "bt": "where", "up": "out",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,7 +135,10 @@ def _metrics(recorded: Entry, replayed: Entry) -> Mismatch | None:
 
 
 def deviation(recorded: Entry, replayed: Entry) -> float:
-    """The largest relative difference of a layer's norm, over all states and updates of the round."""
+    """The largest difference of a layer's norm, over all states and updates of the round, relative to the whole state's.
+
+    Relative to the layer's own, a bias that is nearly 0 would decide.
+    """
     pairs: list[tuple[Mark | None, Mark | None]] = [(recorded.state.get(k), m) for k, m in replayed.state.items()]
     pairs += [(recorded.after.get(k), m) for k, m in replayed.after.items()]
     pairs += [(came.mark, other.mark) for came, other in zip(recorded.came, replayed.came, strict=False)]
@@ -143,9 +147,10 @@ def deviation(recorded: Entry, replayed: Entry) -> float:
         if before is None or after is None:
             worst = worst if before is after else float("inf")
             continue
+        whole = math.hypot(*(norm for norm in before.norms if norm is not None)) or 1.0
         for old, new in zip(before.norms, after.norms, strict=False):
             if old is None or new is None:
                 worst = worst if old is new else float("inf")
-            elif old != new:
-                worst = max(worst, abs(old - new) / max(abs(old), abs(new)))
+            else:
+                worst = max(worst, abs(old - new) / whole)
     return worst

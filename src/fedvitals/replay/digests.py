@@ -88,7 +88,7 @@ def _bytes(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     if tensor.dtype is torch.float32 and tensor.is_cpu and tensor.dim():  # nearly all of them: the shortest way
         return tensor.numpy().data.cast("B")
-    return memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _norm(tensor: Tensor) -> float | None:

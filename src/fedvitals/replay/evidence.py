@@ -52,37 +52,41 @@ class Evidence:
             middle = np.where(np.isnan(middle), np.nanmedian(usual, axis=(0, 1)), middle)  # one that was never there
             middle = np.where(np.isnan(middle), 0.0, middle)
             spread = 1.5 * np.nanmedian(np.abs(usual - middle), axis=(0, 1))
-        return np.clip((self.values - middle) / np.fmax(FLOORS, np.nan_to_num(spread)), -CLIP, CLIP)
+        found: Matrix = np.clip((self.values - middle) / np.fmax(FLOORS, np.nan_to_num(spread)), -CLIP, CLIP)
+        return found
 
     def onset(self, node: str) -> tuple[int | None, float]:
-        """Since when the client is another one than before, and how clearly: half the squares that it explains."""
+        """Since when the client is another one than before, and how clearly: half the squares that this explains."""
         gains = self._gains(node)
-        number = max(gains, key=lambda r: gains[r], default=None)
-        return (None, 0.0) if number is None or gains[number] <= 0 else (number, gains[number])
+        return self._first(gains), float(gains.max(0, initial=0.0).sum())
 
     def onset_of_all(self, nodes: Sequence[str]) -> int | None:
         """Of those that became others first: they are taken together, since what struck them may be one thing."""
         own = {node: number for node in nodes if (number := self.onset(node)[0]) is not None}
-        if not own:
-            return None
-        early = [self._gains(node) for node, number in own.items() if number <= min(own.values()) + TOGETHER]
-        together = {r: sum(gains.get(r, 0.0) for gains in early) for r in {r for gains in early for r in gains}}
-        return max(sorted(together), key=lambda r: together[r])
+        early = [node for node, number in own.items() if number <= min(own.values()) + TOGETHER]
+        return self._first(np.sum([self._gains(node) for node in early], axis=0)) if early else None
 
-    def _gains(self, node: str) -> dict[int, float]:
-        """By first round: what a change explains that begins there, and lasts as long as suits it best."""
+    def _first(self, gains: Matrix) -> int | None:
+        """When the first of the features changes that change about as clearly as the clearest."""
+        most = gains.max(0, initial=0.0)
+        if not most.max() > 0:
+            return None
+        clear = [feature for feature in range(len(most)) if most[feature] >= most.max() / 2]
+        return self.rounds[min(int(gains[:, feature].argmax()) for feature in clear)]
+
+    def _gains(self, node: str) -> Matrix:
+        """What a change explains that begins in a round, and lasts as long as suits it best: [rounds, features]."""
         place = self.nodes.index(node)
         own = np.nan_to_num(self._deviations[:, place])
         own[:, -1] = np.minimum(own[:, -1], 0)  # who does more good than before is no suspect
         there = ~np.isnan(self.values[:, place, 0])
         places = [i for i, number in enumerate(self.rounds) if number > self.good and there[i]]
-        found: dict[int, float] = {}
+        found = np.zeros((len(self.rounds), len(FEATURES)))
         for i, first in enumerate(places):
             sums = np.cumsum(own[places[i:]], axis=0)
-            counts = np.arange(1, len(sums) + 1)
-            explained = (sums**2).sum(1) / (2 * counts)
+            explained = sums**2 / (2 * np.arange(1, len(sums) + 1)[:, None])
             explained[:-1] -= math.log(len(places) + 1)  # one that ends again has to be worth its end
-            found[self.rounds[first]] = float(explained.max())
+            found[first] = np.maximum(explained.max(0), 0.0)
         return found
 
     def harm(self, node: str) -> float:
@@ -119,9 +123,7 @@ def _observed(player: Player, number: int, before: Server, answers: Answers, aft
     return found
 
 
-def _harms(
-    player: Player, number: int, before: Server, answers: Answers, after: Tensor, seen: Matrix
-) -> Matrix:
+def _harms(player: Player, number: int, before: Server, answers: Answers, after: Tensor, seen: Matrix) -> Matrix:
     """log loss without the client − log loss with all; 0 for those of a large cohort who do not stand out."""
     there = [node for node in player.experiment.nodes if node in answers]
     harms, whole = np.zeros(len(there)), _value(player, after)

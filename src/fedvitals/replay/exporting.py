@@ -60,8 +60,7 @@ def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
     if noun == "update":
         found = session.material.update(session.round, node)
     elif noun in ("weight", "gradient"):
-        step = session.step_of(node)
-        one = session.material.trace(session.round, node, step).steps[step]
+        one = session.at(node)
         found = dict((one.weights if noun == "weight" else one.gradients) or {})
     else:
         raise ConfigError(f"A {noun} is no tensor. To .safetensors go: state, weight, update, gradient.")

@@ -152,7 +152,8 @@ class Handle:
         file = os.open(self._sign.with_name(f"{SIGN}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if sys.platform != "win32":
-                fcntl.flock(file, fcntl.LOCK_EX)  # let go with the file, whatever happens
+                with contextlib.suppress(OSError):  # a folder of a file server may know no locks
+                    fcntl.flock(file, fcntl.LOCK_EX)  # let go with the file, whatever happens
             yield
         finally:
             os.close(file)
@@ -177,8 +178,13 @@ def _alive(owner: str) -> bool:
     machine, _, process = owner.rpartition(":")[0].rpartition(":")
     if machine != socket.gethostname() or not process.isdecimal() or sys.platform == "win32":
         return True
+    return is_process(int(process))
+
+
+def is_process(number: int) -> bool:
+    """Whether a process of this machine is there, whoever's it is."""
     try:
-        os.kill(int(process), 0)
+        os.kill(number, 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):

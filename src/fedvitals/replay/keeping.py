@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STATE, UPDATE = "state", "update"
 KINDS = {"model": "global"}  # what the store's list calls it
-ROUND_OF_GRACE = 3  # findings come a little later than the rounds that they speak of
+ROUNDS_OF_GRACE = 3  # findings come a little later than the rounds that they speak of
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Keeper:
         self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
         self.flagged: set[int] = set()  # rounds that a finding speaks of
         self.suspects: dict[str, int] = {}  # and the newest round in which they were
-        self._stopped = False
+        self._stopped = self._thinned = False
         self._bytes = self.objects.bytes
         for entry in journal.entries() if journal.rounds() else ():
             self._note(entry)
@@ -91,7 +91,7 @@ class Keeper:
                     self._write(mark, message.tensors, UPDATE, number, message.node)
                 elif self._tape.updates:
                     self._hold(number, UPDATE, message.node, mark, message.tensors)
-            opened.came.append(_came(message, mark))
+            opened.came.append(came_of(message, mark))
 
     def missed(self, number: int, count: int) -> None:
         self._of(number).lost += count
@@ -102,7 +102,7 @@ class Keeper:
         opened, self._open = self._of(number), None
         after = {name: mark_of(tensors) for name, tensors in state.items()}
         entry = Entry(
-            number, opened.state, opened.notes, tuple(opened.came), after, notes, _finite(metrics), opened.lost
+            number, opened.state, opened.notes, tuple(opened.came), after, notes, finite(metrics), opened.lost
         )  # fmt: skip
         self.journal.write(entry)
         self._note(entry)
@@ -115,8 +115,7 @@ class Keeper:
         """What is around a finding is kept: the states that are at hand, and its suspects' updates."""
         for finding in found:
             last = self._open.number if self._open is not None else self._last()
-            rounds = [r for r in (finding.where.round, getattr(finding, "until", None)) if r is not None] or [last]
-            self.flagged |= set(rounds)
+            self.flagged.add(last if finding.where.round is None else finding.where.round)
             for suspect in finding.suspects:
                 self.suspects[suspect.node] = last
         nodes = {suspect.node for finding in found for suspect in finding.suspects}
@@ -183,7 +182,7 @@ class Keeper:
             self._bytes -= self.objects.remove(digest)
             self._uses.pop(digest, None)
             gone += 1
-        if gone and not getattr(self, "_thinned", False):
+        if gone and not self._thinned:
             self._thinned = True
             self._tell("info", "tape.thinned", "The tape is full, and keeps fewer states: oldest healthy rounds go.")
 
@@ -208,7 +207,7 @@ class Keeper:
 
     def _let_go(self, number: int) -> None:
         for key in [*self._recent]:
-            kept = self._tape.updates if key[1] == UPDATE else ROUND_OF_GRACE
+            kept = self._tape.updates if key[1] == UPDATE else ROUNDS_OF_GRACE
             if key[0] <= number - kept:
                 _, tensors = self._recent.pop(key)
                 self._recent_bytes -= _bytes(tensors)
@@ -252,7 +251,8 @@ class Keeper:
         return max(self.journal.rounds(), default=0)
 
 
-def _came(message: Message, mark: Mark | None) -> Came:
+def came_of(message: Message, mark: Mark | None) -> Came:
+    """As it stands in the journal."""
     losses = b""
     if message.losses is not None and len(message.losses):
         losses = torch.as_tensor(message.losses).to(torch.float32).cpu().numpy().astype("<f4").tobytes()
@@ -274,7 +274,8 @@ def losses_of(came: Came) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.frombuffer(came.losses, dtype="<f4")
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON knows no NaN."""
     return {name: float(value) if np.isfinite(value) else None for name, value in metrics.items()}
 
 

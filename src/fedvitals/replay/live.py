@@ -13,6 +13,7 @@ this process dies, the run goes on by itself.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections import deque
@@ -23,9 +24,10 @@ from typing import Self
 from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.records import Finding
 from fedvitals.replay.breakpoints import Breakpoints, Hit
-from fedvitals.replay.gate import BEAT, Handle
-from fedvitals.store import Reader, Target, open_reader
-from fedvitals.store.queries import find_run, get_run, records
+from fedvitals.replay.gate import BEAT, Handle, is_process
+from fedvitals.store import Reader, Target, open_reader, store_target
+from fedvitals.store.lock import writer_of
+from fedvitals.store.queries import find_run, get_run, records, summary_of
 from fedvitals.store.tapes import tape_folder
 
 COMPLETE = "time.round"  # the monitor's last record of a round
@@ -33,6 +35,7 @@ LOOK = 0.05  # seconds between two looks at the gate
 ASK = 0.5  # between two questions to the store
 PATIENCE = 30.0  # for a round to come into the store, that the run says is over
 SETTLED = 2.0  # after which a round that nobody held has its findings, too
+SILENT = 60.0  # without a word from a run, and with nobody who writes
 NEVER_HELD = ("flower",)
 
 
@@ -51,10 +54,14 @@ class Live:
         self.hits: list[Hit] = []  # all so far
         self.error: Exception | None = None  # why it no longer looks
         self._store, self._tell = store, tell
+        self._trainer = _writer(store)
         with open_reader(store) as reader:
             described = get_run(reader, find_run(reader, run))
-        if described.finished is not None:
-            raise ConfigError(f"The run {described.id} has ended: replay it, with  fedvitals replay {described.id}")
+            last = described.started + (summary_of(reader, described.id).seconds or 0.0)
+        silent = self._trainer is None and time.time() - last > SILENT
+        if described.finished is not None or silent:
+            how = "was broken off" if described.finished is None else "has ended"
+            raise ConfigError(f"The run {described.id} {how}: replay it, with  fedvitals replay {described.id}")
         self.run, self.holds = described.id, described.host not in NEVER_HELD
         folder = tape_folder(store, self.run)
         if self.holds and not (folder / "tape.json").exists():
@@ -95,7 +102,8 @@ class Live:
         """The run goes on, unwatched."""
         self._stop.set()
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # of `tell`
+                thread.join()
         self._threads = []
         if self.holds:
             with contextlib.suppress(OSError):
@@ -110,7 +118,7 @@ class Live:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has come to its end, or its process has."""
         return self._ended
 
     def wait_for_hit(self, timeout: float | None = None) -> Hit | None:
@@ -149,6 +157,7 @@ class Live:
     def _go_on(self) -> None:
         number, self._paused = self._paused, None
         if number is not None:
+            self._stopping.clear()  # whoever lets it go knows why it stood
             self._handle.renew(go=number)
 
     # -- the threads --------------------------------------------------------------------------------------------------
@@ -195,7 +204,7 @@ class Live:
         hits = [hit for each in (*late, number) for hit in self._check(reader, each)]
         with self._turn:
             if self._pausing and not any(hit.stops for hit in hits):
-                hits.append(Hit(0, number, "pause", "as asked"))
+                hits.append(Hit(0, number, "pause", "held, as asked"))
             if any(hit.stops for hit in hits):
                 self._paused, self._pausing = number, False
             else:
@@ -215,7 +224,7 @@ class Live:
 
     def _in_store(self, reader: Reader) -> None:
         """Rounds that nobody held, which are told of afterwards; and whether the run has ended."""
-        over = get_run(reader, self.run).finished is not None
+        over = self._is_over(reader)
         now = self._asked = time.monotonic()
         complete = self._complete(reader)
         for number in complete:
@@ -228,9 +237,14 @@ class Live:
             for number in tuple(self._hit):
                 self._announce(self._check(reader, number))
             with self._turn:
-                self._ended = True
+                self._ended, self._paused = True, None
                 self._turn.notify_all()
             self._stop.set()
+
+    def _is_over(self, reader: Reader) -> bool:
+        """It says so; or it was killed, and says nothing any more."""
+        gone = self._trainer is not None and not is_process(self._trainer)
+        return gone or get_run(reader, self.run).finished is not None
 
     def _check(self, reader: Reader, number: int) -> list[Hit]:
         """Of this round, and of the one before again: a loop may tell its accuracy after the round is closed."""
@@ -250,3 +264,10 @@ class Live:
             self._turn.notify_all()
         for hit in hits if self._tell is not None else ():
             self._tell(hit)  # type: ignore[misc]
+
+
+def _writer(store: Target) -> int | None:
+    """The process that trains, where it is known: it writes the store, a file on this machine."""
+    target = store_target(store)
+    number = None if isinstance(target, str) or sys.platform == "win32" else writer_of(target)
+    return number if number is not None and is_process(number) else None

@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import Tensor
@@ -82,6 +82,16 @@ class LoopPlayer:
         """Which average gave the recorded states, in words; None: `aggregate` was given, or nothing averaged yet."""
         return None if self._aggregate is not None else self._averages.fitting
 
+    @property
+    def experiment(self) -> Never:
+        raise ConfigError(
+            "Of a plain loop only its own training can be run again, as it was: what if, fork and bisect change an "
+            "experiment of the lab and measure it. Drop or change a client in your train() or aggregate(), and run "
+            "LoopPlayer(...).rounds(first, last, player.server(first))."
+        )
+
+    site = experiment
+
     def start(self, number: int) -> int:
         start = self.tape.nearest(number)
         if start is None:
@@ -114,8 +124,11 @@ class LoopPlayer:
                 messages = [self._client(entry, came, server.model) for came in _asked(entry, alone)]
                 played = Played(number, {"model": server.model}, dict(entry.notes), messages)
                 if alone is None:  # the generators stand where the last client left them, as they did then
-                    ended, server.model = self._ended(entry, server.model, messages)
-                    played.after, played.after_notes = {"model": ended}, dict(entry.after_notes)
+                    if entry.lost or not entry.after:
+                        server.model = self._beyond(entry, number == numbers[-1], server.model)
+                    else:
+                        ended, server.model = self._ended(entry, server.model, messages)
+                        played.after, played.after_notes = {"model": ended}, dict(entry.after_notes)
                     server.number = number + 1
             yield played
 
@@ -177,6 +190,18 @@ class LoopPlayer:
         if next_one in (None, digest_of(ended)):
             return ended, ended
         return ended, self._averages.of(before, useful, str(next_one)) or ended
+
+    def _beyond(self, entry: Entry, last: bool, before: Tensors) -> Tensors:
+        """Past a round of which the tape lost a part: nobody knows who else took part in it."""
+        if last:
+            return before
+        later = next(number for number in self.tape.rounds if number > entry.round)
+        if not self.tape.has_state(later):
+            raise StoreError(
+                f"The tape lost a part of round {entry.round}, so those after it cannot be run again before its next "
+                'stored state. A larger memory= keeps up with faster rounds: fv.Tape(memory="2 GB").'
+            )
+        return self.tape.state(later)["model"]
 
     def _next(self, entry: Entry) -> str | None:
         later = next((number for number in self.tape.rounds if number > entry.round), None)

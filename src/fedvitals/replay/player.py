@@ -29,7 +29,7 @@ from fedvitals.protocols import Message, NullObserver, WorkerObserver
 from fedvitals.records import Action, Where
 from fedvitals.replay.digests import Tensors, mark_of
 from fedvitals.replay.journal import Entry
-from fedvitals.replay.keeping import _came, _finite
+from fedvitals.replay.keeping import came_of, finite
 from fedvitals.replay.reader import TapeReader
 
 
@@ -50,11 +50,11 @@ class Played:
 
     def entry(self) -> Entry:
         """As the tape would have recorded it."""
-        came = [_came(m, None if m.tensors is None else mark_of(m.tensors)) for m in self.messages]
+        came = [came_of(m, None if m.tensors is None else mark_of(m.tensors)) for m in self.messages]
         before = {name: mark_of(tensors) for name, tensors in self.before.items()}
         after = {name: mark_of(tensors) for name, tensors in self.after.items()}
         notes = (self.notes, self.after_notes)
-        return Entry(self.number, before, notes[0], tuple(came), after, notes[1], _finite(self.metrics))
+        return Entry(self.number, before, notes[0], tuple(came), after, notes[1], finite(self.metrics))
 
 
 class Playback(NullObserver):
@@ -97,6 +97,7 @@ class Playback(NullObserver):
 class Player:
     """Opened for a tape; closed by leaving its `with`. `workers`: as many as you like, the bits are the same.
 
+    `device`: another than it was recorded on, where that one is not here: the bits may differ then.
     `experiment`: needed where the tape has no description of it, because parts of it are objects of the user's own.
     """
 
@@ -107,6 +108,7 @@ class Player:
         experiment: Experiment | None = None,
         data: str | Path | None = None,
         workers: int | None = 1,
+        device: str | None = None,
         site: Site | None = None,
     ) -> None:
         self.tape = tape
@@ -120,6 +122,7 @@ class Player:
         self.data = data if data is not None else told.get("data")
         self.site = prepared(self.described, self.data) if site is None else site
         self.experiment = self.site.experiment
+        self._device = device
         self.workers, self._engines = workers, dict[int | None, Engine]()
 
     def __enter__(self) -> Self:
@@ -137,7 +140,7 @@ class Player:
         wanted = self.workers if workers is None else workers
         if wanted not in self._engines:
             told = self.tape.setting.told
-            device = str(told.get("device", "cpu"))
+            device = self._device or str(told.get("device", "cpu"))
             name = "sequential" if told["engine"] == FLOWER else str(told["engine"])  # by the promise of that engine
             self._engines[wanted] = Engine(self.site, name, wanted, device)
         return self._engines[wanted]

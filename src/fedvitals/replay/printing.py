@@ -67,8 +67,8 @@ def _asked(session: Session, words: Sequence[str], *, free: bool) -> Asked:
 
 def _matching(word: str, layers: Iterable[str]) -> list[str]:
     """A layer by its name, or all tensors of a module by the module's."""
-    names = [*layers]
-    return [word] if word in names else [name for name in names if name.startswith(f"{word}.")]
+    names, module = [*layers], word.rstrip(".")
+    return [word] if word in names else [name for name in names if name.startswith(f"{module}.")]
 
 
 def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") -> Shown:
@@ -97,12 +97,11 @@ def _client(asked: Asked, what: str) -> str:
 def gradient(session: Session, asked: Asked) -> Shown:
     """Of a client's step, as its optimiser gets it."""
     node = _client(asked, "gradient")
-    step = session.step_of(node)
     if session.tape.setting.host != "lab":
         return _recorded_gradient(session, asked, node)
-    one = session.material.trace(asked.round, node, step).steps[step]
-    note = session.exactness(node)
-    return _tensors(f"gradient of {node}, round {asked.round}, step {step}", one.gradients or {}, asked.layer, note)
+    step, note = session.at(node), session.exactness(node)
+    title = f"gradient of {node}, round {asked.round}, step {step.number}"
+    return _tensors(title, step.gradients or {}, asked.layer, note)
 
 
 def _recorded_gradient(session: Session, asked: Asked, node: str) -> Shown:
@@ -122,10 +121,9 @@ def _recorded_gradient(session: Session, asked: Asked, node: str) -> Shown:
 def weight(session: Session, asked: Asked) -> Shown:
     """In a client: its own, before the step. Else the global model's, at the round's beginning."""
     if asked.node is not None and session.node == asked.node:
-        step = session.step_of(asked.node)
-        one = session.material.trace(asked.round, asked.node, step).steps[step]
-        title = f"weights of {asked.node}, round {asked.round}, before step {step}"
-        return _tensors(title, one.weights or {}, asked.layer, session.exactness(asked.node))
+        step = session.at(asked.node)
+        title = f"weights of {asked.node}, round {asked.round}, before step {step.number}"
+        return _tensors(title, step.weights or {}, asked.layer, session.exactness(asked.node))
     if asked.node is not None:
         sent = session.material.sent(asked.round, asked.node)
         return _tensors(f"weights that {asked.node} sent in round {asked.round}", _there(sent, asked), asked.layer)
@@ -232,19 +230,20 @@ def _number(value: float | None) -> float:
 def batch(session: Session, asked: Asked) -> Shown:
     """The samples of a client's step: which of its own they are, and their labels."""
     node = _client(asked, "batch")
-    step = session.step_of(node)
-    found = session.material.trace(asked.round, node, step)
-    x, y = found.batch(step)
+    step = session.at(node)
+    x, y = session.material.trace(asked.round, node, step.number).batch(step.number)
     s = summary(x, bins=1)
     counts = Counter(int(label) for label in y.reshape(-1))
     rows = [(label, count, count / max(1, y.numel())) for label, count in sorted(counts.items())]
     odd = f", NaN {s.nan}, Inf {s.inf}" if s.nan or s.inf else ""
-    own = " ".join(str(int(row)) for row in found.steps[step].rows[:FEW]) + (" ..." if len(y) > FEW else "")
+    own = " ".join(str(int(row)) for row in step.rows[:FEW]) + (" ..." if len(y) > FEW else "")
     note = (
         f"{len(y)} samples of shape {'×'.join(map(str, s.shape[1:]))}, values {shown.figure(s.min)} to "
         f"{shown.figure(s.max)}{odd}. Of its own samples, these: {own}"
     )
-    return shown.table(f"batch of {node}, round {asked.round}, step {step}", ("label", "samples", "share"), rows, note)
+    return shown.table(
+        f"batch of {node}, round {asked.round}, step {step.number}", ("label", "samples", "share"), rows, note
+    )
 
 
 def state(session: Session, asked: Asked) -> Shown:

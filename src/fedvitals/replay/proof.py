@@ -40,6 +40,8 @@ class Proof:
     deviation: float = 0.0
     tolerance: float = 0.0
     mismatch: Mismatch | None = None
+    begun: str = "the seed"  # what it was computed from
+    remark: str | None = None  # what else is to be known
 
     @property
     def holds(self) -> bool:
@@ -66,6 +68,8 @@ def verify(
     begins = player.start(first)
     why = _why_not_exact(tape)
     proof = Proof(tape.setting.run, first, last, begins, why is None, why, tolerance=0.0 if why is None else tolerance)
+    if begins != 0 or not tape.begins_from_seed:
+        proof.begun = f"the state stored before round {begins}"
     began, wrong = time.perf_counter(), None
     with tape.sealed(first, last):
         server: Any = player.stored(begins)
@@ -84,6 +88,8 @@ def verify(
                 break
             proof.proved.append(played.number)
     proof.seconds = time.perf_counter() - began
+    if isinstance(player, LoopPlayer) and player.averaged is not None:
+        proof.remark = f"No aggregate() was given; this average fits: {player.averaged}."
     proof.mismatch = None if wrong is None else _with_values(wrong, tape, played)
     return proof
 

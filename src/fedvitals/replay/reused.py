@@ -134,5 +134,3 @@ class Reused(Federation):
         self.answers = answers
         with one_thread():
             return one_round(self, self._ward, number, self._model, examined=examined)
-
-

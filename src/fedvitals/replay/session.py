@@ -14,6 +14,7 @@ at its beginning. What the tape does not have is run again when it is first aske
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -34,6 +35,7 @@ from fedvitals.replay.reader import TapeReader, open_tape
 from fedvitals.replay.remembered import Remembered
 from fedvitals.replay.running import Running
 from fedvitals.replay.shown import Shown
+from fedvitals.replay.trace import Step
 from fedvitals.store import Reader, Target, open_reader, queries, store_target
 
 if TYPE_CHECKING:
@@ -244,6 +246,14 @@ class Session:
     def step_of(self, node: str) -> int:
         return self.step_number if node == self.node else 0
 
+    def at(self, node: str) -> Step:
+        """The client's step that the session is at, with its tensors; of a client that it is not in, the first."""
+        number = self.step_of(node)
+        found = self.material.trace(self.round, node, number)
+        if not found.steps:
+            raise ConfigError(f"{node} took no step in round {self.round}: {found.error or 'it was asked for none'}.")
+        return found.steps[number]
+
     def exactness(self, node: str) -> str:
         """Whether a client's steps, as they are shown, are what happened."""
         exact = self.material.trace(self.round, node, self.step_of(node)).exact
@@ -318,7 +328,8 @@ class Session:
     def _on(self, text: str | None, timeout: float | None) -> Hit | None:
         number = None if text is None else self.breakpoints.add(text)
         try:
-            return self.running.until_hit(timeout)
+            hit = self.running.until_hit(timeout)
+            return replace(hit, number=0) if hit is not None and hit.number == number else hit
         finally:
             if number is not None:
                 self.breakpoints.remove(number)

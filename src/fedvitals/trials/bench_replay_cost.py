@@ -2,8 +2,8 @@
 """What recording adds to a run: by the clock, in seconds of processors, and to the server's own part of a round.
 
 Three runs of one experiment side by side in one process: without a tape, with one, and with every client's model saved
-as it arrives (FedDebug's way). They go on in turn, as many rounds at a time as lie between two whole states of the tape;
-what is still to be written belongs to their time.
+as it arrives (FedDebug's way). They go on in turn, as many rounds at a time as lie between two whole states of the
+tape; what is still to be written belongs to their time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ Tell = Callable[[str], None]
 
 FOREVER = 1_000_000  # rounds: the benchmark stops when it has seen enough
 AGGREGATION = ("receive", "aggregate")  # from an update's arrival to the new model
+COSTS = ("wall", "cpu", "own", "main")  # the clock, all processors, the server's own part, its thread's processor time
 CPU = Path("/proc/{}/schedstat")
 
 
@@ -124,11 +125,11 @@ class Arm:
         self.tape = tape
         self.monitor = Listening(folder / "runs.db", experiment.name, host="lab", tape=tape)
         self._rounds = lab.rounds(experiment, self.monitor)
-        self.costs: dict[str, list[float]] = {"wall": [], "cpu": [], "own": [], "thread": []}
+        self.costs: dict[str, list[float]] = {name: [] for name in (*COSTS, "thread")}
 
     def block(self, count: int) -> dict[str, float]:
         """A round's mean over so many."""
-        own, thread, cpu = self.monitor.own, self._thread(), cpu_seconds()
+        own, thread, main, cpu = self.monitor.own, self._thread(), time.thread_time(), cpu_seconds()
         began = time.perf_counter()
         for _ in range(count):
             next(self._rounds)
@@ -140,6 +141,7 @@ class Arm:
             "wall": wall,
             "cpu": cpu_seconds() - cpu,
             "own": self.monitor.own - own,
+            "main": time.thread_time() - main,
             "thread": self._thread() - thread,
         }
         return {name: seconds / count for name, seconds in spent.items()}
@@ -204,9 +206,9 @@ def compared(arms: Mapping[str, Arm]) -> Row:
     found: Row = {"busy": _busy()}
     for name, every in (("tape", 1), ("every model", SELDOM)):
         costs = arms[name].costs
-        found[name] = {kind: over(bare[kind][::every], costs[kind]) for kind in ("wall", "cpu", "own")}
-        found[name] |= {f"{kind}_seconds": float(np.median(costs[kind])) for kind in ("wall", "cpu", "own")}
-    seconds = {kind: float(np.median(bare[kind])) for kind in ("wall", "cpu", "own")}
+        found[name] = {kind: over(bare[kind][::every], costs[kind]) for kind in COSTS}
+        found[name] |= {f"{kind}_seconds": float(np.median(costs[kind])) for kind in COSTS}
+    seconds = {kind: float(np.median(bare[kind])) for kind in COSTS}
     return {
         **found,
         "round_seconds": seconds["wall"],

@@ -15,6 +15,8 @@ from fedvitals.views.troubles import concerns
 
 PLAIN = re.compile(r"[\w.\-]+", re.ASCII)  # names that need no care inside a session's own line
 
+NEEDS = {"krum": " faulty=1", "multi_krum": " faulty=1"}  # what these rules cannot do without
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -85,7 +87,7 @@ def _bisect(here: Here, cases: Sequence[Case]) -> Command | None:
 def what_if_command(run: str, store: Target, number: int, drop: Sequence[str], rule: str) -> str:
     plain = [node for node in drop if PLAIN.fullmatch(node)]
     parts = [f"drop {', '.join(plain)}"] if plain else []
-    parts += [f"aggregator {rule}"] if rule != "recorded" and PLAIN.fullmatch(rule) else []
+    parts += [f"aggregator {rule}{NEEDS.get(rule, '')}"] if rule != "recorded" and PLAIN.fullmatch(rule) else []
     said = " and ".join(parts) or "drop CLIENT"
     session = shlex.quote(f"goto {number}; whatif {said}")
     return f"fedvitals replay {shlex.quote(run)}{_where(store)} -c {session}"

@@ -49,12 +49,8 @@ class Answered(msgspec.Struct, frozen=True):
     used: bool = True
 
 
-class Order(msgspec.Struct, frozen=True):
-    arguments: dict[str, Any] = {}
-
-
 class Noted(msgspec.Struct, frozen=True):
-    actions: list[Order] = []
+    actions: Any = None  # corrections in force, as the host wrote them
 
 
 class Glance(msgspec.Struct, frozen=True):
@@ -192,7 +188,6 @@ def _read(tape: TapeReader, number: int) -> Row:
     try:
         found = tape.journal.read_as(Glance, number)
         marks = [came.mark for came in found.came if came.mark is not None]
-        targets = [order.arguments.get("restore") for order in found.notes.actions]
         return Row(
             number,
             tuple(one.digest for one in found.state.values()),
@@ -201,10 +196,20 @@ def _read(tape: TapeReader, number: int) -> Row:
             len(found.came) - len(marks),
             sum(came.mark is not None and not came.used for came in found.came),
             found.lost,
-            next((int(target) for target in targets if isinstance(target, int | float)), None),
+            _restored(found.notes.actions),
         )
     except (StoreError, OSError, ValueError, OverflowError) as error:
         return Row(number, trouble=str(error) or type(error).__name__)
+
+
+def _restored(actions: Any) -> int | None:
+    """The round that a correction went back to."""
+    for one in actions if isinstance(actions, list) else ():
+        told = one.get("arguments") if isinstance(one, dict) else None
+        target = told.get("restore") if isinstance(told, dict) else None
+        if isinstance(target, int | float):
+            return int(target)
+    return None
 
 
 def keys_of(digests: Sequence[str]) -> Keys:

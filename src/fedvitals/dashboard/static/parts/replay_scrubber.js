@@ -6,7 +6,8 @@ import { SHAPES } from "../colour.js";
 import { gesture } from "../gesture.js";
 import { number } from "../format.js";
 
-const HEIGHT = { flags: 18, tape: 26, failures: 14 };
+const HEIGHT = { flags: 18, tape: 26, failures: 13, ticks: 13 };
+const APART = 56; // pixels between two numbers of rounds
 const NEAR = 9; // pixels between two flags under which only the worse is drawn
 const RANK = { critical: 3, warning: 2, note: 1 };
 const KINDS = {
@@ -65,15 +66,15 @@ export function scrubber(choose) {
   function draw() {
     width = strip.clientWidth;
     if (!width) return;
-    const [whole, size] = [HEIGHT.flags + HEIGHT.tape + HEIGHT.failures, column()];
+    const [whole, size] = [Object.values(HEIGHT).reduce((sum, one) => sum + one), column()];
     const gap = size > 6 ? 2 : size > 3 ? 1 : 0;
     const bars = Object.keys(KINDS).map((kind) => s("path", { class: `scrub-${kind}`, d: path(kind, size, gap) }));
     const current = s("g", { class: "scrub-cursor" },
       s("rect", { x: -Math.max(2, size / 2), y: HEIGHT.flags - 3, width: Math.max(4, size), height: HEIGHT.tape + 6, rx: 2 }),
-      s("line", { x1: 0, x2: 0, y1: HEIGHT.flags + HEIGHT.tape + 3, y2: whole }));
+      s("line", { x1: 0, x2: 0, y1: HEIGHT.flags + HEIGHT.tape + 3, y2: HEIGHT.flags + HEIGHT.tape + HEIGHT.failures }));
     fill(strip, s("svg", { width, height: whole, "aria-hidden": "true" },
       s("line", { class: "scrub-base", x1: 0, x2: width, y1: HEIGHT.flags + HEIGHT.tape + 0.5, y2: HEIGHT.flags + HEIGHT.tape + 0.5 }),
-      bars, flags(size), failures(size), current));
+      bars, flags(size), failures(size), ticks(size, whole), current));
     cursor();
   }
 
@@ -96,6 +97,11 @@ export function scrubber(choose) {
     }
     return shown.map(({ x, one }) => s("text", { class: `scrub-flag sev-${one.severity}`, x, y: HEIGHT.flags - 6, "text-anchor": "middle" },
       SHAPES[one.severity] ?? SHAPES.note, s("title", { text: `round ${one.round}: ${one.words}${one.count > 1 ? `, and ${one.count - 1} more` : ""}` })));
+  }
+
+  function ticks(size, whole) {
+    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((one) => one * size >= APART) ?? 10_000;
+    return index.rounds.map((round, i) => (round % every ? null : s("text", { class: "scrub-tick", x: tenth((i + 0.5) * size), y: whole - 2, "text-anchor": "middle", text: round })));
   }
 
   function failures(size) {

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals bisect RUN --good 8 --bad 20`: which clients brought a run from its good path, and since which round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from fedvitals.replay.bisect import Culprit
+
+
+@click.command(
+    epilog="Exit code: 0, whether or not culprits were found; 2 for wrong use or a run that cannot be run again."
+)
+@click.argument("run")
+@click.option("--good", type=int, required=True, metavar="ROUND", help="A round in which all was well.")
+@click.option("--bad", type=int, required=True, metavar="ROUND", help="A later one in which it was not.")
+@click.option("--metric", type=click.Choice(["loss", "accuracy"]), help="Default: the one that became worse.")
+@click.option("--until", metavar="CONDITION", help="What must hold again in the bad round: 'accuracy >= 0.8'.")
+@click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set. Default: where it was.")
+@click.option("--workers", type=int, default=1, show_default=True, help="Worker processes.")
+@store_option
+@json_option
+def command(
+    run: str,
+    good: int,
+    bad: int,
+    metric: str | None,
+    until: str | None,
+    data: str | None,
+    workers: int,
+    store: str | None,
+    as_json: bool,
+) -> None:
+    """Find the smallest set of clients whose removal brings a run back to its good path, and their first bad round.
+
+    RUN is a run of the lab with a tape: its id, the beginning of one, or a name (its newest run). Rounds are truly run
+    again, without some of the clients; every try is told.
+    """
+    try:
+        from fedvitals.replay import bisect, conditions
+        from fedvitals.replay.player import Player
+        from fedvitals.replay.reader import open_tape
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "lab", "Running rounds again") from error
+    condition = None if until is None else conditions.parse(until)
+    chosen, suspects = _suspects(store, run, good, bad)
+    with Player(open_tape(store, chosen), data=data, workers=workers) as player:
+        found = bisect.bisect(
+            player,
+            good,
+            bad,
+            metric=metric,
+            until=condition,
+            suspects=suspects,
+            progress=lambda text: click.echo(text, err=True),
+        )
+    if as_json:
+        print_json("bisect", found)
+    else:
+        _print(found, store)
+
+
+def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, list[str]]:
+    """The run that is meant, and whom its findings of these rounds name."""
+    from fedvitals.records import Finding
+    from fedvitals.store import open_reader, queries
+
+    with open_reader(store) as reader:
+        chosen = queries.find_run(reader, run)
+        told = [f for f in queries.records(reader, chosen, Finding) if good < (f.where.round or 0) <= bad]
+    named = [node for f in told for node in (f.where.node, *(suspect.node for suspect in f.suspects)) if node]
+    return chosen, [*dict.fromkeys(named)]
+
+
+def _print(found: Culprit, store: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedvitals.cli.screen import shown
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("without", "from round", f"{found.metric} in round {found.bad}"):
+        table.add_column(heading)
+    table.add_row("nobody (recorded)", "", _number(found.recorded))
+    for one in found.tries:
+        table.add_row(shown(", ".join(one.without)), str(one.first), _number(one.value))
+    console.print(table)
+    console.print(f"\n[bold]{shown(str(found))}[/bold]")
+    console.print(f"[dim]Restored means: {shown(found.criterion)}.[/dim]")
+    if found.clients:
+        option = "" if store is None else f" --store {store}"
+        console.print(
+            f"[dim]Look at it:  fedvitals replay {shown(found.run)}{option} -c 'goto {found.round}'[/dim]",
+            soft_wrap=True,
+        )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}"

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replay session shows, drawn: a histogram of a tensor, a series as lines, a table as bars, words as words.
+
+    from fedvitals.plot.replay import draw
+    with fv.open_replay("RUN") as r:
+        draw(r.show("gradient conv1"), "gradient.svg")
+
+A file is PNG, SVG, PDF, or HTML: a page of its own with the picture and, folded below it, its numbers. No script is in
+it, nor anything from elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedvitals.errors import ConfigError
+from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, sheet
+from fedvitals.plot.scale import label_ends, tick
+from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, words
+from fedvitals.plot.svg import svg_of
+from fedvitals.replay.shown import SERIES, TABLE, TENSOR, Shown, figure, harmless
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FILES = ("png", "svg", "pdf", "html")
+BARS = 40  # rows of a table that are drawn
+LINES = 8  # more are no picture any more: the others are one band
+LISTED = 1000  # rows below the picture of a page
+
+
+def draw(shown: Shown, path: str | Path | None = None) -> Figure:
+    """The picture of what is shown; written to `path` where one is given. Its ending says how."""
+    kind = "" if path is None else Path(path).suffix.removeprefix(".").lower()
+    if path is not None and kind not in FILES:
+        raise ConfigError(f"A picture is a file that ends in {', '.join(FILES)}; got '{path}'.")
+    made = _drawn(shown)
+    if path is not None:
+        _write(made, shown, Path(path), kind)
+    return made
+
+
+@drawn
+def _drawn(shown: Shown) -> Figure:
+    if shown.kind == TENSOR:
+        return _histogram(shown)
+    if shown.kind == SERIES:
+        return _lines(shown)
+    if shown.kind == TABLE:
+        return _bars(shown)
+    return nothing(words(shown.title, 100), words(shown.text or shown.note, 400))
+
+
+def _histogram(shown: Shown) -> Figure:
+    known = shown.summary
+    if known is None or not known.counts:
+        return nothing(words(shown.title, 100), "There is no finite value in it.")
+    made, grid = sheet(1, 2.3)
+    axes = grid[0, 0]
+    if len(known.counts) == 1:  # one value only
+        axes.bar([known.edges[0]], known.counts, color=BLUE, width=max(abs(known.edges[0]) * 0.02, 1e-3))
+    else:
+        axes.bar(known.edges[:-1], known.counts, np.diff(known.edges), align="edge", color=BLUE, linewidth=0)
+    axes.axvline(0, color=HAIRLINE, linewidth=0.7)
+    axes.axvline(known.mean, color=VERMILLION, linewidth=1.0)
+    shape = " × ".join(map(str, known.shape)) if len(known.shape) > 1 else f"{known.count} values"
+    odd = [f"{count} {name}" for name, count in (("NaN", known.nan), ("infinite", known.inf)) if count]
+    odd += [f"{known.zeros / known.count:.0%} zero"] if known.zeros else []
+    head(axes, words(shown.title, 60), ", ".join([shape, f"norm {figure(known.norm)}", *odd]))
+    axes.set_xlabel(f"value; orange: the mean, {figure(known.mean).replace('-', '−')}", labelpad=1)
+    axes.set_ylabel("how many", labelpad=2)
+    axes.xaxis.set_major_formatter(lambda value, _: tick(value))
+    return made
+
+
+def _lines(shown: Shown) -> Figure:
+    there = {name: numbers(values) for name, values in shown.lines.items() if len(values) == len(shown.x)}
+    if not shown.x or not any(np.isfinite(values).any() for values in there.values()):
+        return nothing(words(shown.title, 100), "There is nothing finite to draw.")
+    made, grid = sheet(1, 2.3)
+    axes, ends = grid[0, 0], []
+    single = [*there][: min(len(there), LINES)]
+    others = [there[name] for name in there if name not in single]
+    if others:
+        block = np.where(np.isfinite(others), others, np.nan)
+        some = np.isfinite(block).any(axis=0)
+        low, high = (np.where(some, np.nan_to_num(f(block)), np.nan) for f in (_least, _most))
+        axes.fill_between(shown.x, low, high, color=HAIRLINE, alpha=0.25, linewidth=0)
+    for place, name in enumerate(single):
+        colour = COLOURS[place % len(COLOURS)]
+        style = "-" if place < len(COLOURS) else "--"
+        line(axes, shown.x, there[name].tolist(), colour, linestyle=style)  # type: ignore[arg-type]
+        finite = np.flatnonzero(np.isfinite(there[name]))
+        if finite.size:
+            ends.append((words(name, 20), colour, float(shown.x[finite[-1]]), float(there[name][finite[-1]])))
+    note = f"grey: {len(others)} more" if others else words(shown.note, 70)
+    head(axes, words(shown.title, 60), note)
+    _whole_steps(axes, shown.x)
+    axes.set_xlabel(words(shown.x_name), labelpad=1)
+    axes.set_ylabel(words(shown.y_name), labelpad=2)
+    axes.yaxis.set_major_formatter(lambda value, _: tick(value))
+    label_ends(axes, ends)
+    return made
+
+
+def _whole_steps(axes: Any, places: Sequence[float]) -> None:
+    """Of rounds and steps there are no halves."""
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - an extra
+
+    if all(float(place).is_integer() for place in places):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
+
+
+def _least(block: Any) -> Any:
+    return np.where(np.isfinite(block), block, np.inf).min(axis=0)
+
+
+def _most(block: Any) -> Any:
+    return np.where(np.isfinite(block), block, -np.inf).max(axis=0)
+
+
+def _bars(shown: Shown) -> Figure:
+    column = _number_column(shown)
+    if column is None:
+        return nothing(words(shown.title, 100), words(f"No column of it has numbers. {shown.note}".strip(), 300))
+    rows = shown.rows[:BARS]
+    values = numbers([_number(row[column]) for row in rows])
+    made, grid = sheet(1, 0.7 + 0.18 * len(rows))
+    axes = grid[0, 0]
+    places = np.arange(len(rows))
+    axes.barh(places, np.nan_to_num(values, posinf=0, neginf=0), 0.7, color=BLUE, linewidth=0)
+    axes.axvline(0, color=HAIRLINE, linewidth=0.7)
+    reach = max(float(np.nanmax(np.abs(np.where(np.isfinite(values), values, 0)), initial=0)), 1e-12)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        end = value if math.isfinite(value) else 0.0
+        told = words(figure(row[column]), 20)
+        side = "right" if end < 0 else "left"
+        axes.text(end + math.copysign(0.01 * reach, end), place, told, va="center", ha=side, fontsize=SMALL)
+    axes.set_yticks(places, [words(_named(row, column), 28) for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter(lambda value, _: tick(value))
+    more = f"{len(rows)} of {len(shown.rows)} rows" if len(shown.rows) > len(rows) else words(shown.note, 70)
+    head(axes, words(f"{shown.title}: {shown.columns[column]}", 60), more)
+    return made
+
+
+def _number_column(shown: Shown) -> int | None:
+    """The first column of numbers that is not the rows' own number; whole numbers only where there is nothing else."""
+    found = [
+        i
+        for i in range(len(shown.columns))
+        if any(_number(row[i]) is not None for row in shown.rows)
+        and all(row[i] is None or _number(row[i]) is not None for row in shown.rows)
+    ]
+    real = [i for i in found if any(isinstance(row[i], float) for row in shown.rows)]
+    return next(iter([*real, *(i for i in found if i), *found]), None)
+
+
+def _number(cell: object) -> float | None:
+    return float(cell) if isinstance(cell, int | float) and not isinstance(cell, bool) else None
+
+
+def _named(row: Sequence[object], column: int) -> str:
+    texts = [str(cell) for i, cell in enumerate(row) if i != column and isinstance(cell, str)]
+    return texts[0] if texts else str(row[0])
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _write(made: Figure, shown: Shown, path: Path, kind: str) -> None:
+    title = harmless(shown.title)
+    if kind == "svg":
+        path.write_text(svg_of(made, title, "replay"), encoding="utf-8")
+    elif kind == "html":
+        path.write_text(page_of(made, shown), encoding="utf-8")
+    else:
+        _saved(made, path)
+
+
+@drawn
+def _saved(made: Figure, path: Path) -> None:
+    made.savefig(path, dpi=144)
+
+
+def page_of(made: Figure, shown: Shown) -> str:
+    """A page of its own: the picture, and its numbers in a table that one can search and copy."""
+    title = html.escape(harmless(shown.title))
+    columns, rows = _listed(shown)
+    cells = "".join(f"<th>{html.escape(harmless(name))}</th>" for name in columns)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(harmless(figure(cell)))}</td>' for cell in row)}</tr>"
+        for row in rows[:LISTED]
+    )
+    more = f"<p>{LISTED} of {len(rows)} rows.</p>" if len(rows) > LISTED else ""
+    note = f"<p>{html.escape(harmless(shown.note))}</p>" if shown.note else ""
+    table = f"<details open><summary>numbers</summary><table><tr>{cells}</tr>{body}</table>{more}</details>"
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style>\n'
+        f"<h1>{title}</h1>\n{svg_of(made, harmless(shown.title), 'replay')}\n{note}{table if rows else ''}</html>\n"
+    )
+
+
+STYLE = (
+    "body{font:14px/1.45 system-ui,sans-serif;margin:24px;max-width:960px;color:#222;background:#fff}h1{font-size:18px}"
+    "svg{max-width:100%;height:auto}table{border-collapse:collapse;margin-top:8px}"
+    "th,td{text-align:left;padding:3px 16px 3px 0;border-bottom:1px solid #d6dae0;font-variant-numeric:tabular-nums}"
+    "tr:hover td{background:#f5f6f8}"
+)
+
+
+def _listed(shown: Shown) -> tuple[list[str], list[Sequence[Any]]]:
+    if shown.kind == TABLE:
+        return [*shown.columns], [*shown.rows]
+    if shown.kind == SERIES:
+        lines = [values for values in shown.lines.values() if len(values) == len(shown.x)]
+        names = [name for name, values in shown.lines.items() if len(values) == len(shown.x)]
+        return [shown.x_name or "x", *names], [*zip(shown.x, *lines, strict=True)]
+    if shown.kind == TENSOR and shown.summary is not None and shown.summary.counts:
+        edges = shown.summary.edges
+        return ["from", "to", "how many"], [*zip(edges[:-1], edges[1:], shown.summary.counts, strict=False)]
+    return [], []
