@@ -4,24 +4,24 @@
 import shlex
 import shutil
 import sys
-from urllib.parse import parse_qs, urlsplit
+from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
 from fedvitals.errors import ConfigError
-from fedvitals.records import Finding, Run, Suspect, Where
+from fedvitals.records import Finding, Run
 from fedvitals.replay.journal import Journal
 from fedvitals.replay.reader import open_tape
 from fedvitals.store import open_reader, queries
 from fedvitals.views.replay_commands import Here, commands_of
 from fedvitals.views.replay_index import NoTapeError, Row, Standing, opened, standings
-from fedvitals.views.replay_page import replay_index, replay_round
-from fedvitals.views.replay_whatif import RULES, what_if
-from served import judge, ready, serve
+from fedvitals.views.replay_page import ReplayIndex, ReplayRound, replay_index, replay_round
+from fedvitals.views.replay_whatif import RULES, WhatIf, what_if
 from taped_by_hand import CLIENTS, FAILS, NOISY, ROUNDS, recorded, stored, written
 
 HOME = "http://127.0.0.1:8321"
@@ -208,8 +208,11 @@ def test_commands_are_understood_by_the_session(reader, taped):
 
     texts = [one.text for one in replay_round(reader, *taped, 4, NOISY).commands]
     texts += [what_if(reader, *taped, 1, [NOISY, "c1"], rule).command for rule in RULES]
+    verbs = {"replay": "fedvitals.cli.replay", "bisect": "fedvitals.cli.bisect"}
     for text in texts:
         words = shlex.split(text)
+        known = {name for option in import_module(verbs[words[1]]).command.params for name in option.opts}
+        assert {word for word in words if word.startswith("-")} <= known
         session = words[words.index("-c") + 1] if "-c" in words else ""
         for one in filter(None, map(str.strip, session.split(";"))):
             verb, _, rest = one.partition(" ")
@@ -235,6 +238,8 @@ def test_only_what_can_be_done_is_offered(host, kind, count):
     found = commands_of(Here("r", "runs.db", host, 3), Standing(kind, None, 0), ())
     assert len(found) == count
     assert all("--store" not in one.text for one in found)  # the default one needs no word
+    assert all(("--loop" in one.text) == (host == "torch") for one in found)
+    assert any("--tape FOLDER --round 3 --node" in one.text for one in found) == (host == "flower")
 
 
 # -- what if ----------------------------------------------------------------------------------------------------------
@@ -436,92 +441,11 @@ def test_questions_that_make_no_sense_are_refused(hand):
         assert found.status_code == 422
 
 
-# -- in a browser -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def site(taped, tmp_path_factory):
-    store = tmp_path_factory.mktemp("site") / "runs.db"
-    shutil.copy(taped[0], store)
-    shutil.copytree(f"{taped[0]}.d", f"{store}.d")
-    written(store, "evil", [EVIL, "b", "bad"], failed=["bad"], layers=[EVIL, "w"], name=EVIL, actions=[
-        {"kind": EVIL, "target": EVIL, "arguments": {EVIL: EVIL}},
-    ])  # fmt: skip
-    suspect = (Suspect(EVIL, 0.9, EVIL),)
-    stored(store, Finding(Where("evil", 2), 1.0, "BYZANTINE", "critical", 0.9, EVIL, {"since": 1}, suspect))
-    stored(store, Run(id="bare", name="bare", host="torch"))
-    with serve(store) as url:
-        yield url, taped[1]
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("page", [{}, {"color_scheme": "dark"}], indirect=True, ids=["light", "dark"])
-def test_one_scrubs_over_the_rounds(site, page):
-    url, run = site
-    ready(page, f"{url}/runs/{run}/replay", "replay")
-    slider = page.get_by_role("slider", name="Round")
-    assert slider.get_attribute("aria-valuenow") == str(LAST)
-    page.keyboard.press("ArrowLeft")
-    page.wait_for_url(f"**round={LAST - 1}")
-    page.locator(".said", has_text=f"Round {LAST - 1} of {LAST}").wait_for()
-    page.keyboard.press("ArrowRight")
-    page.locator(".said", has_text=f"Round {LAST} of {LAST}").wait_for()
-    box = slider.bounding_box()
-    page.mouse.click(box["x"] + box["width"] * 4.5 / ROUNDS, box["y"] + box["height"] / 2)
-    page.wait_for_url("**round=4")
-    page.locator("main", has_text="1 failed").wait_for()
-    slider.press("Home")
-    page.locator(".said", has_text=f"Round 0 of {LAST}").wait_for()
-    page.keyboard.press("n")
-    page.wait_for_url(lambda address: "round=0" not in address)
-    page.wait_for_load_state("networkidle")
-    assert judge(page) == []
-
-
-@pytest.mark.browser
-def test_an_address_leads_to_a_round_and_a_client_and_what_if(site, page):
-    url, run = site
-    ready(page, f"{url}/runs/{run}/replay?round={LAST}&node={NOISY}", "replay")
-    page.get_by_role("heading", name=f"{NOISY} against the cohort").wait_for()
-    assert f"goto {LAST}; into {NOISY}" in page.locator("main").inner_text()
-    page.locator("#whatif .said", has_text="bit by bit").wait_for()
-    page.get_by_label(f"What if without {NOISY}").check()
-    page.wait_for_url(f"**drop={NOISY}")
-    page.locator("#whatif .said", has_text=f"Without {NOISY}, the model would have gone").wait_for()
-    page.get_by_label("put together by").select_option("median")
-    page.locator("#whatif .said", has_text="by median").wait_for()
-    page.keyboard.press("Escape")
-    page.get_by_role("link", name=f"← round {LAST - 1}").click()
-    page.locator("#whatif .said", has_text="That cannot be told at once").wait_for()
-    assert f"goto {LAST - 1}; whatif drop {NOISY} and aggregator median" in page.locator("#whatif").inner_text()
-
-
-@pytest.mark.browser
-def test_replay_this_opens_the_round_and_the_suspect(site, page):
-    url, _ = site
-    ready(page, f"{url}/runs/evil/findings/BYZANTINE~~~", "finding")
-    page.get_by_role("link", name="replay this").click()
-    page.wait_for_selector("html[data-ready='replay']", state="attached")
-    assert parse_qs(urlsplit(page.url).query) == {"round": ["1"], "node": [EVIL]}
-    page.locator(".said", has_text="Round 1 of 2").wait_for()
-    page.wait_for_load_state("networkidle")
-    assert EVIL in page.locator("main").inner_text()
-    assert page.locator("img").count() == 0
-    assert page.get_by_role("heading", name=f"{EVIL} against the cohort").count() == 1
-
-
-@pytest.mark.browser
-def test_a_page_without_a_tape_says_how_to_get_one(site, page):
-    ready(page, f"{site[0]}/runs/bare/replay", "replay")
-    assert "fv.Tape(" in page.locator("main").inner_text()
-    assert judge(page) == []
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("page", [{"viewport": {"width": 390, "height": 844}}], indirect=True, ids=["phone"])
-def test_it_fits_a_phone(site, page):
-    url, run = site
-    ready(page, f"{url}/runs/{run}/replay?round={LAST}&node={NOISY}", "replay")
-    page.wait_for_load_state("networkidle")
-    wide = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    assert wide[0] <= wide[1] + 1
+def test_every_answer_has_the_shape_that_the_api_promises(taped):
+    with TestClient(create_app(taped[0]), base_url=HOME) as client:
+        run = f"/api/runs/{taped[1]}/replay"
+        for path, shape in (
+            (run, ReplayIndex), (f"{run}/4?node={FAILS}", ReplayRound), (f"{run}/{LAST}?node=c1", ReplayRound),
+            (f"{run}/{LAST}/whatif?drop=c1", WhatIf), (f"{run}/1/whatif", WhatIf),
+        ):  # fmt: skip
+            TypeAdapter(shape).validate_json(client.get(path).content, strict=True)

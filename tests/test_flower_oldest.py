@@ -21,6 +21,7 @@ ALIKE = (
     "privacy",
     "replay",
     "replay_client",
+    "replay_records",
     "secagg",
     "strategies",
     "watch",

@@ -24,9 +24,8 @@ from fedvitals.flower import unmodified
 from fedvitals.flower.rerun import rerun_client
 from fedvitals.flower.rerun_app import client_app as app_in
 from fedvitals.flower.rerun_app import strategy_of
-from fedvitals.flower.tape_client import client_tape
+from fedvitals.flower.tape_client import client_tape, settle
 from fedvitals.flower.tape_entries import Site
-from fedvitals.flower.tape_records import content_of, outlined
 from fedvitals.integrations.flower_environment import Settings
 from flower_by_hand import (
     HandGrid,
@@ -62,6 +61,7 @@ def drawing(message, context):
 def recorded(folder, train=drawing, *, rounds=3, tape=None, **more):
     app = client_app(fv.flower.client_mod(tape=tape or folder / "site"), train=train)
     result, grid = federate(FedAvg(), app, rounds=rounds, **more)
+    settle()
     return folder / "site", result, grid
 
 
@@ -89,6 +89,7 @@ def test_a_tape_changes_nothing(tmp_path):
         app = client_app(fv.flower.client_mod(tape=tape), train=drawing)
         torch.manual_seed(0)
         result, grid = federate(FedAvg(), app, rounds=3)
+        settle()
         stood = random.getstate(), torch.get_rng_state().numpy().tobytes()
         states = [told(state) for state in grid._states.values()]
         requests = [told(request.content) for request in grid.requests]
@@ -268,45 +269,6 @@ def test_bytes_that_are_no_entry_are_an_error_that_names_the_file(site, tmp_path
             rerun_client(tmp_path / "site", 2, "101", app=client_app(train=drawing))
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.arange(6, dtype=">f4"),
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.arange(6, dtype=np.uint32),
-        np.array(["a", "bc"]),
-        np.array(2.5, np.float16),
-        np.zeros((0, 3), np.float32),
-        np.array([1 + 2j]),
-        np.array([True, False]),
-        np.array([np.nan, -0.0, np.inf]),
-    ],
-)
-def test_records_of_any_kind_come_back_as_they_were(array):
-    content = RecordDict(
-        {
-            "a/b": ArrayRecord({"c": Array(array)}),
-            "a": ArrayRecord({"b/c": Array(np.ones(2, np.float32)), "": Array(array)}),
-            "odd": ArrayRecord({"z": Array(dtype="bf16", shape=(2,), stype="other", data=b"\x00\x01\x02")}),
-            "metrics": MetricRecord({"nan": float("nan"), "one": 1, "also": 1.0, "many": [1.5, float("-inf")]}),
-            "config": ConfigRecord(
-                {
-                    "text": "é\n",
-                    "yes": True,
-                    "raw": b"\x00\xff",
-                    "list": [b"a", b""],
-                    "long": b"x" * 100_000,
-                    "big": "é" * 70_000,
-                }
-            ),
-        }
-    )
-    outline, tensors = outlined(content, whole=True)
-    again = content_of(json.loads(json.dumps(outline)), {name: t.clone() for name, t in tensors.items()})
-    assert [*again] == [*content]
-    assert told(again) == told(content)
-
-
 # -- the app in its folder --------------------------------------------------------------------------------------------
 
 PYPROJECT = """
@@ -388,6 +350,7 @@ def folder(tmp_path, request):
 def taped(folder, monkeypatch):
     """A run of it; gives the folder of its clients' tapes."""
     federate(FedAvg(), app_in(folder), rounds=2)
+    settle()
     monkeypatch.chdir(folder.parent)
     return folder.parent / "site"
 

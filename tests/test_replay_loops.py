@@ -122,6 +122,8 @@ def test_the_tape_has_what_the_loop_did(tape, recorded):
     assert [len(came.losses) // 4 for came in entry.came] == [3, 3, 3]
     assert entry.metrics == {"accuracy": 0.52}
     assert entry.after["model"] == tape.entry(3).state["model"]
+    with open_reader(recorded.store) as reader:
+        assert reader.history(recorded.run).rounds() == tape.rounds  # the state after the last is no round
     last = tape.state(ROUNDS)["model"]
     assert all(torch.equal(last[name], tensor) for name, tensor in recorded.model.state_dict().items())
 
@@ -290,7 +292,14 @@ def test_generators_are_put_back_and_what_is_no_state_is_refused():
     assert torch.equal(drawn[0], again[0])
     assert (drawn[1] == again[1]).all()
     assert drawn[2:] == again[2:]
-    for wrong in ({}, {**before, "torch": "AAAA"}, {**before, "torch": "%"}, {**before, "python": [3, "AAAA", None]}):
+    far = {**before, "numpy": [before["numpy"][0], 10**6, 0, 0.0]}
+    for wrong in (
+        {},
+        {**before, "torch": "AAAA"},
+        {**before, "torch": "%"},
+        {**before, "python": [3, "AAAA", None]},
+        far,
+    ):
         with pytest.raises(StoreError, match="random generators on the tape cannot be read"):
             set_random_states(wrong)
 

@@ -263,7 +263,7 @@ def test_the_store_lists_what_is_kept(tmp_path):
     with open_reader(tmp_path / "runs.db") as reader:
         rows = query(reader, "SELECT round, kind, digest FROM snapshots ORDER BY round, node").rows
     models = {row[0]: row[2] for row in rows if row[1] == "global"}
-    assert {0, 2, 4} <= set(models)
+    assert {0, 2} <= set(models) <= set(tape.rounds)  # the state after the last round is listed as that round
     assert models[2] == tape.entry(2).state["model"].digest
     assert sum(row[1] == "update" for row in rows) == 3
 

@@ -208,9 +208,8 @@ def set_random_states(told: Mapping[str, Any]) -> None:
         random.setstate((version, tuple(_numbers(words, "<u4", 625).tolist()), gauss))
         if "numpy" in told:
             keys, place, has_gauss, cached = told["numpy"]
-            if place not in range(625):  # NumPy does not look, and would read beside its own memory
-                raise ValueError(f"place {place} of 624")
-            np.random.set_state(("MT19937", _numbers(keys, "<u4", 624), place, has_gauss, cached))  # noqa: NPY002
+            found = ("MT19937", _numbers(keys, "<u4", 624), _place(place), has_gauss, cached)
+            np.random.set_state(found)  # noqa: NPY002
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise StoreError(f"The state of the random generators on the tape cannot be read: {error}") from error
 
@@ -220,6 +219,13 @@ def _words(words: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         held.byteswap()
     return held.tobytes()
+
+
+def _place(told: Any) -> int:
+    """NumPy does not look, and would read beside its own memory."""
+    if told not in range(625):
+        raise ValueError(f"place {told} of 624")
+    return int(told)
 
 
 def _numbers(told: str | bytes, kind: str, length: int | None) -> np.ndarray[Any, Any]:

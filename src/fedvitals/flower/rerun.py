@@ -27,6 +27,7 @@ from fedvitals.flower.letter import KEY
 from fedvitals.flower.replaying import generators, replaying
 from fedvitals.flower.rerun_pdb import called, own_frames, post_mortem
 from fedvitals.flower.rerun_server import Reaggregation, replay_aggregation
+from fedvitals.flower.tape_client import settle
 from fedvitals.flower.tape_entries import Heard, Site, find_node, find_run
 from fedvitals.replay.compare import Mismatch
 from fedvitals.replay.digests import Tensors, first_difference, mark_of
@@ -84,6 +85,7 @@ def rerun_client(
     `folder`: where clients keep their tapes. `app`: the app's folder, where it is not the recorded one, or a ClientApp.
     `debugger`: stops under pdb at the first line of the handler; after an exception, where it was raised.
     """
+    settle()
     site = Site(Path(folder))
     name = find_run(site, run)
     heard = site.read(name, find_node(site, name, node), round, phase)

@@ -31,7 +31,7 @@ from fedvitals.replay.digests import Tensors, mark_of
 from fedvitals.replay.tape import Tape, machine
 
 logger = logging.getLogger("fedvitals")
-PATIENCE = 60.0  # seconds that a reply waits at most for what is being written
+AT_ONCE = 3  # messages of one process that may wait to be written; the next one waits for the first of them
 UP = 6  # folders above a handler's file in which the app is looked for
 
 
@@ -46,6 +46,24 @@ def client_tape(said: Any) -> ClientTape | None:
     if said.chosen is None:
         raise ConfigError("A client has no store that its tape could lie beside: fv.Tape(folder=...) says where.")
     return ClientTape(said.chosen, said.budget)
+
+
+_WRITING: list[threading.Thread] = []
+
+
+def _started(*work: Any) -> threading.Thread:
+    settle(AT_ONCE)
+    thread = threading.Thread(target=work[0], args=work[1:], name="fedvitals-site")
+    thread.start()
+    _WRITING.append(thread)
+    return thread
+
+
+def settle(left: int = 0) -> None:
+    """Wait until this process has written what it was handed, but for so many messages."""
+    _WRITING[:] = [thread for thread in _WRITING if thread.is_alive()]
+    for thread in [*_WRITING][: len(_WRITING) - left if left else None]:
+        thread.join()
 
 
 class ClientTape:
@@ -104,8 +122,7 @@ class Recording:
             app=app_of(handler),
             handler=place_of(handler),
         )
-        self._thread = threading.Thread(target=self._guarded, args=(self._write, sent, held), name="fedvitals-site")
-        self._thread.start()
+        self._thread = _started(self._guarded, self._write, sent, held)
 
     def end(self, reply: Any, error: BaseException | None) -> None:
         """After the handler; before the telemetry that rides home is added to the reply."""
@@ -124,11 +141,8 @@ class Recording:
             self._finish({})
 
     def _finish(self, arrays: Tensors) -> None:
-        """Whoever hands the reply on may be ended by it: the rest is written before."""
-        before = self._thread
-        self._thread = threading.Thread(target=self._guarded, args=(self._close, before, arrays), name="fedvitals-site")
-        self._thread.start()
-        self._thread.join(PATIENCE)
+        """The reply goes its way meanwhile; a process that ends waits for its threads."""
+        self._thread = _started(self._guarded, self._close, self._thread, arrays)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> None:
         self._tape.guarded(lambda: work(*args))

@@ -198,10 +198,12 @@ def _named(record: ArrayRecord, layers: Sequence[str] | None) -> Tensors:
 
 def _request(content: Any, model: ArrayRecord | None) -> Outline:
     """What a client was asked with. Arrays that are the round's model are its state; of others there are digests."""
-    outline, tensors = tape_records.outlined(content)
     sent = arrays.model_of(content)
     if sent is not None and model is not None and _same_bytes(sent, model):
+        rest = {key: record for key, record in content.items() if record is not sent}
+        outline, _ = tape_records.outlined(rest)
         return {**outline, _key_of(content, sent): {"kind": tape_records.ARRAYS, "state": MODEL}}
+    outline, tensors = tape_records.outlined(content)
     from fedvitals.replay.digests import digest_of  # noqa: PLC0415 - where there is a tape, there is the extra
 
     return {**outline, "digest": digest_of(tensors)} if tensors else outline

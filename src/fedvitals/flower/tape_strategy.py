@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from fedvitals.errors import StoreError
 from fedvitals.flower.post import MARK
 from fedvitals.flower.tape_records import (
+    KINDS,
     LEFT_OUT,
     Outline,
     Tensors,
@@ -131,10 +133,15 @@ def _listed(kind: str, values: Mapping[str, Any]) -> tuple[Tensors, Outline] | N
             how: dict[str, Any] | None = {"torch": True}
             found[name] = value.detach().cpu().clone()
         else:
-            found[name], how = tensor_of(Array(np.array(value, order="C")))  # numpy's own bytes, which are a copy
+            found[name], how = _copied(np.array(value, order="C"))
             how = {**(how or {}), "scalar": True} if isinstance(value, np.generic) else how
         arrays.append([name, name] if how is None else [name, name, how])
     return found, {"kind": kind, "arrays": arrays}
+
+
+def _copied(own: np.ndarray[Any, Any]) -> tuple[Tensor, dict[str, Any] | None]:
+    """An array that nobody else has."""
+    return (torch.from_numpy(own), None) if own.dtype.str in KINDS else tensor_of(Array(own))
 
 
 def _value(told: Outline, tensors: Mapping[str, Tensor]) -> Any:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.actions import Ward
@@ -38,7 +40,6 @@ CLEAR = 12.0  # half the squares that a client's change explains, from which on 
 FAINT = 3.0  # from which on it is worth a try
 NEAR = 0.3  # of the most suspicious one's: who is left out with it in the first try
 BEFORE = 9  # rounds up to the good one that a client is compared with
-THERE = "recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,6 @@ class Try:
     without: tuple[str, ...]
     first: int
     value: float
-    restored: bool | None = None  # None: not known before the best one is
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Culprit:
             )
         them = "them" if len(self.clients) > 1 else "it"
         return (
-            f"Since round {self.round}: {', '.join(self.clients)}. Without {them} the {self.metric} of round {self.bad} is {self.restored:.4g}, recorded {self.recorded:.4g} "
-            f"({self.reruns} re-runs)."
+            f"Since round {self.round}: {', '.join(self.clients)}. Without {them} the {self.metric} of round "
+            f"{self.bad} is {self.restored:.4g}, recorded {self.recorded:.4g} ({self.reruns} re-runs)."
         )
 
 
@@ -108,9 +108,8 @@ def bisect(
     metric = _worse(player, good, bad) if metric is None else metric
     began = time.perf_counter()
     search = _Search(player, good, bad, metric, until, progress)
-    progress(f"reading and re-running the recorded rounds up to {bad}")
-    found = gather(player, _from(player, good), good, bad, lambda _: None)
-    search.count(THERE)
+    found = gather(player, _from(player, good), good, bad, lambda number: progress(f"recorded round {number}"))
+    search.count("the recorded rounds, as they were")
     culprit, order = search.culprit, _ordered(found, suspects)
     culprit.unusual = {node: number for node, gain in order if gain >= CLEAR and (number := found.onset(node)[0])}
     clients = search.smallest(order, [node for node in found.nodes if found.harm(node) > 0])
@@ -134,21 +133,23 @@ class _Search:
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
         self._until, self._progress = until, progress
-        self._begins: dict[int, Server] = {}
+        self._begins: dict[int, tuple[Server, dict[str, Tensor]]] = {}  # and the clients' optimisers, where they last
         self._known: dict[tuple[frozenset[str], int], dict[int, dict[str, float]]] = {}
         recorded = {number: _finite(player.tape.entry(number).metrics) for number in player.tape.rounds}
         at_bad = recorded[bad].get(metric, math.nan)
         self._worst = self._value(recorded)
-        well = self._value({bad: recorded[good]})
-        self._fallen = well > self._worst + LEAST
-        self._least = self._worst + (BACK * (well - self._worst) if self._fallen else LEAST)
+        marks = {name: [_level(recorded[r], name) for r in (good, bad)] for name in METRICS}
+        self._least = {
+            name: after + BACK * (before - after) for name, (before, after) in marks.items() if before > after + LEAST
+        }
         self.culprit = Culprit(player.tape.setting.run, good, bad, metric, self._criterion(), at_bad)
         self.culprit.allowed = 2 * math.log2(max(2, bad - good)) + player.experiment.clients
 
     def _criterion(self) -> str:
         if self._until is not None:
             return f"«{self._until}» holds in round {self._bad}"
-        back = f", and {BACK:.0%} of the way back to round {self._good}" if self._fallen else ""
+        fallen = " and ".join(self._least)
+        back = f", and {BACK:.0%} of the way back to the {fallen} of round {self._good}" if fallen else ""
         return (
             f"at least {1 - SHARE:.0%} of what leaving out clients can win back of the {self._metric} in round "
             f"{self._bad}{back}"
@@ -175,9 +176,13 @@ class _Search:
     def _rerun(self, without: tuple[str, ...], first: int) -> dict[int, dict[str, float]]:
         player = self._player
         if first not in self._begins:
-            self._begins[first] = player.server(first)
+            server = player.server(first)
+            kept = {name: tensor.clone() for name, tensor in player.engine().optimizers().items()}
+            self._begins[first] = server, kept
+        server, kept = self._begins[first]
+        player.engine().restore_optimizers({name: tensor.clone() for name, tensor in kept.items()})
         observer = Steering(player.tape, first, Change(drop=without))
-        federation = Federation(player.site, player.engine(), observer, copied(self._begins[first]))
+        federation = Federation(player.site, player.engine(), observer, copied(server))
         ward, model = Ward(player.experiment, observer), copy.deepcopy(player.site.module)
         metrics: dict[int, dict[str, float]] = {}
         for number in range(first, self._bad + 1):
@@ -192,10 +197,7 @@ class _Search:
 
     def _value(self, metrics: dict[int, dict[str, float]]) -> float:
         """Of a path: the higher, the better."""
-        there = metrics.get(self._bad, {})
-        if self._metric == "loss":
-            return -log_loss(there.get("loss"))
-        return there.get(self._metric, 0.0)
+        return _level(metrics.get(self._bad, {}), self._metric)
 
     def value(self, without: Sequence[str], first: int | None = None) -> float:
         return self._value(self.run(without, first)) if without else self._worst
@@ -208,7 +210,10 @@ class _Search:
             return False
         if self._until is not None:
             return self._until.holds(_history(self.run(without, first)), (), self._bad) is not None
-        return self.value(without, first) >= max(self._least, best - self._slack(best))
+        there = self.run(without, first)[self._bad]
+        if any(_level(there, name) < least for name, least in self._least.items()):
+            return False
+        return self.value(without, first) >= max(self._worst + LEAST, best - self._slack(best))
 
     def _slack(self, best: float) -> float:
         return max(SHARE * (best - self._worst), LEAST)
@@ -286,6 +291,11 @@ def _check(player: Player, good: int, bad: int, metric: str | None) -> None:
         raise ConfigError(f"The metric is one of {', '.join(METRICS)}; got '{metric}'.")
 
 
+def _level(metrics: Mapping[str, float], name: str) -> float:
+    """The higher, the better."""
+    return -log_loss(metrics.get("loss")) if name == "loss" else metrics.get(name, 0.0)
+
+
 def _worse(player: Player, good: int, bad: int) -> str:
     """Which metric tells of the trouble: the loss, unless it has fallen while the accuracy has, too."""
     before, after = (_finite(player.tape.entry(number).metrics) for number in (good, bad))
@@ -297,7 +307,7 @@ def _worse(player: Player, good: int, bad: int) -> str:
 def _from(player: Player, good: int) -> int:
     """Where the evidence begins: some rounds before the good one, as far as they can be had."""
     rounds = [r for r in player.tape.rounds if good - BEFORE < r <= good]
-    return next(r for r in rounds if player.tape.nearest(r) is not None)
+    return next((r for r in rounds if player.tape.nearest(r) is not None), good)
 
 
 def _ordered(found: Evidence, suspects: Sequence[str]) -> list[tuple[str, float]]:

@@ -32,6 +32,7 @@ FLOORS = np.array((0.15, 0.1, 0.15, 0.05, 0.02))  # of a feature's usual spread
 CLIP = 4.0  # spreads: beyond this, more is not more telling
 TOGETHER = 2  # rounds between the beginnings of what may be one trouble
 TRIED = 64  # clients of a round whose harm is computed: those that stand out most
+COLUMNS = 1 << 16  # of the clients' changes at a time
 WORST = math.log(1e6)  # of a loss that is not finite
 Matrix = NDArray[np.float64]
 
@@ -115,7 +116,7 @@ def _observed(player: Player, number: int, before: Server, answers: Answers, aft
     there = [node for node in nodes if node in answers]
     changes = torch.stack([(answers[n].state - answers[n].start)[:weights] for n in there])
     rows = [nodes.index(node) for node in there]
-    found[rows, 0] = _against(_log(torch.linalg.vector_norm(changes.double(), dim=1).numpy()))
+    found[rows, 0] = _against(_log(torch.linalg.vector_norm(changes, dim=1, dtype=torch.float64).numpy()))
     found[rows, 1] = _directions(changes)
     found[rows, 2] = _against(np.array([_loss(entry, node) for node in there]))
     found[rows, 3] = _against(_log(np.array([float(answers[node].samples) for node in there])))
@@ -151,11 +152,15 @@ def log_loss(loss: float | None) -> float:
 
 def _directions(changes: Tensor) -> Matrix:
     """Cosine of each change with the coordinate-wise median of all, which a few cannot turn."""
-    finite = torch.nan_to_num(changes, 0.0, 0.0, 0.0).double()
-    middle = finite.median(0).values
-    lengths = torch.linalg.vector_norm(finite, dim=1) * torch.linalg.vector_norm(middle)
-    cosines: Matrix = (finite @ middle / lengths.clamp(min=1e-30)).numpy()
-    return cosines
+    products, lengths, whole = torch.zeros(len(changes)).double(), torch.zeros(len(changes)).double(), 0.0
+    for part in changes.split(COLUMNS, dim=1):
+        finite = torch.nan_to_num(part, 0.0, 0.0, 0.0).double()
+        middle = finite.median(0).values
+        products += finite @ middle
+        lengths += finite.square().sum(1)
+        whole += float(middle @ middle)
+    found: Matrix = (products / (lengths * whole).sqrt().clamp(min=1e-30)).numpy()
+    return found
 
 
 def _loss(entry: Entry, node: str) -> float:

@@ -161,7 +161,8 @@ class Keeper:
                 self._uses[mark.digest].add((kind, number))
                 node = name if kind == UPDATE else "server"
                 told = kind if kind == UPDATE else KINDS.get(name.partition("/")[0], name)
-                self._file(Snapshot(Where(self.setting.run, number, node), time.time(), told, mark.digest, written))
+                known = number if self._open is not None else min(number, self._last())  # no round that never was
+                self._file(Snapshot(Where(self.setting.run, known, node), time.time(), told, mark.digest, written))
                 return
 
     def _stop(self, error: OSError) -> None:

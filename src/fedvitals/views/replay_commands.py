@@ -37,7 +37,9 @@ class Here:
 
     @property
     def replay(self) -> str:
-        return f"fedvitals replay {shlex.quote(self.run)}{_where(self.store)}"
+        """Of a plain loop it must be told what restores a state and what trains: `fv.open_replay(loop=...)`."""
+        own = "" if self.host in ("lab", "flower") else " --loop MODULE:NAME"
+        return f"fedvitals replay {shlex.quote(self.run)}{_where(self.store)}{own}"
 
 
 def commands_of(here: Here, standing: Standing, cases: Sequence[Case]) -> tuple[Command, ...]:
@@ -66,10 +68,12 @@ def commands_of(here: Here, standing: Standing, cases: Sequence[Case]) -> tuple[
 
 
 def _of_flower(here: Here) -> tuple[Command, ...]:
-    who = f"{here.replay} --round {here.round} --node {shlex.quote(here.node) if here.node else 'NODE'}"
+    """Here the server's work; a client's own data are at its site, and so is what it was sent."""
+    who, number = shlex.quote(here.node) if here.node else "NODE", here.round
+    site = f"fedvitals replay {shlex.quote(here.run)} --tape FOLDER --round {number} --node {who} --pdb"
     return (
-        Command("run the message to a client again, in its own app", who),
-        Command("the same under a debugger", f"{who} --pdb"),
+        Command("put the recorded updates together again", f"{here.replay} --verify --rounds {number}-{number}"),
+        Command("at the client's own site: its message again, under a debugger", site),
     )
 
 

@@ -7,6 +7,7 @@ import { runLink } from "../params.js";
 import { rowTable } from "./rows.js";
 
 const FEW = 12; // layers before somebody asks for all
+const UNBROKEN = 32; // letters of a word of a command that stay on one line
 const SHORT = 12; // digits of a digest that tell it from the others
 
 /** Which bits, in short; all of them for who waits, or copies. */
@@ -97,7 +98,8 @@ const suspectsOf = (one) => [...new Set([one.node, ...one.suspects].filter((node
 
 /** A line for the terminal, with a button that copies it. */
 export function command(text) {
-  const code = h("code", { text });
+  const parts = text.split(" "); // lines break between words only, not at the dashes of an option
+  const code = h("code", {}, parts.map((part, i) => [i > 0 && " ", part.length < UNBROKEN ? h("span", { class: "nowrap", text: part }) : part]));
   const button = h("button", { class: "link-button small", type: "button", text: "copy", "aria-label": `Copy: ${text}`, on: { click: copy } });
   async function copy() {
     try {
