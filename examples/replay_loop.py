@@ -52,6 +52,7 @@ def aggregate(state, updates, weights):
 
 def main(store="runs.db"):
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tensors this small are done before a second thread wakes; noted on the tape
     model = net()
     weights = {node: float(len(own)) for node, own in data.items()}
     with fv.Monitor(store, run="loop", tape=fv.Tape()) as monitor:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message
+from flwr.client.mod import secaggplus_mod
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.strategy import FedAvg
 
@@ -29,6 +30,7 @@ from flower_by_hand import (
     training,
     with_mod,
 )
+from test_flower_secagg import run as secure
 from test_flower_strategies import recording
 
 SETTINGS = {
@@ -226,6 +228,18 @@ def test_where_clients_are_hidden_nothing_of_a_single_one_is_kept_and_it_is_said
     assert kind in event.message
     with pytest.raises(ConfigError, match="no client's update"):
         replay_aggregation(tape, 2)
+
+
+@pytest.mark.parametrize("on_grid", [False, True])
+def test_secure_aggregation_leaves_global_states_on_the_tape_and_no_client(tmp_path, on_grid):
+    with fv.Monitor(tmp_path / "runs.db", tape=fv.Tape(updates=3, durable=True), machine=False) as monitor:
+        secure(secaggplus_mod, monitor=monitor, on_grid=on_grid)
+    tape = open_tape(tmp_path / "runs.db", monitor.run.id)
+    came = [one for number in tape.rounds for one in tape.entry(number).came]
+    assert came
+    assert {(one.mark, one.weight) for one in came} == {(None, 0.0)}
+    assert not any("content" in one.said or "request" in one.said for one in came)
+    assert tape.setting.told["hidden"] == "secure aggregation"
 
 
 def test_a_loop_of_ones_own_has_its_models_and_updates_on_the_tape(tmp_path):

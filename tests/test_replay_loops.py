@@ -356,10 +356,12 @@ def test_a_run_of_the_lab_is_no_loop(tmp_path):
 
     store = tmp_path / "runs.db"
     experiment = lab.Experiment(dataset="digits", model="mlp", clients=2, rounds=1)
-    with fv.Monitor(store, host="lab", tape=fv.Tape(), strict=True, machine=False) as monitor:
+    with fv.Monitor(store, tape=fv.Tape(), strict=True, machine=False) as monitor:  # which takes it for a loop
         lab.run(experiment, monitor, workers=1)
     tape = open_tape(store, monitor.run.id)
     assert len(tape.entry(0).came) == 2  # once each: the lab feeds its tape itself
+    with fv.open_replay(monitor.run.id, store) as session:
+        assert session.verify().holds
     with pytest.raises(ConfigError, match="of host 'lab', not a plain loop"):
         LoopPlayer(tape, Loop().restore, Loop().train)
 

@@ -25,6 +25,7 @@ EXTRAS = {
     "torch": "torch",
     "kernel": "llvmlite",
     "lab": "sklearn",
+    "replay": "blake3",
     "dashboard": "fastapi",
     "postgres": "psycopg",
     "otel": "opentelemetry",

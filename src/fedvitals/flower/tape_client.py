@@ -9,6 +9,7 @@ are (level 4). Nothing of it ever leaves the folder. Files are written by a thre
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -180,8 +181,11 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def app_of(handler: Any) -> str | None:
     """The folder of the app that a handler belongs to: the nearest one above its file that is one."""
     file = getattr(getattr(handler, "__code__", None), "co_filename", None)
-    if file is None:
-        return None
+    return None if file is None else _app_above(file)
+
+
+@functools.lru_cache(maxsize=64)
+def _app_above(file: str) -> str | None:
     with suppress(OSError):
         for folder in [*Path(file).resolve().parents][:UP]:
             if (folder / PROJECT).exists() and is_app(folder):

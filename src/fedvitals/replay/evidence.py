@@ -65,7 +65,15 @@ class Evidence:
         """Of those that became others first: they are taken together, since what struck them may be one thing."""
         own = {node: number for node in nodes if (number := self.onset(node)[0]) is not None}
         early = [node for node, number in own.items() if number <= min(own.values()) + TOGETHER]
-        return self._first(np.sum([self._gains(node) for node in early], axis=0)) if early else None
+        return self._first(np.sum([self._filled(node) for node in early], axis=0)) if early else None
+
+    def _filled(self, node: str) -> Matrix:
+        """The gains, where a client that was not asked has those of its next round: it may have changed before."""
+        gains, there = self._gains(node), ~np.isnan(self.values[:, self.nodes.index(node), 0])
+        for place in range(len(gains) - 2, -1, -1):
+            if not there[place] and self.rounds[place] > self.good:
+                gains[place] = gains[place + 1]
+        return gains
 
     def _first(self, gains: Matrix) -> int | None:
         """When the first of the features changes that change about as clearly as the clearest."""
@@ -73,7 +81,8 @@ class Evidence:
         if not most.max() > 0:
             return None
         clear = [feature for feature in range(len(most)) if most[feature] >= most.max() / 2]
-        return self.rounds[min(int(gains[:, feature].argmax()) for feature in clear)]
+        last = len(gains) - 1  # of equals the last one: before it, nobody was there
+        return self.rounds[min(last - int(gains[::-1, feature].argmax()) for feature in clear)]
 
     def _gains(self, node: str) -> Matrix:
         """What a change explains that begins in a round, and lasts as long as suits it best: [rounds, features]."""

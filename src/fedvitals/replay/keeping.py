@@ -64,7 +64,7 @@ class Keeper:
     # -- what the tape hands over -------------------------------------------------------------------------------------
 
     def describe(self, told: dict[str, Any]) -> None:
-        self.setting.told = told
+        self.setting.told, self.setting.host = told, str(told.get("host", self.setting.host))
         self.journal.set(self.setting)
 
     def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
