@@ -9,7 +9,7 @@ which holds them exactly up to 16 million.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -57,6 +57,31 @@ class Layout:
         with torch.no_grad():
             for target, source in zip(tensors(module), self.views(flat).values(), strict=True):
                 target.copy_(source)
+
+
+class Named(Mapping[str, Tensor]):
+    """The tensors of one flat vector by name. Views are made when somebody looks: a tape, on a thread of its own."""
+
+    __slots__ = ("_views", "flat", "layout")
+
+    def __init__(self, layout: Layout, flat: Tensor) -> None:
+        self.layout, self.flat = layout, flat
+        self._views: Mapping[str, Tensor] | None = None
+
+    @property
+    def views(self) -> Mapping[str, Tensor]:
+        if self._views is None:
+            self._views = self.layout.views(self.flat)
+        return self._views
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.views)
+
+    def __len__(self) -> int:
+        return len(self.views)
 
 
 def tensors(module: nn.Module) -> list[Tensor]:

@@ -28,7 +28,7 @@ def stream(seed: int, purpose: str, *coordinates: object) -> torch.Generator:
 
 @contextlib.contextmanager
 def drawn(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
-    """torch's own generator begins here for these coordinates, and is put back: for layers that draw, as dropout does."""
+    """torch's own generator begins anew for these coordinates, and is put back: for layers that draw, as dropout."""
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number(seed, purpose, *coordinates))  # torch.manual_seed would touch devices
     try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.state import Layout
+from fedvitals.lab.state import Layout, Named
 from fedvitals.lab.work import Node, Task, Update
 from fedvitals.protocols import Message
 from fedvitals.records import Action
@@ -81,7 +81,7 @@ def messages(
         found.append(
             Message(
                 update.node,
-                layout.views(update.state.clone()) if came else None,
+                Named(layout, update.state.clone()) if came else None,
                 float(update.samples),
                 used,
                 update.group,
@@ -112,7 +112,7 @@ def tensors_of(federation: Federation) -> State:
 def named(layout: Layout, tensor: Tensor) -> Mapping[str, Tensor]:
     """By layer, where it is as long as the model or its weights; else (a count, a rate) as it is."""
     if tensor.dim() == 1 and len(tensor) in (layout.size, layout.weights):
-        return layout.views(tensor)
+        return Named(layout, tensor)
     return {"": tensor}
 
 

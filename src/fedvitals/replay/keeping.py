@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedvitals.protocols import Message
 from fedvitals.records import Finding, Snapshot, Where
-from fedvitals.replay.digests import Mark, Tensors, mark_of
+from fedvitals.replay.digests import Mark, Tensors, bytes_of, mark_of
 from fedvitals.replay.journal import Came, Entry, Journal, Setting
 from fedvitals.replay.objects import Objects
 
@@ -58,7 +57,8 @@ class Keeper:
         self.suspects: dict[str, int] = {}  # and the newest round in which they were
         self._stopped = self._thinned = False
         self._bytes = self.objects.bytes
-        for entry in journal.entries() if journal.rounds() else ():
+        self._known: list[int] = []  # rounds in the journal
+        for entry in journal.entries():
             self._note(entry)
 
     # -- what the tape hands over -------------------------------------------------------------------------------------
@@ -68,7 +68,9 @@ class Keeper:
         self.journal.set(self.setting)
 
     def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
-        self.journal.forget_from(number)
+        if number <= self._last():
+            self.journal.forget_from(number)
+            self._known = [known for known in self._known if known < number]
         marks = {name: mark_of(tensors) for name, tensors in state.items()}
         if not self.setting.layers and "model" in state:
             self.setting.layers = tuple(state["model"])
@@ -123,7 +125,7 @@ class Keeper:
             number, kind, name = key
             if kind == STATE or name in nodes:
                 mark, tensors = self._recent.pop(key)
-                self._recent_bytes -= _bytes(tensors)
+                self._recent_bytes -= bytes_of(tensors)
                 self._write(mark, tensors, kind, number, name)
         healed = [node for node, seen in self.suspects.items() if self._last() - seen > self._tape.every]
         for node in healed:
@@ -199,11 +201,11 @@ class Keeper:
     # -- at hand ------------------------------------------------------------------------------------------------------
 
     def _hold(self, number: int, kind: str, name: str, mark: Mark, tensors: Tensors) -> None:
-        size = _bytes(tensors)
+        size = bytes_of(tensors)
         if self._recent_bytes + size > self._tape.memory:
             return  # it can be run again
         before = self._recent.pop((number, kind, name), None)
-        self._recent_bytes += size - (0 if before is None else _bytes(before[1]))
+        self._recent_bytes += size - (0 if before is None else bytes_of(before[1]))
         self._recent[number, kind, name] = (mark, tensors)
 
     def _let_go(self, number: int) -> None:
@@ -211,13 +213,13 @@ class Keeper:
             kept = self._tape.updates if key[1] == UPDATE else ROUNDS_OF_GRACE
             if key[0] <= number - kept:
                 _, tensors = self._recent.pop(key)
-                self._recent_bytes -= _bytes(tensors)
+                self._recent_bytes -= bytes_of(tensors)
         if self._tape.durable:
             self._forget_updates(number - self._tape.updates)
 
     def _forget_updates(self, last: int) -> None:
         """Of rounds up to this one: those of suspects and of rounds with a finding stay."""
-        if last < 0 or last not in self.journal.rounds():
+        if last not in self._known:
             return
         for came in self.journal.read(last).came:
             if came.mark is None or came.node in self.suspects or last in self.flagged:
@@ -231,11 +233,12 @@ class Keeper:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     def _note(self, entry: Entry) -> None:
+        self._known.append(entry.round)
         for mark in entry.state.values():
-            if mark.digest in self.objects:
+            if self.objects.size(mark.digest):
                 self._uses[mark.digest].add((STATE, entry.round))
         for came in entry.came:
-            if came.mark is not None and came.mark.digest in self.objects:
+            if came.mark is not None and self.objects.size(came.mark.digest):
                 self._uses[came.mark.digest].add((UPDATE, entry.round))
 
     def _of(self, number: int) -> _Open:
@@ -244,12 +247,11 @@ class Keeper:
         return self._open
 
     def _first(self) -> int:
-        rounds = self.journal.rounds()
         opened = [] if self._open is None else [self._open.number]
-        return min([*rounds[:1], *opened], default=0)
+        return min([*self._known[:1], *opened], default=0)
 
     def _last(self) -> int:
-        return max(self.journal.rounds(), default=0)
+        return max(self._known, default=0)
 
 
 def came_of(message: Message, mark: Mark | None) -> Came:
@@ -278,7 +280,3 @@ def losses_of(came: Came) -> np.ndarray[Any, np.dtype[np.float32]]:
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON knows no NaN."""
     return {name: float(value) if np.isfinite(value) else None for name, value in metrics.items()}
-
-
-def _bytes(tensors: Tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values() if isinstance(t, Tensor))

@@ -35,6 +35,7 @@ from fedvitals.records import (
     Transfer,
     Truth,
 )
+from fedvitals.replay.digests import bytes_of
 from fedvitals.replay.gate import Gate
 from fedvitals.replay.gradients import LEVEL, GradientTape, Place
 from fedvitals.replay.journal import Journal, Setting
@@ -162,11 +163,11 @@ class Tape:
         self._put("describe", (dict(told),), 0)
 
     def begin(self, round: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:  # noqa: A002
-        if not self._put("begin", (round, state, notes), _size(*state.values())):
+        if not self._put("begin", (round, state, notes), bytes_of(*state.values())):
             self._put("begin", (round, {}, notes), 0)
 
     def messages(self, round: int, messages: Sequence[Message]) -> None:  # noqa: A002
-        size = _size(*(message.tensors or {} for message in messages))
+        size = bytes_of(*(message.tensors for message in messages if message.tensors is not None))
         if not self._put("messages", (round, messages), size):
             self._put("missed", (round, len(messages)), 0)
 
@@ -177,7 +178,7 @@ class Tape:
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        if not self._put("end", (round, state, notes, dict(metrics)), _size(*state.values())):
+        if not self._put("end", (round, state, notes, dict(metrics)), bytes_of(*state.values())):
             self._put("end", (round, {}, notes, dict(metrics)), 0)
 
     def gate(self, round: int) -> None:  # noqa: A002
@@ -253,8 +254,3 @@ def machine() -> dict[str, str]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "system": platform.system(),
     }
-
-
-def _size(*states: Mapping[str, Any]) -> int:
-    """In bytes; views of one vector count by their own length."""
-    return sum(t.numel() * t.element_size() for state in states for t in state.values() if isinstance(t, torch.Tensor))
