@@ -40,7 +40,7 @@ LONG = (
 BARS = {
     "lab": ("cnn", "mlp", "start", "memory", "study"),
     "flower": ("lines", "cnn", "large", "faults"),
-    "replay": ("verified", "recording", "size", "jump", "bisect"),
+    "replay": ("verified", "machines", "recording", "size", "jump", "bisect"),
 }
 SHOWN = {  # the rest is for --json
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),

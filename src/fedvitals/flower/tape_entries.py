@@ -9,9 +9,7 @@ checked, and nothing is unpickled.
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +21,7 @@ import zstandard
 from fedvitals.errors import StoreError, unknown
 from fedvitals.replay.digests import Mark, Tensors, digest_of
 from fedvitals.replay.objects import NAME as OBJECT
-from fedvitals.replay.objects import Objects, pack
+from fedvitals.replay.objects import Objects, pack, replace_file
 
 try:
     import fcntl
@@ -86,7 +84,7 @@ class Site:
         if path.exists():
             return digest
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _replace(path, pack(tensors))
+        replace_file(path, pack(tensors))
         return digest
 
     def write(self, heard: Heard) -> None:
@@ -95,7 +93,7 @@ class Site:
         if heard.round is None:  # nobody told: its own count
             heard.round = 1 + max((number for number, phase in _listed(folder) if phase == heard.phase), default=0)
         packed = zstandard.ZstdCompressor(level=3).compress(msgspec.json.encode(heard))
-        _replace(folder / f"{heard.round:08d}-{heard.phase}", packed)
+        replace_file(folder / f"{heard.round:08d}-{heard.phase}", packed)
 
     def thin(self) -> None:
         """Down to the budget, oldest messages first; not now, if somebody writes."""
@@ -249,13 +247,3 @@ def _part(name: str) -> str:
     if not PART.fullmatch(name) or name in (".", "..", OBJECTS):
         raise StoreError(f"'{name[:120]}' is no name of a run or a node on a tape.")
     return name
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)  # noqa: PTH105 - atomic
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

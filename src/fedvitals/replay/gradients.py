@@ -19,8 +19,7 @@ import msgspec
 
 from fedvitals.protocols import Moment
 from fedvitals.replay.digests import Tensors, digest_of
-from fedvitals.replay.journal import replace_file
-from fedvitals.replay.objects import Objects
+from fedvitals.replay.objects import Objects, replace_file
 
 LEVEL = 4  # of privacy: tensors, on the site where they were made
 FOLDER = "gradients"

@@ -7,7 +7,6 @@ JSON inside zstd, written whole or not at all: a run that is killed has every ro
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ import zstandard
 
 from fedvitals.errors import StoreError
 from fedvitals.replay.digests import Mark
+from fedvitals.replay.objects import replace_file
 
 LARGEST = 256 << 20  # bytes of one round's entry
 E = TypeVar("E", bound=msgspec.Struct)
@@ -141,14 +141,3 @@ def _unpacked(packed: bytes) -> bytes:
     if zstandard.frame_content_size(packed) > LARGEST:
         raise ValueError("it says that it is larger than any round.")
     return zstandard.ZstdDecompressor().decompress(packed)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)  # noqa: PTH105 - atomic
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

@@ -58,13 +58,7 @@ class Objects:
         path = self._path(digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         packed = pack(tensors)
-        partial = path.with_suffix(".partial")
-        try:
-            partial.write_bytes(packed)
-            os.replace(partial, path)  # noqa: PTH105 - atomic
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        replace_file(path, packed)
         self._sizes[digest] = len(packed)
         return len(packed)
 
@@ -91,6 +85,17 @@ class Objects:
         if not NAME.fullmatch(digest):
             raise StoreError(f"'{digest}' is no name of a state: 32 hexadecimal digits.")
         return self.folder / digest[:2] / digest
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Whole or not at all; also where two processes write the same."""
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)  # noqa: PTH105 - atomic
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def pack(tensors: Tensors) -> bytes:

@@ -8,15 +8,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fedvitals.replay.proof import TOLERANCE
 from fedvitals.trials.bench_replay_bisect import planted, tried
 from fedvitals.trials.bench_replay_cost import WORKLOADS, measured
+from fedvitals.trials.bench_replay_machines import apart
 from fedvitals.trials.bench_replay_proof import proved, runs
 from fedvitals.trials.bench_replay_tape import EVERY, jumps, recorded, size_of
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
-PARTS = ("verified", "recording", "size", "jump", "bisect")
+PARTS = ("verified", "machines", "recording", "size", "jump", "bisect")
 BAR_TRAINING, BAR_AGGREGATION, BAR_SIZE = 1.0, 5.0, 3.0  # per cent
 BAR_JUMP = 1.0  # seconds
 FEDDEBUG = 48.0  # per cent of aggregation, as its paper has it
@@ -30,6 +32,8 @@ def bench_replay(*, quick: bool = False, tell: Tell = lambda _: None, only: Coll
         folder = Path(made)
         if "verified" in parts:
             rows.append(_verified(folder, quick, tell))
+        if "machines" in parts:
+            rows.append(_machines(folder, tell))
         if "recording" in parts:
             for workload in WORKLOADS:
                 rows += _recording(workload, folder, quick, tell)
@@ -59,6 +63,14 @@ def _verified(folder: Path, quick: bool, tell: Tell) -> Row:
     said += f"; {wrong[0]}" if wrong else ""
     what = "rounds that are the same to the last bit, executed again from the seed"
     return _row(what, "100 %", said, _met(exact == rounds > 0 and not wrong), found, value=100 * exact / max(1, rounds))
+
+
+def _machines(folder: Path, tell: Tell) -> Row:
+    found = apart(folder / "machines", tell)
+    worst = max(one["one_round"] for one in found)
+    said = "; ".join(f"{one['model']}, {one['machines']}: {one['one_round']:.0e}" for one in found)
+    what = "where bits cannot be the same: a layer's norm after one round, relative to the model's"
+    return _row(what, f"≤ {TOLERANCE:g}, stated", said, _met(worst <= TOLERANCE), found, value=worst)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
