@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -15,6 +16,7 @@ from fedvitals.cli.main import app
 from fedvitals.errors import ConfigError
 from fedvitals.replay.bisect import bisect
 from fedvitals.replay.conditions import parse
+from fedvitals.replay.evidence import FEATURES, Evidence
 from fedvitals.replay.player import Player
 from fedvitals.replay.reader import open_tape
 
@@ -59,6 +61,26 @@ def test_rounds_that_cannot_be_meant_are_refused(ill: tuple[str, Player]) -> Non
         bisect(ill[1], 5, 5)
     with pytest.raises(ConfigError, match="one of loss, accuracy"):
         bisect(ill[1], 2, 5, metric="f1")
+
+
+def test_a_feature_that_drifts_early_does_not_date_what_all_show_later() -> None:
+    values = np.zeros((12, 3, len(FEATURES)))
+    values[8:, 1, :3] = 1.0, -1.0, 1.0  # from round 8 on c1 is longer, points elsewhere and has another loss
+    values[5:8, 1, 1] = -0.3  # its direction has moved a little since round 5
+    found = Evidence(list(range(12)), ("c0", "c1", "c2"), 3, values)
+    assert found._gains("c1")[:, 1].argmax() == 5  # by its direction alone
+    assert found.onset("c1")[0] == found.onset_of_all(["c1"]) == 8
+    assert found.onset("c0") == (None, 0.0)
+
+
+def test_a_round_whose_model_was_not_tested_is_refused(tmp_path: Path) -> None:
+    fault = lab.sign_flip(nodes=["c1"], strength=6.0, since=3)
+    _, player = record(tmp_path, fault, clients=3, rounds=6, evaluation=lab.Evaluation(every=2))
+    tested = [number for number in player.tape.rounds if "loss" in player.tape.entry(number).metrics]
+    assert len(tested) < 6
+    with pytest.raises(ConfigError, match="was not tested"):
+        bisect(player, next(number for number in range(5) if number not in tested), 5)
+    assert bisect(player, tested[0], tested[-1]).clients == ("c1",)
 
 
 @pytest.mark.thorough

@@ -21,6 +21,7 @@ from fedvitals.replay import proof as proofs
 from fedvitals.replay.player import Player
 from fedvitals.replay.proof import verify
 from fedvitals.replay.reader import TapeReader, open_tape
+from fedvitals.store import open_reader, queries
 
 SMALL = lab.Experiment(
     model="mlp", clients=6, rounds=7, seed=3, faults=[lab.label_noise(nodes=["c4"], rate=0.8, since=3)]
@@ -163,6 +164,9 @@ def test_optimizers_that_are_kept_are_part_of_the_state(tmp_path):
     with Player(tape) as player:
         assert verify(player, 4, 5).proved == [4, 5]
     assert any(name.startswith("optimizer/") for name in tape.entry(3).state)
+    with open_reader(tmp_path / "runs.db") as reader:
+        (said,) = [event for event in queries.events(reader, tape.setting.run) if event.name == "tape.optimizers"]
+    assert " MB" in said.message
 
 
 class Dropping:

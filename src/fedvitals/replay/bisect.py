@@ -39,7 +39,10 @@ BACK = 0.7  # of the way back to the good round's metric, where it was better th
 CLEAR = 12.0  # half the squares that a client's change explains, from which on it stands out
 FAINT = 3.0  # from which on it is worth a try
 NEAR = 0.3  # of the most suspicious one's: who is left out with it in the first try
+LAST = 3  # rounds up to the bad one in which paths are compared: a single one may be well by chance
 BEFORE = 9  # rounds up to the good one that a client is compared with
+Metrics = dict[int, dict[str, float]]  # by round
+Levels = dict[tuple[int, str], float]  # by round and metric: the higher, the better
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +101,17 @@ def bisect(
 ) -> Culprit:
     """The culprits of what went wrong after round `good`, seen in round `bad`.
 
-    `metric`: «loss» or «accuracy»; by default the one that became worse. `until`: what holds in the bad round where all
-    is well, such as parse("accuracy >= 0.8"); by default a set of clients is enough if without it almost all of the
-    metric is won back that can be. `suspects`: whom findings name; `progress` hears of each try.
+    `metric`: «loss» or «accuracy»; by default both count, and the one that became worse is shown. `until`: what holds
+    in the bad round where all is well, such as parse("accuracy >= 0.8"); by default a set of clients is enough if
+    without it almost all is won back that can be. `suspects`: whom findings name; `progress` hears of each try.
     """
     tape = player.tape
     _check(player, good, bad, metric)
     check_restores(tape, good + 1, bad)
+    judged = METRICS if metric is None else (metric,)
     metric = _worse(player, good, bad) if metric is None else metric
     began = time.perf_counter()
-    search = _Search(player, good, bad, metric, until, progress)
+    search = _Search(player, good, bad, metric, judged, until, progress)
     found = gather(player, _from(player, good), good, bad, lambda number: progress(f"recorded round {number}"))
     search.count("the recorded rounds, as they were")
     culprit, order = search.culprit, _ordered(found, suspects)
@@ -128,16 +132,19 @@ class _Search:
         good: int,
         bad: int,
         metric: str,
+        judged: Sequence[str],
         until: Condition | None,
         progress: Callable[[str], None],
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
-        self._until, self._progress = until, progress
+        self._judged, self._until, self._progress = judged, until, progress
         self._begins: dict[int, tuple[Server, dict[str, Tensor]]] = {}  # and the clients' optimisers, where they last
-        self._known: dict[tuple[frozenset[str], int], dict[int, dict[str, float]]] = {}
+        self._known: dict[tuple[frozenset[str], int], Metrics] = {}
         recorded = {number: _finite(player.tape.entry(number).metrics) for number in player.tape.rounds}
         at_bad = recorded[bad].get(metric, math.nan)
-        self._worst = self._value(recorded)
+        self._recorded = recorded
+        self._last = [number for number in recorded if max(good, bad - LAST) < number <= bad and recorded[number]]
+        self._worst = self.levels(())
         marks = {name: [_level(recorded[r], name) for r in (good, bad)] for name in METRICS}
         self._least = {
             name: after + BACK * (before - after) for name, (before, after) in marks.items() if before > after + LEAST
@@ -151,8 +158,8 @@ class _Search:
         fallen = " and ".join(self._least)
         back = f", and {BACK:.0%} of the way back to the {fallen} of round {self._good}" if fallen else ""
         return (
-            f"at least {1 - SHARE:.0%} of what leaving out clients can win back of the {self._metric} in round "
-            f"{self._bad}{back}"
+            f"at least {1 - SHARE:.0%} of what leaving out clients can win back of {' and '.join(self._judged)} in the "
+            f"last rounds up to {self._bad}{back}"
         )
 
     # -- re-runs ------------------------------------------------------------------------------------------------------
@@ -161,7 +168,7 @@ class _Search:
         self.culprit.reruns += 1
         self._progress(f"re-run {self.culprit.reruns}: {what}")
 
-    def run(self, without: Sequence[str], first: int | None = None) -> dict[int, dict[str, float]]:
+    def run(self, without: Sequence[str], first: int | None = None) -> Metrics:
         """The metrics by round, up to the bad one; each distinct re-run once."""
         first = self._good + 1 if first is None else first
         key = frozenset(without), first
@@ -173,7 +180,7 @@ class _Search:
             self.count(f"without {names} from round {first} on: {self._metric} {value:.4g} in round {self._bad}")
         return self._known[key]
 
-    def _rerun(self, without: tuple[str, ...], first: int) -> dict[int, dict[str, float]]:
+    def _rerun(self, without: tuple[str, ...], first: int) -> Metrics:
         player = self._player
         if first not in self._begins:
             server = player.server(first)
@@ -184,28 +191,27 @@ class _Search:
         observer = Steering(player.tape, first, Change(drop=without))
         federation = Federation(player.site, player.engine(), observer, copied(server))
         ward, model = Ward(player.experiment, observer), copy.deepcopy(player.site.module)
-        metrics: dict[int, dict[str, float]] = {}
+        metrics: Metrics = {}
         for number in range(first, self._bad + 1):
             with one_thread():
                 one_round(federation, ward, number, model, examined=False)
-            if number == self._bad or self._until is not None:
+            if number in self._last or self._until is not None:
                 losses, hits = player.engine().examine(federation.server.model)
                 metrics[number] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
         return metrics
 
     # -- judgement ----------------------------------------------------------------------------------------------------
 
-    def _value(self, metrics: dict[int, dict[str, float]]) -> float:
-        """Of a path: the higher, the better."""
-        return _level(metrics.get(self._bad, {}), self._metric)
-
-    def value(self, without: Sequence[str], first: int | None = None) -> float:
-        return self._value(self.run(without, first)) if without else self._worst
+    def levels(self, without: Sequence[str], first: int | None = None) -> Levels:
+        """Of a path, in the last rounds up to the bad one; before a re-run begins, they are the recorded ones."""
+        path = self._recorded | self.run(without, first) if without else self._recorded
+        return {(number, name): _level(path[number], name) for number in self._last for name in self._judged}
 
     def shown(self, without: Sequence[str]) -> float:
         return self.run(without)[self._bad][self._metric]
 
-    def enough(self, without: Sequence[str], best: float, first: int | None = None) -> bool:
+    def enough(self, without: Sequence[str], best: Levels, first: int | None = None) -> bool:
+        """Something is won back, and in none of the last rounds, by no metric, much less than can be."""
         if not without:
             return False
         if self._until is not None:
@@ -213,10 +219,13 @@ class _Search:
         there = self.run(without, first)[self._bad]
         if any(_level(there, name) < least for name, least in self._least.items()):
             return False
-        return self.value(without, first) >= max(self._worst + LEAST, best - self._slack(best))
+        got = self.levels(without, first)
+        won = max(got[self._bad, name] - self._worst[self._bad, name] for name in self._judged)
+        return won >= LEAST and not self._better(best, got)
 
-    def _slack(self, best: float) -> float:
-        return max(SHARE * (best - self._worst), LEAST)
+    def _better(self, one: Levels, other: Levels) -> bool:
+        """By more than chance, in some round and metric."""
+        return any(one[at] > other[at] + max(SHARE * (one[at] - self._worst[at]), LEAST) for at in one)
 
     # -- the search ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +245,7 @@ class _Search:
         """The first guess, or the shortest beginning of the list, by doubling, that is enough."""
         tried = list(clients)
         while True:
-            if self.enough(tried, self.value(tried)):
+            if self.enough(tried, self.levels(tried)):
                 return tried
             if len(tried) >= len(nodes) - 1:
                 return []
@@ -244,11 +253,11 @@ class _Search:
 
     def _shrunk(self, clients: Sequence[str]) -> list[str]:
         """Everybody who may come back without harm does, the least suspicious first."""
-        kept, best = list(clients), self.value(clients)
+        kept, best = list(clients), self.levels(clients)
         for node in reversed(clients):
             rest = [one for one in kept if one != node]
-            if rest and self.enough(rest, max(best, self.value(rest))):
-                kept, best = rest, max(best, self.value(rest))
+            if rest and self.enough(rest, best):
+                kept, best = rest, _highest(best, self.levels(rest))
         return kept
 
     def _grown(self, clients: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -257,8 +266,8 @@ class _Search:
         for node in others:
             if self.culprit.reruns + left > self.culprit.allowed:
                 break
-            value, more = self.value(kept), self.value([*kept, node])
-            if more > value + self._slack(more):
+            now, more = self.levels(kept), self.levels([*kept, node])
+            if self._better(more, now) and not self._better(now, more):
                 kept.append(node)
         return kept
 
@@ -268,7 +277,7 @@ class _Search:
         If it is not, they did harm before: the last round from which on it is, by halves.
         """
         self.culprit.onsets = {node: number for node in clients if (number := found.onset(node)[0]) is not None}
-        joint, best = found.onset_of_all(clients), self.value(clients)
+        joint, best = found.onset_of_all(clients), self.levels(clients)
         number = self._good + 1 if joint is None else joint
         if number == self._good + 1 or self.enough(clients, best, number):
             return number
@@ -284,11 +293,16 @@ def _check(player: Player, good: int, bad: int, metric: str | None) -> None:
         player.tape.entry(number)  # an error that says which rounds there are
     if good >= bad:
         raise ConfigError(f"The good round comes before the bad one; got good {good} and bad {bad}.")
+    for number in (good, bad):
         if "loss" not in player.tape.entry(number).metrics:
             known = [r for r in player.tape.rounds if "loss" in player.tape.entry(r).metrics]
             raise ConfigError(f"The model of round {number} was not tested. Rounds that were: {spans(known)}.")
     if metric not in (None, *METRICS):
         raise ConfigError(f"The metric is one of {', '.join(METRICS)}; got '{metric}'.")
+
+
+def _highest(one: Levels, other: Levels) -> Levels:
+    return {name: max(one[name], other[name]) for name in one}
 
 
 def _level(metrics: Mapping[str, float], name: str) -> float:
@@ -319,7 +333,7 @@ def _ordered(found: Evidence, suspects: Sequence[str]) -> list[tuple[str, float]
     return sorted(gains.items(), key=lambda one: -one[1])
 
 
-def _history(metrics: dict[int, dict[str, float]]) -> History:
+def _history(metrics: Metrics) -> History:
     """Of a re-run, for conditions."""
     store = MemoryStore()
     store.write([Run("bisect", "bisect", "lab")])

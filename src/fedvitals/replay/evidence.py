@@ -76,13 +76,9 @@ class Evidence:
         return gains
 
     def _first(self, gains: Matrix) -> int | None:
-        """When the first of the features changes that change about as clearly as the clearest."""
-        most = gains.max(0, initial=0.0)
-        if not most.max() > 0:
-            return None
-        clear = [feature for feature in range(len(most)) if most[feature] >= most.max() / 2]
-        last = len(gains) - 1  # of equals the last one: before it, nobody was there
-        return self.rounds[min(last - int(gains[::-1, feature].argmax()) for feature in clear)]
+        """The round from which on a change explains most, over all features; of equals the last one."""
+        explained = gains.sum(1)[::-1]
+        return self.rounds[len(explained) - 1 - int(explained.argmax())] if explained.max(initial=0.0) > 0 else None
 
     def _gains(self, node: str) -> Matrix:
         """What a change explains that begins in a round, and lasts as long as suits it best: [rounds, features]."""

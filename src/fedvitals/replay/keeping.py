@@ -55,7 +55,7 @@ class Keeper:
         self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
         self.flagged: set[int] = set()  # rounds that a finding speaks of
         self.suspects: dict[str, int] = {}  # and the newest round in which they were
-        self._stopped = self._thinned = False
+        self._stopped = self._thinned = self._optimizers_told = False
         self._bytes = self.objects.bytes
         self._known: list[int] = []  # rounds in the journal
         for entry in journal.entries():
@@ -75,6 +75,7 @@ class Keeper:
         if not self.setting.layers and "model" in state:
             self.setting.layers = tuple(state["model"])
             self.journal.set(self.setting)
+        self._tell_optimizers(state)
         self._open = _Open(number, marks, dict(notes))
         first = self._first()
         whole = (number - first) % self._tape.every == 0
@@ -83,6 +84,19 @@ class Keeper:
                 self._write(marks[name], tensors, STATE, number, name)
             else:
                 self._hold(number, STATE, name, marks[name], tensors)
+
+    def _tell_optimizers(self, state: Mapping[str, Tensors]) -> None:
+        """Once: what it costs that clients keep their optimisers from round to round."""
+        kept = [tensors for name, tensors in state.items() if name.startswith("optimizer/")]
+        if kept and not self._optimizers_told:
+            self._optimizers_told = True
+            whole, theirs = bytes_of(*state.values()) / 1e6, bytes_of(*kept) / 1e6
+            self._tell(
+                "info",
+                "tape.optimizers",
+                f"Clients keep their optimisers, which are part of each whole state on the tape: {theirs:.1f} of its "
+                f"{whole:.1f} MB. Tape(every=...) says how often one is kept.",
+            )
 
     def messages(self, number: int, messages: Sequence[Message]) -> None:
         opened = self._of(number)
