@@ -178,3 +178,16 @@ def _ended(process: int, terminal: int) -> int:
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     pytest.fail("Ctrl-D did not end it")
+
+
+@pytest.mark.parametrize("wrong", [("--node", "c99"), ("--rounds", "4-2")])
+def test_what_compares_nothing_proves_nothing(store, capsys, wrong):
+    code, out, told = run(capsys, "replay", "rewound", "--verify", *wrong, "--store", store)
+    assert (code, out) == (2, "")
+    assert "Unknown client 'c99'" in told or "lies before the first" in told
+
+
+def test_a_proof_says_whose_it_is(store, capsys):
+    code, out, _ = run(capsys, "replay", "rewound", "--verify", "--round", "2", "--node", "c4", "--store", store)
+    assert code == 0
+    assert out.startswith("updates of c4, round 2: proved, to the last bit\n  1 round (2) run again")

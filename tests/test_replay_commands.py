@@ -2,6 +2,7 @@
 """The debugger's commands, as they are typed."""
 
 import pytest
+from safetensors.torch import load_file
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError, FedvitalsError
@@ -169,3 +170,56 @@ def test_every_command_has_help_and_every_short_name_a_command(typed):
         assert command.help.endswith(".")
         assert command.help in str(typed.do(f"help {name}"))
     assert set(ALIASES.values()) <= set(COMMANDS)
+
+
+def test_several_changes_are_one_what_if(typed):
+    assert split("goto 2; whatif drop c4; clip 1.5 rounds 2-3; where") == [
+        "goto 2",
+        "whatif drop c4; clip 1.5 rounds 2-3",
+        "where",
+    ]
+    shown = typed.do(split("whatif drop c4; clip 1.5 rounds 2-3")[0])
+    assert shown.title == "what if: drop c4; clip 1.5"
+    assert [row[0] for row in shown.rows] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("verify 3-1", "lies before the first"),
+        ("verify c99", "Unknown client 'c99'"),
+        ("fork drop c4 rounds 2-3", "goto 2"),
+        ("goto", "got nothing after it"),
+        ("plot loss c4 loss.jpg", "ends in .png"),
+        ("export update c99 u.safetensors", "Unknown layer or client 'c99'"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(typed, line, part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    typed.do("into c4")  # whose update is not exported in place of another's
+    with pytest.raises(ConfigError) as told:
+        typed.do(line)
+    assert part in str(told.value)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_picture_that_cannot_be_written_ends_no_session(store, tmp_path):
+    def draw(_, path):
+        path.write_text("picture")
+
+    with fv.open_replay("rewound", store) as session, pytest.raises(ConfigError, match="cannot be written"):
+        Interpreter(session, draw).do(f"plot loss c4 {tmp_path}/nowhere/loss.png")
+
+
+def test_two_numbers_are_rounds_and_tables_are_exported(typed, tmp_path):
+    assert typed.do("diff 1 2").title == typed.do("diff round 1 2").title
+    typed.do(f"export diff c4 cohort {tmp_path}/diff.csv")
+    assert (tmp_path / "diff.csv").read_text().startswith("layer,norm c4,")
+    typed.do(f"export update c4 head {tmp_path}/head.safetensors")
+    assert {*load_file(tmp_path / "head.safetensors")} == {"head.weight", "head.bias"}
+
+
+def test_help_has_examples_of_what_can_be_said():
+    told = {name: str(COMMANDS["help"].does(None, [name])) for name in ("break", "whatif")}
+    assert "accuracy drops by 3 points" in told["break"]
+    assert "aggregator median" in told["whatif"]

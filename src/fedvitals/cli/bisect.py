@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 @click.argument("run")
 @click.option("--good", type=int, required=True, metavar="ROUND", help="A round in which all was well.")
 @click.option("--bad", type=int, required=True, metavar="ROUND", help="A later one in which it was not.")
-@click.option("--metric", type=click.Choice(["loss", "accuracy"]), help="Default: the one that became worse.")
+@click.option(
+    "--metric", type=click.Choice(["loss", "accuracy"]), help="Default: both count; the one that became worse is shown."
+)
 @click.option("--until", metavar="CONDITION", help="What must hold again in the bad round: 'accuracy >= 0.8'.")
 @click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set. Default: where it was.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Worker processes.")

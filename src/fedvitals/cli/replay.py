@@ -161,7 +161,7 @@ def _verify(session: Session, rounds: str | None, number: int | None, node: str 
         told = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
         print_json("replay", told | {"holds": proof.holds})
     else:
-        click.echo(str(answers.of_proof(proof)))
+        click.echo(str(answers.of_proof(proof, node)))
     return 0 if proof.holds else 1
 
 
@@ -178,8 +178,12 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
         parts = load_loop(loop)
 
         def train(who: str, state: Any, at: int) -> Any:  # those before it are run again, too
-            wanted = (who, at) == (node, number)
-            return pdb.runcall(parts.train, who, state, at) if wanted else parts.train(who, state, at)
+            if (who, at) != (node, number):
+                return parts.train(who, state, at)
+            sent = pdb.runcall(parts.train, who, state, at)
+            if sent is None:  # «q» left it, which runcall keeps to itself
+                raise bdb.BdbQuit
+            return sent
 
         player = LoopPlayer(session.tape, parts.restore, train, getattr(parts, "aggregate", None))
         with contextlib.suppress(bdb.BdbQuit):

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 USUAL = ("accuracy", "loss")
 
 
-def of_proof(proof: Proof) -> Shown:
-    proved = f"{len(proof.proved)} rounds ({spans(proof.proved)})"
+def of_proof(proof: Proof, node: str | None = None) -> Shown:
+    """`node`: whose updates alone were looked at."""
+    count = len(proof.proved)
+    proved = f"{count} round{'s' * (count != 1)} ({spans(proof.proved)})"
     told = f"  {proved} run again from {proof.begun}, in {proof.seconds:.2f} s"
+    if proof.unrecorded:
+        told += f"\n  Not proved, as the tape has lost something of them: {spans(proof.unrecorded)}"
     told += "" if proof.remark is None else f"\n  {proof.remark}"
     if not proof.exact:
         told += (
@@ -31,7 +35,10 @@ def of_proof(proof: Proof) -> Shown:
     if proof.mismatch is not None:
         return shown.said("NOT the recorded run", told, str(proof.mismatch))
     what = "proved, to the last bit" if proof.exact else "the same within the tolerance"
-    return shown.said(f"rounds {spans(proof.proved)}: {what}", told)
+    if not proof.proved:
+        return shown.said("nothing was proved", told)
+    whose = "" if node is None else f"updates of {node}, "
+    return shown.said(f"{whose}round{'s' * (count != 1)} {spans(proof.proved)}: {what}", told)
 
 
 def of_whatif(found: WhatIf) -> Shown:

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.replay import answers, shown
+from fedvitals.replay import answers, conditions, shown
+from fedvitals.replay.exporting import TENSORS
 from fedvitals.replay.printing import NOUNS
 from fedvitals.replay.session import Session
 from fedvitals.replay.shown import Shown
 
 Result = Shown | str
+PICTURES, NO_PICTURES = (".png", ".svg", ".pdf", ".html"), (".jpg", ".jpeg", ".gif", ".webp", ".eps")
+CHANGING = ("whatif", "fork")
+CHANGES = ("drop", "without", "learning_rate", "learning", "client_rate", "client", "server_rate", "server",
+           "aggregator", "clip", "weight", "no", "nothing")  # with what a change begins; none is a command  # fmt: skip
 Draw = Callable[[Shown, Path], object]
 
 
@@ -88,7 +93,14 @@ def split(text: str) -> list[str]:
             parts.append([])
         else:
             parts[-1].append(f'"{token}"' if ";" in token or " " in token else token)
-    return [" ".join(part) for part in parts if part]
+    said: list[str] = []
+    for part in (" ".join(part) for part in parts if part):
+        changes = said and said[-1].partition(" ")[0] in CHANGING and part.partition(" ")[0] in CHANGES
+        if changes:  # «whatif drop c7; clip 1.5» is one what-if
+            said[-1] = f"{said[-1]}; {part}"
+        else:
+            said.append(part)
+    return said
 
 
 def _none(words: Sequence[str], name: str) -> None:
@@ -113,7 +125,11 @@ def _number(words: Sequence[str], usage: str) -> int:
             return int(words[0])
         except ValueError:
             pass
-    raise ConfigError(f"The command is  {usage}; got '{' '.join(words)}'.")
+    raise ConfigError(f"The command is  {usage}; got {_got(words)}.")
+
+
+def _got(words: Sequence[str]) -> str:
+    return f"'{' '.join(words)}'" if words else "nothing after it"
 
 
 def _goto(interpreter: Interpreter, words: list[str]) -> Result:
@@ -144,7 +160,9 @@ def _print(interpreter: Interpreter, words: list[str]) -> Result:
 def _plot(interpreter: Interpreter, words: list[str]) -> Result:
     """Of what is named, else of what was shown last; into a file, if one is named."""
     session = interpreter.session
-    path = Path(words.pop()) if words and words[-1].endswith((".png", ".svg", ".pdf", ".html")) else None
+    path = Path(words.pop()) if words and words[-1].endswith(PICTURES) else None
+    if words and words[-1].endswith(NO_PICTURES):
+        raise ConfigError(f"A picture is a file that ends in {', '.join(PICTURES)}; got '{words[-1]}'.")
     if not words and session.last is None:
         raise ConfigError("Plot what? As  print:  plot loss c7, plot gradient conv1 gradient.png.")
     one = _pictured(interpreter, words) if words else session.last
@@ -154,7 +172,10 @@ def _plot(interpreter: Interpreter, words: list[str]) -> Result:
     if path is None:
         stem = "".join(c if c.isalnum() else "-" for c in one.title.lower()).strip("-")
         path = Path(f"{stem[:60]}.png")
-    interpreter.draw(one, path)
+    try:
+        interpreter.draw(one, path)
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error.strerror or error}.") from error
     return f"{path}: {one.title}"
 
 
@@ -168,13 +189,15 @@ def _pictured(interpreter: Interpreter, words: list[str]) -> Shown:
 
 def _diff(interpreter: Interpreter, words: list[str]) -> Result:
     session = interpreter.session
+    if len(words) == 2 and all(word.isdecimal() and word not in session.nodes for word in words):
+        words = ["round", *words]
     if words[:1] in (["round"], ["rounds"]) and len(words) == 3:
         return session.diff(_number(words[1:2], "diff round 11 12"), _number(words[2:], "diff round 11 12"))
     if len(words) == 2:
         return session.diff(*words)
     if len(words) == 1 and session.node is not None:
         return session.diff(session.node, words[0])
-    raise ConfigError(f"The command is  diff c7 cohort, diff c7 c3, or diff round 11 12; got '{' '.join(words)}'.")
+    raise ConfigError(f"The command is  diff c7 cohort, diff c7 c3, or diff round 11 12; got {_got(words)}.")
 
 
 def _break(interpreter: Interpreter, words: list[str]) -> Result:
@@ -214,7 +237,9 @@ def _run(interpreter: Interpreter, words: list[str]) -> Result:
 
 
 def _hit(number: int, text: str, seen: str) -> str:
-    return text if number else seen[:1].upper() + seen[1:].rstrip(".") + "."
+    """A sentence; but a metric («update.norm») is written as it is named."""
+    first = seen if "." in seen.partition(" ")[0] else seen[:1].upper() + seen[1:]
+    return text if number else first.rstrip(".") + "."
 
 
 def _findings(interpreter: Interpreter, words: list[str]) -> Result:
@@ -228,18 +253,25 @@ def _verify(interpreter: Interpreter, words: list[str]) -> Result:
     for word in words:
         if word in interpreter.session.nodes:
             node = word
-        elif word != "rounds":
+        elif word[:1].isdecimal():
             first, last = stretch(word)
-    return answers.of_proof(interpreter.session.verify(first, last, node=node))
+        elif word not in ("round", "rounds"):
+            raise ConfigError(
+                unknown("client", word, interpreter.session.nodes) + " Rounds are  verify 12, verify 3-9."
+            )
+    return answers.of_proof(interpreter.session.verify(first, last, node=node), node)
 
 
 def stretch(text: str) -> tuple[int, int]:
     """«3-9», «12»."""
     one, dash, other = text.replace("–", "-").partition("-")
     try:
-        return int(one), int(other if dash else one)
+        first, last = int(one), int(other if dash else one)
     except ValueError:
         raise ConfigError(f"Rounds are a number or two: 12, 3-9; got '{text}'.") from None
+    if first > last:
+        raise ConfigError(f"The last round, {last}, lies before the first, {first}: write {last}-{first}.")
+    return first, last
 
 
 def _whatif(interpreter: Interpreter, words: list[str]) -> Result:
@@ -250,9 +282,12 @@ def _whatif(interpreter: Interpreter, words: list[str]) -> Result:
 
 
 def _fork(interpreter: Interpreter, words: list[str]) -> Result:
-    _, last, rest = _stretched(words)
+    first, last, rest = _stretched(words)
     if not rest:
         raise ConfigError("Fork with which change?  fork drop c7, fork learning_rate / 10, fork nothing.")
+    if first not in (None, interpreter.session.round):
+        here = interpreter.session.round
+        raise ConfigError(f"A fork begins where the session is, at round {here}; got {first}:  goto {first}  first.")
     return interpreter.session.kept(answers.of_fork(interpreter.session.fork(rest, until=last)))
 
 
@@ -275,6 +310,9 @@ def _export(interpreter: Interpreter, words: list[str]) -> Result:
         raise ConfigError(
             "Export what, and whereto?  export state s.safetensors, export update c7 u.csv, export t.json."
         )
+    if words[0] in SHOWING and not words[-1].endswith(TENSORS):
+        _pictured(interpreter, words[:-1])
+        words = words[-1:]  # what was shown last is this now
     path = interpreter.session.export(words[-1], *words[:-1])
     return f"{path}: {path.stat().st_size} bytes"
 
@@ -288,7 +326,14 @@ def _help(_: Interpreter, words: list[str]) -> Result:
         raise ConfigError(unknown("command", name, COMMANDS))
     command = COMMANDS[name]
     short = [alias for alias, meant in ALIASES.items() if meant == name]
-    return shown.said(command.usage, f"  {command.help}", f"Also: {', '.join(short)}." if short else "")
+    notes = [f"Also: {', '.join(short)}."] if short else []
+    if name in ("break", "run"):
+        notes.append(f"Conditions: {', '.join(conditions.EXAMPLES)}; `and` joins them.")
+    if name in CHANGING:
+        from fedvitals.replay.change import EXAMPLES  # noqa: PLC0415 - it loads the lab
+
+        notes.append(f"Changes: {', '.join(EXAMPLES)}; several with «;».")
+    return shown.said(command.usage, f"  {command.help}", "\n".join(notes))
 
 
 COMMANDS: Mapping[str, Command] = {

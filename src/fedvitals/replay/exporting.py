@@ -13,7 +13,7 @@ import safetensors.torch
 
 from fedvitals.errors import ConfigError
 from fedvitals.replay.digests import Tensors
-from fedvitals.replay.printing import printed
+from fedvitals.replay.printing import matching, printed, wanted
 
 if TYPE_CHECKING:
     from fedvitals.replay.session import Session
@@ -29,7 +29,7 @@ def write(session: Session, path: Path, words: Sequence[str]) -> Path:
         raise ConfigError(f"There is no folder '{path.parent}' to write {path.name} into.")
     try:
         if path.suffix in TENSORS:
-            safetensors.torch.save_file(_tensors(session, list(words) or ["state"]), path)
+            path.write_bytes(safetensors.torch.save(_tensors(session, list(words) or ["state"])))
         else:
             path.write_text(_text(session, words, path.suffix), encoding="utf-8")
     except OSError as error:
@@ -40,21 +40,30 @@ def write(session: Session, path: Path, words: Sequence[str]) -> Path:
 def _text(session: Session, words: Sequence[str], suffix: str) -> str:
     one = printed(session, words) if words and words != ["table"] else session.last
     if one is None:
-        raise ConfigError("Nothing has been shown yet. Say what:  export print update c7 update.csv.")
+        raise ConfigError("Nothing has been shown yet. Say what:  export update c7 update.csv.")
     if suffix == ".csv":
         return one.as_csv()
     return json.dumps(_plain(one.as_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
-    """By name; all parts of a state, each under its own."""
-    noun, rest = words[0], words[1:]
-    node = next((word for word in rest if word in session.nodes), session.node)
+    """By name: all of them, or a layer's."""
+    asked = wanted(session, words[1:], free=False)
+    found = _found(session, words[0], asked.node)
+    names = found if asked.layer is None else matching(asked.layer, found)
+    if not names:
+        raise ConfigError(f"There is nothing of '{asked.layer}' here. There is: {', '.join(found)}.")
+    # safetensors refuses tensors that share memory, and such as have holes
+    return {name.strip("/"): found[name].detach().cpu().contiguous().clone() for name in names}
+
+
+def _found(session: Session, noun: str, node: str | None) -> Tensors:
+    """All parts of a state, each under its own name; else the tensors of a model, an update, a gradient."""
     if noun == "state":
         parts = session.material.state(session.round)
-        return _apart({f"{part}/{name}": t for part, held in parts.items() for name, t in held.items()})
+        return {f"{part}/{name}": t for part, held in parts.items() for name, t in held.items()}
     if noun == "weight" and node is None:
-        return _apart(session.material.model(session.round))
+        return session.material.model(session.round)
     if node is None:
         raise ConfigError(f"Whose {noun}? Name a client:  export {noun} c7 FILE.safetensors.")
     if noun == "update":
@@ -66,12 +75,7 @@ def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"A {noun} is no tensor. To .safetensors go: state, weight, update, gradient.")
     if found is None:
         raise ConfigError(f"Nothing of use came from {node} in round {session.round}.")
-    return _apart(found)
-
-
-def _apart(tensors: Tensors) -> dict[str, Any]:
-    """safetensors refuses tensors that share memory, and such as have holes."""
-    return {name.strip("/"): tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,7 @@ class Keeper:
         self._recent_bytes = 0
         self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
         self.flagged: set[int] = set()  # rounds that a finding speaks of
-        self.suspects: dict[str, int] = {}  # and the newest round in which they were
+        self.suspects: dict[str, tuple[int, int]] = {}  # and the first and the newest round in which they were
         self._stopped = self._thinned = self._optimizers_told = False
         self._bytes = self.objects.bytes
         self._known: list[int] = []  # rounds in the journal
@@ -77,8 +77,7 @@ class Keeper:
             self.journal.set(self.setting)
         self._tell_optimizers(state)
         self._open = _Open(number, marks, dict(notes))
-        first = self._first()
-        whole = (number - first) % self._tape.every == 0
+        whole = self._whole(number)
         for name, tensors in state.items():
             if whole:
                 self._write(marks[name], tensors, STATE, number, name)
@@ -103,11 +102,20 @@ class Keeper:
         for message in messages:
             mark = None if message.tensors is None else mark_of(message.tensors)
             if mark is not None and message.tensors is not None:
-                if message.node in self.suspects or (self._tape.durable and self._tape.updates):
+                if self._wanted(message.node, number) or (self._tape.durable and self._tape.updates):
                     self._write(mark, message.tensors, UPDATE, number, message.node)
                 elif self._tape.updates:
                     self._hold(number, UPDATE, message.node, mark, message.tensors)
             opened.came.append(came_of(message, mark))
+
+    def _wanted(self, node: str, number: int) -> bool:
+        """A suspect's first rounds, and from then on where a whole state lies: what is between can be run again."""
+        if node not in self.suspects:
+            return False
+        return number - self.suspects[node][0] < ROUNDS_OF_GRACE or self._whole(number)
+
+    def _whole(self, number: int) -> bool:
+        return (number - self._first()) % self._tape.every == 0
 
     def missed(self, number: int, count: int) -> None:
         self._of(number).lost += count
@@ -133,15 +141,15 @@ class Keeper:
             last = self._open.number if self._open is not None else self._last()
             self.flagged.add(last if finding.where.round is None else finding.where.round)
             for suspect in finding.suspects:
-                self.suspects[suspect.node] = last
+                self.suspects[suspect.node] = (self.suspects.get(suspect.node, (last, last))[0], last)
         nodes = {suspect.node for finding in found for suspect in finding.suspects}
         for key in [*self._recent]:
             number, kind, name = key
-            if kind == STATE or name in nodes:
+            if kind == STATE or (name in nodes and self._wanted(name, number)):
                 mark, tensors = self._recent.pop(key)
                 self._recent_bytes -= bytes_of(tensors)
                 self._write(mark, tensors, kind, number, name)
-        healed = [node for node, seen in self.suspects.items() if self._last() - seen > self._tape.every]
+        healed = [node for node, (_, seen) in self.suspects.items() if self._last() - seen > self._tape.every]
         for node in healed:
             del self.suspects[node]
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fedvitals.diagnosis.cases import cases
 from fedvitals.protocols import History
 from fedvitals.records import Finding, Run
 from fedvitals.replay import shown
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 SHOWN_METRICS = ("accuracy", "loss")
 
 
-def of_run(run: Run, tape: TapeReader) -> Shown:
+def of_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> Shown:
     """What can be replayed, and how: stretches of rounds of the same kind."""
     rows: list[tuple[Cell, ...]] = []
     for how, stretch in itertools.groupby(tape.coverage(), key=lambda one: one.how):
@@ -33,7 +34,16 @@ def of_run(run: Run, tape: TapeReader) -> Shown:
     what = [f"host {tape.setting.host}", f"{len(tape.rounds)} rounds", f"tape of {size(tape.bytes)}"]
     what += [f"engine {told['engine']}"] if "engine" in told else []
     columns = ("rounds", "their state", "updates kept", "of")
-    return shown.table(f"{run.name} ({run.id}): {', '.join(what)}", columns, rows, _can(tape))
+    notes = [_can(tape)]
+    if run.finished is None:
+        notes.append("The run has not ended: where it still trains, `pause` holds it after its round.")
+    troubles = cases(findings)
+    if troubles and troubles[0].first is not None:
+        worst, others = troubles[0], f", and {len(troubles) - 1} more" if len(troubles) > 1 else ""
+        notes.append(
+            f"Found: {worst.issue} of {worst.place} in round {worst.first}{others}:  goto {worst.first}; findings."
+        )
+    return shown.table(f"{run.name} ({run.id}): {', '.join(what)}", columns, rows, "\n".join(notes))
 
 
 def _can(tape: TapeReader) -> str:

@@ -44,19 +44,19 @@ def printed(session: Session, words: Sequence[str]) -> Shown:
     noun, *rest = words
     singular = noun if noun in NOUNS else noun.removesuffix("es" if noun == "batches" else "s")
     if singular in NOUNS:
-        return NOUNS[singular](session, _asked(session, rest, free=singular in ("metric", "state")))
+        return NOUNS[singular](session, wanted(session, rest, free=singular in ("metric", "state")))
     if noun in session.layers or any(name.startswith(f"{noun}.") for name in session.layers):
         raise ConfigError(f"'{noun}' is a layer. Of what?  print weight {noun}, print gradient {noun}.")
     raise ConfigError(unknown("thing to print", noun, NOUNS))
 
 
-def _asked(session: Session, words: Sequence[str], *, free: bool) -> Asked:
+def wanted(session: Session, words: Sequence[str], *, free: bool) -> Asked:
     node, layer, rest = session.node, None, []
     nodes = session.nodes
     for word in words:
         if word in nodes:
             node = word
-        elif _matching(word, session.layers):
+        elif matching(word, session.layers):
             layer = word
         elif free:
             rest.append(word)
@@ -65,7 +65,7 @@ def _asked(session: Session, words: Sequence[str], *, free: bool) -> Asked:
     return Asked(session.round, node, layer, tuple(rest))
 
 
-def _matching(word: str, layers: Iterable[str]) -> list[str]:
+def matching(word: str, layers: Iterable[str]) -> list[str]:
     """A layer by its name, or all tensors of a module by the module's."""
     names, module = [*layers], word.rstrip(".")
     return [word] if word in names else [name for name in names if name.startswith(f"{module}.")]
@@ -80,7 +80,7 @@ def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") ->
             shape = "×".join(map(str, s.shape))
             rows.append((name, shape, s.norm, s.mean, s.std, s.min, s.max, s.nan, s.inf, s.zeros))
         return shown.table(title, LAYER_COLUMNS, rows, note)
-    names = _matching(layer, tensors)
+    names = matching(layer, tensors)
     if not names:
         raise ConfigError(f"There is nothing of '{layer}' here. There is: {', '.join(tensors)}.")
     if len(names) > 1:
@@ -142,13 +142,14 @@ def update(session: Session, asked: Asked) -> Shown:
     for came in session.tape.entry(asked.round).came:
         tensors = session.material.update(asked.round, came.node)
         if tensors is None:
-            rows.append((came.node, None, None, None, None, came.error or "nothing came"))
+            rows.append((came.node, None, None, None, None, None, came.error or "nothing came"))
             continue
-        chosen = _matching(asked.layer, tensors) if asked.layer is not None else [*tensors]
+        chosen = matching(asked.layer, tensors) if asked.layer is not None else [*tensors]
         s = summary(torch.cat([tensors[name].reshape(-1).float() for name in chosen]), bins=1)
-        rows.append((came.node, s.norm, s.max, s.nan, s.inf, "" if came.used else "left out"))
+        rows.append((came.node, s.norm, s.min, s.max, s.nan, s.inf, "" if came.used else "left out"))
     where = "" if asked.layer is None else f", {asked.layer}"
-    return shown.table(f"updates of round {asked.round}{where}", ("client", "norm", "max", "NaN", "Inf", ""), rows)
+    columns = ("client", "norm", "min", "max", "NaN", "Inf", "")
+    return shown.table(f"updates of round {asked.round}{where}", columns, rows)
 
 
 def _there(found: Tensors | None, asked: Asked) -> Tensors:

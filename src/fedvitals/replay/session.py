@@ -158,7 +158,7 @@ class Session:
 
     def overview(self) -> Shown:
         """What can be replayed, and how."""
-        return self.kept(overview.of_run(self.run, self.tape))
+        return self.kept(overview.of_run(self.described(), self.tape, self.found()))
 
     def rounds(self) -> Shown:
         """The rounds on the tape."""
@@ -184,6 +184,8 @@ class Session:
         if self.tape.has_state(number):
             return "Read from the tape."
         since = self.tape.nearest(number)
+        if since == number:  # of a run that goes on, it may have come just now
+            return "Read from the tape."
         return "Digests only." if since is None else f"Run again from round {since}."
 
     # -- where it is --------------------------------------------------------------------------------------------------
@@ -358,6 +360,12 @@ class Session:
     def verify(self, first: int | None = None, last: int | None = None, *, node: str | None = None) -> proof.Proof:
         """Run rounds again and compare all digests."""
         numbers = [n for n in self.tape.rounds if (first is None or n >= first) and (last is None or n <= last)]
+        if first is not None and last is not None and first > last:
+            raise ConfigError(f"The last round, {last}, lies before the first, {first}.")
+        if node is not None and numbers:  # else nothing would be compared, and nothing would differ
+            asked = {came.node for number in numbers for came in self.tape.entry(number).came}
+            if node not in asked:
+                raise ConfigError(f"{unknown('client', node, asked)} These took part in rounds {spans(numbers)}.")
         ends = (numbers[0], numbers[-1]) if numbers else (self.round, self.round)
         return proof.verify(self.player, first, last, node=node, progress=lambda number: self.progress(number, *ends))
 
