@@ -105,7 +105,7 @@ def bisect(
     in the bad round where all is well, such as parse("accuracy >= 0.8"); by default a set of clients is enough if
     without it almost all is won back that can be. `suspects`: whom findings name; `progress` hears of each try.
     """
-    tape = player.tape
+    tape, _ = player.tape, player.experiment  # a plain loop has none, and says so
     _check(player, good, bad, metric)
     check_restores(tape, good + 1, bad)
     judged = METRICS if metric is None else (metric,)

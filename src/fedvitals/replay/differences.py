@@ -69,18 +69,15 @@ def of_rounds(session: Session, first: int, second: int) -> Shown:
 
 
 def _metrics(session: Session, first: int, second: int) -> str:
-    known = session.tape.rounds
-    if first not in known or second not in known:
-        return ""
-    a, b = session.tape.entry(first), session.tape.entry(second)
-    parts = [
-        f"{name} {shown.figure(a.metrics[name])} → {shown.figure(b.metrics[name])}"
-        for name in a.metrics
-        if name in b.metrics
-    ]
-    asked = [{came.node for came in entry.came} for entry in (a, b)]
-    only = [sorted(asked[0] - asked[1]), sorted(asked[1] - asked[0])]
-    parts += [f"only in round {n}: {', '.join(nodes)}" for n, nodes in zip((first, second), only, strict=True) if nodes]
+    """Of these very models, tested at the ends of the rounds before; and who took part in one round only."""
+    known, parts = session.tape.rounds, []
+    if first - 1 in known and second - 1 in known:
+        a, b = (session.tape.entry(number - 1).metrics for number in (first, second))
+        parts = [f"{name} {shown.figure(a[name])} → {shown.figure(b[name])}" for name in a if name in b]
+    if first in known and second in known:
+        asked = [{came.node for came in session.tape.entry(number).came} for number in (first, second)]
+        only = zip((first, second), (asked[0] - asked[1], asked[1] - asked[0]), strict=True)
+        parts += [f"only in round {number}: {', '.join(sorted(nodes))}" for number, nodes in only if nodes]
     return "; ".join(parts)
 
 

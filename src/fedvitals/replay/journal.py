@@ -89,7 +89,9 @@ class Journal:
         except FileNotFoundError:
             raise StoreError(f"Round {number} is not on the tape. It has: {spans(self.rounds())}.") from None
         except (ValueError, zstandard.ZstdError, msgspec.MsgspecError) as error:
-            raise StoreError(f"Round {number} on the tape cannot be read: {error}") from error
+            raise StoreError(
+                f"Round {number} on the tape cannot be read: {error}. The others can be without it: remove {path}."
+            ) from error
 
     def written(self, number: int) -> int | None:
         """When, in nanoseconds: another number for another content."""

@@ -77,6 +77,7 @@ class Live:
         self._stopping: deque[Hit] = deque()  # those that nobody has waited for yet
         self._seen: dict[int, float] = {}  # rounds of which the store has everything, and since when we know
         self._checked: set[int] = set()
+        self._knew: set[int] = set()  # the points that there were when it was checked
         self._hit: dict[int, set[int]] = {}  # the newest round that was checked, and which were hit in it
         self._asked = 0.0
         self._threads: list[threading.Thread] = []
@@ -249,7 +250,10 @@ class Live:
     def _check(self, reader: Reader, number: int) -> list[Hit]:
         """Of this round, and of the one before again: a loop may tell its accuracy after the round is closed."""
         history, findings = reader.history(self.run), records(reader, self.run, Finding)
-        rounds = {**self._hit, number: self._hit.get(number, set())}
+        points = {point.number for point in self.breakpoints}
+        later = points - self._knew  # made since the round before was looked at: they are not about it
+        rounds = {**{each: known | later for each, known in self._hit.items()}, number: self._hit.get(number, set())}
+        self._knew = points
         found: list[Hit] = []
         for each, known in rounds.items():
             found += self.breakpoints.check(history, findings, each, but=known)

@@ -77,8 +77,8 @@ def verify(
         for played in player.rounds(begins, last, server, **alone):
             if played.number < first:
                 continue
-            entry = _of(tape.entry(played.number), node)
-            if entry.lost or not (entry.after or node):
+            entry = _of(tape.entry(played.number) if played.number in tape.rounds else Entry(played.number, {}), node)
+            if played.number not in tape.rounds or entry.lost or not (entry.after or node):
                 proof.unrecorded.append(played.number)
                 wrong = None
                 continue
