@@ -16,6 +16,9 @@ from fedvitals.cli import main as cli
 from fedvitals.errors import ConfigError
 from fedvitals.flower import lab_launch
 from fedvitals.flower.lab_app import Settings
+from fedvitals.replay.player import Player
+from fedvitals.replay.proof import verify
+from fedvitals.replay.reader import open_tape
 from fedvitals.store import open_reader
 from flower_lab_command import Command
 from flower_processes import deployed
@@ -133,7 +136,9 @@ def test_on_ray_stopped_by_hand_and_resumed(tmp_path):
         assert not second.left()
     assert said["metrics"] == lab.run(e, engine="sequential").rounds[-1].metrics
     assert (said["rounds"], said["engine"]) == (12, "flower")
-    assert not (tmp_path / "runs.db.d").exists()
+    assert not (tmp_path / "runs.db.d" / "lab").exists()
+    with Player(open_tape(tmp_path / "runs.db", said["run"])) as player:  # the tape went on, too
+        assert verify(player).proved == [*range(12)]
     with open_reader(tmp_path / "runs.db") as reader:
         assert reader.history(said["run"]).rounds() == list(range(12))
 
