@@ -14,6 +14,8 @@ from fedvitals.telemetry.alert_channels import DeliveryError
 from fedvitals.telemetry.alert_message import Message, alert_json, for_discord, for_slack, harmless
 from fedvitals.telemetry.alerts import Command, Email, File, Webhook
 
+pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
+
 MESSAGE = Message((alert(3), alert(5, "c8", severity="critical"), alert(4, "c9", kind="resolved")))
 HOSTILE = "<!channel> <@U1> @everyone [click](https://evil.example) *b* \r\nBcc: all@x.org\x1b[31m \u202e" + "a" * 5000
 

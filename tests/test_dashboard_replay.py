@@ -24,6 +24,8 @@ from fedvitals.views.replay_page import ReplayIndex, ReplayRound, replay_index, 
 from fedvitals.views.replay_whatif import RULES, WhatIf, what_if
 from taped_by_hand import CLIENTS, FAILS, NOISY, ROUNDS, recorded, stored, written
 
+pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
+
 HOME = "http://127.0.0.1:8321"
 LAST = ROUNDS - 1
 EVIL = "c1'; rm -rf ~ #\"><img src=x onerror=alert(1)>, c9"

@@ -34,6 +34,8 @@ from runs_by_hand import course
 from served import serve
 from timed_run import STARTED, stored
 
+pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
+
 HOME = "http://127.0.0.1:8321"
 WRITE = {"X-Fedvitals": "1"}
 GOLDEN = Path(__file__).parent / "golden"

@@ -38,6 +38,8 @@ from fedvitals.telemetry.wire import decode, encode
 from fedvitals.telemetry.wire_fields import Limits
 from flower_by_hand import client_app, federate, node_of, numbers, rewritten, training, watched, with_mod
 
+pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
+
 LIAR, OTHERS = "101", {"100", "102", "103"}
 HERE = Where("flower-7")
 SPAN = {"trace": "0" * 32, "id": "0" * 16}

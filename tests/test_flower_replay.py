@@ -33,6 +33,8 @@ from flower_by_hand import (
 from test_flower_secagg import run as secure
 from test_flower_strategies import recording
 
+pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
+
 SETTINGS = {
     "FedAvg": {},
     "FedAvgM": {"server_momentum": 0.5, "server_learning_rate": 0.7},

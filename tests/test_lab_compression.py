@@ -27,6 +27,8 @@ from fedvitals.lab.compression import (
     update_bytes,
 )
 
+pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
+
 ALL = [Plain(), FP16(), TopK(0.1), TopK(0.01), TopK(1.0), Int8(), Int8(block=3), Pruning(0.5), Pruning(0.0)]
 HEAD, SPARSE_HEAD = 5, 10
 

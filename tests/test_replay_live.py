@@ -23,6 +23,8 @@ from fedvitals.replay.gate import Gate, Handle
 from fedvitals.replay.live import Live
 from fedvitals.replay.reader import open_tape, tape_folder
 
+pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
+
 ROUNDS = 6
 SOON = 60.0  # seconds in which anything must have happened, on a busy machine too
 
