@@ -26,17 +26,7 @@ PARTS = (
     "soak",
     "ui",
 )
-LONG = (
-    "overhead",
-    "gsc",
-    "diagnosis",
-    "profile",
-    "lab",
-    "flower",
-    "replay",
-    "soak",
-    "ui",
-)  # these say how far they are
+LONG = tuple(part for part in PARTS if part not in ("kernel", "store", "wire", "start"))  # these say how far they are
 BARS = {
     "lab": ("cnn", "mlp", "start", "memory", "study"),
     "flower": ("lines", "cnn", "large", "faults"),

@@ -15,8 +15,6 @@ from fedvitals.replay.objects import Objects
 from fedvitals.store import Target
 from fedvitals.store.tapes import tape_folder
 
-SEED = "seed"  # a state that is made from the experiment alone
-
 
 @dataclass(frozen=True, slots=True)
 class Coverage:

@@ -111,7 +111,6 @@ class Reused(Federation):
         super().__init__(site, engine, observer, server)
         self.answers: Answers = {}
         self.factor = 1.0
-        self.reused = 0
         self._ward, self._model = Ward(site.experiment, observer), copy.deepcopy(site.module)
 
     def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
@@ -126,7 +125,6 @@ class Reused(Federation):
                     continue
                 state = answer.on(task.start, weights, self.factor)
                 update = Update(node, state, task.start, answer.samples, task.group, steps=1)
-                self.reused += 1
                 yield orders.update(update, task.start, weights)
 
     def play(self, number: int, answers: Answers, *, examined: bool) -> Round:

@@ -15,26 +15,13 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from fedvitals.errors import ConfigError
 from fedvitals.protocols import Message, Probe, Schedule
-from fedvitals.records import (
-    Action,
-    Event,
-    Finding,
-    LayerStats,
-    Metric,
-    Record,
-    Run,
-    Sketch,
-    Snapshot,
-    Span,
-    Transfer,
-    Truth,
-)
+from fedvitals.records import Finding, Record, Run, Snapshot
 from fedvitals.replay.digests import bytes_of
 from fedvitals.replay.gate import Gate
 from fedvitals.replay.gradients import LEVEL, GradientTape, Place
@@ -59,7 +46,7 @@ class Tape:
     """
 
     name = "tape"
-    ignores = (Run, Metric, LayerStats, Span, Transfer, Event, Sketch, Action, Snapshot, Truth)  # as a sink
+    ignores = tuple(kind for kind in get_args(Record) if kind is not Finding)  # as a sink
 
     def __init__(
         self,
@@ -204,11 +191,7 @@ class Tape:
         return True
 
     def _hand_over(self) -> None:
-        """Answers wait for their round's end: a thread that wakes for each of them takes the server's time.
-
-        Measured with 100 clients in two processes: 46 ms of a round in this thread and 50 more of the server's own part
-        when they come one by one; 16 and none when they come together.
-        """
+        """Answers wait for their round's end: a thread that wakes for each of them takes the server's time."""
         for item in self._gathered:
             self._queue.put(item)
         self._gathered.clear()
