@@ -28,7 +28,8 @@ def measure(condition, repeat, *, data=None, progress=None):
             "dataset": condition.dataset, "digest": "invented", "clients": condition.clients,
             "rounds": condition.rounds, "iterations": condition.iterations, "commit": COMMIT,
             "seconds": condition.client_steps * 0.003, "engine": "invented", "device": "cpu",
-            "settings": condition.settings, "series": series(condition, rng),
+            "settings": condition.settings,
+            "series": series(condition, rng, whole=condition.study == "extended" and not repeat),
         },
         condition,
         repeat,
@@ -39,7 +40,7 @@ def all_results(repeats=2, conditions=CONDITIONS):
     return [measure(synthetic(condition), repeat) for condition in conditions for repeat in range(repeats)]
 
 
-def series(condition, rng):
+def series(condition, rng, *, whole=False):
     rounds = np.arange(1, condition.rounds + 1)
     accuracy = {"baseline": 0.97 * (1 - np.exp(-rounds / 4)), "exploding": 0.7 * (1 - np.exp(-rounds / 9))}.get(
         condition.scenario, rng.uniform(0.005, 0.057, condition.rounds)
@@ -67,6 +68,8 @@ def series(condition, rng):
         found |= {name.replace("gradient.", "gradient.full."): values for name, values in layers.items()}
     if condition.every_iteration:
         found |= iterations(condition, rng)
+    if whole:
+        found |= {"scale.gsc_whole": 1.1 * gsc, "scale.gsc_exact": np.where(rounds % 5 == 1, 1.11 * gsc, np.nan)}
     return plain(found)
 
 

@@ -31,6 +31,7 @@ WRITTEN, DRAWN = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 # As strong as they can be, or the plain form: no other would be the same fault.
 WHOLE = {"CorruptedMessage 1.0", "DropOut 1.0", "Duplicate 0.0", "LabelFlip 1.0", "LostMessage 1.0", "SignFlip 1.0"}
 HELD_OUT = "37e89738cd38138f2e9e17651b166c80"
+LARGE = "53b533b6b0ab44a4c506c6d3d95f5ab0"
 
 
 def in_file(folder, text):
@@ -62,8 +63,19 @@ def test_the_held_out_set_is_the_one_whose_digest_was_published():
     assert HELD_OUT in PAGE
 
 
+def test_the_large_set_is_more_of_held_out_with_other_seeds():
+    held_out, large = read_bank("held-out"), read_bank("held-out-large")
+    assert large.digest == LARGE
+    assert LARGE in PAGE
+    assert len(large.cases) >= 1000
+    for what in (lambda c: c.domain, lambda c: repr((c.experiment.dataset, c.experiment.model)),
+                 lambda c: type(c.experiment.faults[0])):  # fmt: skip
+        assert {what(case) for case in large.faulty} == {what(case) for case in held_out.faulty}
+    assert not {c.experiment.seed for c in large.faulty} & {c.experiment.seed for c in held_out.faulty}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["tune", "held-out", "quick"])
+@pytest.mark.parametrize("name", ["tune", "held-out", "held-out-large", "quick"])
 def test_a_bank_is_the_same_each_time_and_every_faulty_case_has_its_twin(name):
     one, other = read_bank(name), read_bank(name)
     assert one.cases == other.cases
@@ -105,6 +117,8 @@ def test_a_case_of_ones_own_without_a_fault_is_a_control_and_needs_no_twin(tmp_p
     [
         ('name = "x"', "has no cases"),
         ('name = "x"\ncases = 3', "is no fault bank"),
+        ('name = "x"\nlike = "quick"\n[[faults]]\nkind = "crash"\ncases = 1', "is like quick: it has no"),
+        ('name = "x"\nlike = "slow"', "slow"),
         ('name = "x"\n[[faults]]\nkind = "crash"\ncases = 1', r"need \[settings\]"),
         (WRITTEN.replace("clients = 6", "cleints = 6"), "one noisy annotator.*cleints"),
         (WRITTEN.replace('kind = "label_noise"', 'kind = "lable_noise"'), "one noisy annotator.*lable_noise"),
@@ -139,7 +153,7 @@ def test_what_is_there_is_not_trained_again_and_what_is_missing_is(bank, runs, t
 
 
 def test_a_case_that_fails_is_told_and_the_others_go_on(bank, tmp_path, monkeypatch):
-    def fail(case, data):
+    def fail(case, data, device):
         raise RuntimeError(f"no {case.name}")
 
     monkeypatch.setattr(faultbank_pool, "watch", fail)

@@ -64,7 +64,7 @@ def test_engines_agree_on_images(model):
     "topology", [lab.Centralized(), lab.Hierarchical(edges=3), lab.Rings(2), lab.Clustered(smallest=1)]
 )
 def test_the_number_of_workers_changes_no_bit(engine, topology, monkeypatch):
-    monkeypatch.setattr("fedvitals.lab.engine.STACK", 3)  # several stacks, so that the workers have something to share
+    monkeypatch.setattr("fedvitals.lab.stacked.STACK", 3)  # several stacks, so that the workers have something to share
     e = experiment(topology=topology)
     states = [lab.run(e, engine=engine, workers=workers).state for workers in (1, 2, 3)]
     assert torch.equal(states[0], states[1])

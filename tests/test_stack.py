@@ -10,6 +10,7 @@ import torch
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional
 
+from fedvitals.kernels import sums
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient
 from fedvitals.probes.nonlinearity import nonlinearity
@@ -40,6 +41,8 @@ SHARES = (
     "telemetry",
     "tensors",
     "limit",
+    "cuda_allocated",
+    "cuda_reserved",
 )
 ALONE = ("throughput.samples", "time.critical", *(f"memory.{name}" for name in SHARES))
 RATE = 0.05
@@ -319,6 +322,25 @@ def test_schedule_of_steps_is_kept():
     twin, _ = observed(sparse, federation.alone)
     sink, _ = observed(sparse, federation.stacked)
     check_alike(sink, twin)
+
+
+@pytest.mark.parametrize("when", [always, every(2)], ids=["always", "every"])
+@pytest.mark.parametrize("make", [small, unequal, partly_frozen])
+def test_a_host_that_records_sums_itself_is_believed(make, when):
+    """`Stack.sums`: the same records, and nothing is measured at a step."""
+    federation, rows = make(), []
+    planned = Preset("own", (Planned(gradients, when), Planned(last_gradient)), fit_percent=None)
+    sizes, trained = zip(*((p.numel(), p.requires_grad) for p in federation.module.parameters()), strict=True)
+
+    def record(step, matrix):
+        parts = zip(matrix.split(sizes, 1), trained, strict=True)
+        rows.append(torch.as_tensor(sums([part if there else None for part, there in parts], clients=True)))
+        assert len(rows) == step + 1
+
+    twin, _ = observed(planned, federation.stacked)
+    sink, _ = observed(planned, lambda o: federation.stacked(o, spoil=record, sums=lambda: torch.stack(rows)))
+    check_alike(sink, twin, 1e-12)
+    assert sink.metrics("gradient.norm_last")
 
 
 def test_monitor_itself_watches_a_stack():

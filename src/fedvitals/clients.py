@@ -68,6 +68,7 @@ class OpenStack:
     scope: Scope
     token: Token[Scope | None]
     session: StackSession | None = None
+    device: Any = None  # of CUDA, if they train there and memory is watched
     tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[tuple[Node, str]] = field(default_factory=set)
     at: float = field(default_factory=time.time)
@@ -214,6 +215,7 @@ class Clients:
                 self._chart.know(tables)
                 opened.tables = {rows: table.digest for rows, table in tables.items()}
             report = functools.partial(self._chart.report, scope=opened.scope)
+            opened.device = self._memory.begin_stack(stack.states) if self._profile else None
             opened.session = StackSession(self._kit, self._stack_fit, stack, opened.scope.round, report)
 
         def begin() -> None:
@@ -255,6 +257,9 @@ class Clients:
             for results in found:
                 results.take({"monitor.cost": cost / len(found)})
         resident = resident_bytes()
+        memory = self._memory.end_stack(opened.device, len(found))
+        if resident is not None:
+            memory["memory.resident"] = resident
         self._tell_growth(opened.scope, resident)
         seconds = time.perf_counter() - opened.began
         for node, group, results in zip(stack.nodes, stack.groups, found, strict=True):
@@ -263,9 +268,7 @@ class Clients:
             parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
             scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
             results.tables = opened.tables
-            results.take({"time.client": seconds / len(found)})
-            if resident is not None:
-                results.take({"memory.resident": resident})
+            results.take({"time.client": seconds / len(found), **memory})
             _tell_loss(results, logged=(node, "loss") in opened.logged)
             if node in failed:
                 self._chart.exception(scope, "client.failed", failed[node])

@@ -114,6 +114,12 @@ class Stack:
     labels: Sequence[Any] | None = None  # each client's own, all of them
     silent: Sequence[Node] = ()  # who trains along, and of whom nothing that is measured gets home
     steps: Sequence[int] | None = None  # each one's own number, where they differ: who is done rests, in the matrix too
+    # The host's own quick way from states [clients, size] and samples [clients, n, ...] to outputs [clients, n, ...],
+    # differentiable by both; None: the module is applied to each client's part.
+    forward: Callable[[Any, Any], Any] | None = None
+    # Nine sums of every step's gradients so far, [steps, clients, layers, 9] on the device, where the host records them
+    # itself on its way; None: whoever watches measures in `stack_step`.
+    sums: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ PARTS = (
     "lab",
     "flower",
     "replay",
+    "gpu",
     "soak",
     "ui",
 )
@@ -31,12 +32,14 @@ BARS = {
     "lab": ("cnn", "mlp", "start", "memory", "study"),
     "flower": ("lines", "cnn", "large", "faults"),
     "replay": ("verified", "machines", "recording", "size", "jump", "bisect"),
+    "gpu": ("round", "statistics", "kernel", "clients", "monitored", "study"),
 }
 SHOWN = {  # the rest is for --json
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
     "profile": ("what", "bar", "measured", "verdict"),
     "flower": ("what", "bar", "measured", "verdict"),
     "replay": ("what", "bar", "measured", "verdict"),
+    "gpu": ("what", "bar", "measured", "verdict"),
     "ui": ("what", "bar", "measured", "verdict"),
     "diagnosis": (
         *("after_rounds", "milliseconds", "bar_milliseconds"),
@@ -62,7 +65,7 @@ SHOWN = {  # the rest is for --json
     "--only",
     type=click.Choice([*dict.fromkeys(bar for bars in BARS.values() for bar in bars)]),
     multiple=True,
-    help="lab, flower, replay: some of its bars.",
+    help="lab, flower, replay, gpu: some of its bars.",
 )
 @click.option(
     "--stores", type=click.Path(file_okay=False, path_type=Path), help="flower: a folder to keep the runs' stores in."
@@ -75,13 +78,20 @@ def command(part: str | None, quick: bool, as_json: bool, **more: Any) -> None:
     """
     given = _given(part, {name: value for name, value in more.items() if value})
     results: dict[str, list[dict[str, Any]]] = {}
-    for name in [part] if part else PARTS:
+    for name in [part] if part else _here():
         click.echo(f"bench {name} ...", err=True)
         results[name] = _measure(name, quick, given.get(name, {}))
         if not as_json:
             _print(name, results[name])
     if as_json:
         print_json("bench", results)
+
+
+def _here() -> list[str]:
+    """All parts; that of the GPU where there is one."""
+    import torch
+
+    return [part for part in PARTS if part != "gpu" or torch.cuda.is_available()]
 
 
 def _given(part: str | None, more: dict[str, Any]) -> dict[str, dict[str, Any]]:

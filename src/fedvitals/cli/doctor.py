@@ -138,11 +138,14 @@ def environment() -> list[Sign]:
     signs = [Sign("fedvitals", "fine", f"{__version__}, Python {platform.python_version()}, numpy {_version('numpy')}")]
     torch = importlib.util.find_spec("torch") is not None
     if torch:
-        from fedvitals.kernels import backend
+        from fedvitals.kernels import backend, device_backend
 
         signs.append(Sign("torch", "fine", _version("torch")))
         kernel = backend()
         signs.append(Sign("kernel", "fine" if kernel.name == "llvm" else "note", str(kernel)))
+        on_gpu = device_backend()
+        if on_gpu is not None:
+            signs.append(Sign("kernel on GPU", "fine" if on_gpu.name == "triton" else "note", str(on_gpu)))
     signs.append(_sqlite())
     if importlib.util.find_spec("flwr") is not None:
         signs.append(_flower())

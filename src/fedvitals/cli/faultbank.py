@@ -14,17 +14,31 @@ from fedvitals.cli.options import json_option, print_json
 
 if TYPE_CHECKING:
     from fedvitals.trials.faultbank import Taken
+    from fedvitals.trials.faultbank_cases import Bank
     from fedvitals.trials.faultbank_pool import Done
 
+MOST_ON_ONE_GPU = 16  # processes
 TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause")
 
 
 @click.command(epilog="Exit code: 1 if a case failed, or with --bar if a bar is missed; 2 for wrong use.")
-@click.option("--bank", default=None, metavar="NAME|FILE", help="held-out (default), tune, quick, or a TOML file.")
+@click.option(
+    "--bank", default=None, metavar="NAME|FILE", help="held-out (default), held-out-large, tune, quick, or a TOML file."
+)
 @click.option("--quick", is_flag=True, help="The bank «quick»: small cases, a few minutes on two cores.")
 @click.option("--out", default=None, metavar="DIR", help="Where runs, outcomes and page go. Default: faultbank.")
 @click.option("--data", default=None, metavar="DIR", help="Where data sets lie; else FEDVITALS_DATA, ../shared/data.")
-@click.option("--workers", type=click.IntRange(1), default=None, help="Processes. Default: one per core.")
+@click.option(
+    "--workers", type=click.IntRange(1), default=None, help="Processes. Default: one per core; on cuda, ≤ 16."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to train. Default: cpu.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=None, help="Train no longer; then the page."
+)
+@click.option("--pack", "pack_to", default=None, metavar="DIR", help="Run nothing: pack it for a machine with a GPU.")
+@click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="With --pack: instead of downloading msgspec.")
+@click.option("--merge", multiple=True, metavar="FILE|DIR", help="Train nothing: the page of what a pack brought home.")
+@click.option("--beside", default=None, metavar="FILE|DIR", help="Another page's summary.json, to compare with.")
 @click.option("--list", "only_list", is_flag=True, help="Run nothing: say what is in the bank, and its digest.")
 @click.option("--bar", "judge", is_flag=True, help="Exit with 1 if one of the bars is missed.")
 @json_option
@@ -34,6 +48,12 @@ def command(
     out: str | None,
     data: str | None,
     workers: int | None,
+    device: str,
+    minutes: float | None,
+    pack_to: str | None,
+    wheels: tuple[str, ...],
+    merge: tuple[str, ...],
+    beside: str | None,
     only_list: bool,
     judge: bool,
     as_json: bool,
@@ -42,19 +62,34 @@ def command(
 
     Every run is kept: stopped at any moment, the same command goes on where it was. When detectors change, only the
     examination is done anew. A bank in TOML can be given from outside: see docs/faultbank.md.
+
+    On a machine that is lent for minutes: --pack there, its run.py trains and examines, --merge here.
     """
-    from fedvitals.trials.faultbank import listing, take, usable_cores
-    from fedvitals.trials.faultbank_cases import read_bank
+    from fedvitals.trials.faultbank import How, listing, take, take_home, usable_cores
+    from fedvitals.trials.faultbank_cases import path_of, read_bank
 
     if quick and bank is not None:
         raise click.UsageError("--quick is a bank of its own: give --quick or --bank, not both.")
-    chosen = read_bank("quick" if quick else bank or "held-out")
+    if pack_to is not None and merge:
+        raise click.UsageError("--pack sends a bank away and --merge takes it home: give one of them.")
+    name = "quick" if quick else bank or "held-out"
+    chosen = read_bank(name)
+    where = Path(data) if data else None
     if only_list:
         _list(listing(chosen), as_json)
         return 0
+    if pack_to is not None:
+        _pack(chosen, path_of(name), Path(pack_to), where, [Path(wheel) for wheel in wheels])
+        return 0
     folder = Path(out or ("faultbank" if chosen.name == "held-out" else f"faultbank-{chosen.name}"))
-    with _bars() as stage:
-        taken = take(chosen, folder, Path(data) if data else None, workers or usable_cores(), stage)
+    other = Path(beside) if beside else None
+    if merge:
+        taken = take_home(chosen, [Path(file) for file in merge], folder, other)
+    else:
+        processes = workers or (usable_cores() if device == "cpu" else min(MOST_ON_ONE_GPU, usable_cores()))
+        how = How(processes, device, None if minutes is None else 60 * minutes, other)
+        with _bars() as stage:
+            taken = take(chosen, folder, where, how, stage)
     for name, error in taken.failed:
         click.echo(f"fedvitals: the case {name} failed: {error.strip().splitlines()[-1]}", err=True)
     for absent in taken.absent:
@@ -65,6 +100,17 @@ def command(
         _print(taken)
     missed = any(bar.verdict == "missed" for bar in taken.summary.bars)
     return int(bool(taken.failed) or (judge and missed))
+
+
+def _pack(bank: Bank, source: Path, folder: Path, data: Path | None, wheels: list[Path]) -> None:
+    from fedvitals.trials.faultbank_pack import pack_bank
+    from fedvitals.trials.gpu_pack import size
+
+    packed = pack_bank(bank, source, folder, data, wheels=wheels)
+    for part in (packed.code, *packed.parts):
+        click.echo(f"{part}: {size(part) / 1e6:.1f} MB")
+    click.echo(f"There: python {packed.script} --device cuda --minutes 6 --out OUT")
+    click.echo(f"Then here: fedvitals faultbank --bank {source.stem.replace('_', '-')} --merge OUT")
 
 
 def _list(found: dict[str, Any], as_json: bool) -> None:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 @click.option("--repeats", type=int, default=None, help="Runs of each condition. Default: 3; quick: 1.")
 @click.option("--page-only", is_flag=True, help="Run nothing: draw the page again from what is there.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Where to train. Default: cpu.")
+@click.option("--minutes", type=float, default=None, help="Begin no run that would not fit into so many minutes.")
+@click.option("--pack", default=None, metavar="DIR", help="Run nothing: write what a GPU machine without us needs.")
+@click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
+@click.option("--wheel", multiple=True, metavar="FILE", help="With --pack: a wheel to take, where pip has no network.")
+@click.option("--merge", multiple=True, metavar="FILE", help="Take in the results of a pack's run; then draw the page.")
 @json_option
 def command(
     study: str,
@@ -37,13 +42,24 @@ def command(
     repeats: int | None,
     page_only: bool,
     device: str | None,
+    minutes: float | None,
+    pack: str | None,
+    python: str,
+    wheel: tuple[str, ...],
+    merge: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Run the study of gradient scale monitoring (GSC) again, and put each of its claims beside what is seen here.
 
     Results are kept per condition: stopped at any moment, it goes on where it was. Only GTSRB, whole, with 100 clients
     and the paper's rounds is called a reproduction. Exit code 1: some condition could not be run.
+
+    For a GPU that is lent for minutes, with torch, Triton and numpy on it: --pack writes a folder to carry there,
+    its run.py works in pieces, and --merge brings their results home.
     """
+    if pack is not None:
+        _pack(Path(pack), Path(data) if data else None, python, [Path(each) for each in wheel], as_json=as_json)
+        return
     from fedvitals.trials.reproduce_conditions import CONDITIONS, chosen
     from fedvitals.trials.reproduce_conditions import quick as in_quick
     from fedvitals.trials.reproduce_page import as_facts, write_page
@@ -54,9 +70,14 @@ def command(
     everything = in_quick(_dataset(folder, place, page_only)) if quick else CONDITIONS
     conditions = chosen(everything, only)
     failed: list[str] = []
-    if not page_only:
-        failed = _run(folder, conditions, repeats or (1 if quick else 3), place, device)
-        if not quick and not failed and not (folder / "costs.json").exists():
+    if merge:
+        from fedvitals.trials import reproduce_bundle
+
+        count = reproduce_bundle.merge(folder, [Path(each) for each in merge])
+        click.echo(f"{count} results taken into {folder / 'results'}", err=True)
+    elif not page_only:
+        failed = _run(folder, conditions, repeats or (1 if quick else 3), place, device, minutes)
+        if not quick and not failed and minutes is None and not (folder / "costs.json").exists():
             from fedvitals.trials import reproduce_costs
 
             click.echo("Measuring what each metric costs ...", err=True)
@@ -85,12 +106,36 @@ def _dataset(folder: Path, data: Path | None, page_only: bool) -> str:
     return "gtsrb" if has_gtsrb(data) else "digits"
 
 
+def _pack(folder: Path, data: Path | None, python: str, wheels: list[Path], *, as_json: bool) -> None:
+    from fedvitals.trials.gpu_pack import pack, size
+    from fedvitals.trials.reproduce_data import packed_gtsrb
+
+    with packed_gtsrb(data) as files:
+        made = pack(folder, data=files, entry="fedvitals.trials.reproduce_piece:main", python=python, wheels=wheels)
+    told = {str(part): size(part) for part in (made.code, *made.parts)}
+    if as_json:
+        print_json("reproduce", {"pack": told, "script": str(made.script)})
+        return
+    for path, count in told.items():
+        click.echo(f"{count / 1e6:7.1f} MB  {path}")
+    click.echo(f"There, with all of it in place: python {made.script} --minutes 8 --out DIR")
+
+
 def _run(
-    folder: Path, conditions: Sequence[Condition], repeats: int, data: Path | None, device: str | None
+    folder: Path,
+    conditions: Sequence[Condition],
+    repeats: int,
+    data: Path | None,
+    device: str | None,
+    minutes: float | None,
 ) -> list[str]:
     from fedvitals.trials.reproduce import default_measure, in_words, measure_all, plan
+    from fedvitals.trials.reproduce_conditions import richly
 
-    planned = plan(folder, conditions, repeats)
+    where = device or "cpu"
+    if where != "cpu":
+        conditions = [richly(condition) for condition in conditions]
+    planned = plan(folder, conditions, repeats, where)
     if not planned.todo:
         click.echo(f"All {len(planned.done)} runs are there: {folder / 'results'}", err=True)
         return []
@@ -103,7 +148,15 @@ def _run(
     measure = default_measure(device)
     with _bars() as progress:
         return measure_all(
-            folder, conditions, repeats=repeats, measure=measure, data=data, tell=_tell, progress=progress
+            folder,
+            conditions,
+            repeats=repeats,
+            measure=measure,
+            data=data,
+            tell=_tell,
+            progress=progress,
+            minutes=minutes,
+            device=where,
         )
 
 

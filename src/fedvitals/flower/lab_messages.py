@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.flower.lab_watcher import read_watcher, write_watcher
-from fedvitals.lab import hierarchical, rings
+from fedvitals.lab.exchanges import average, pass_on
 from fedvitals.lab.local import Local
 from fedvitals.lab.work import Exchange, Task, Update
 from fedvitals.protocols import WorkerObserver
@@ -26,7 +26,7 @@ from fedvitals.protocols import WorkerObserver
 KEY = "fedvitals.lab"  # of the one record of each kind
 VERSION = 1  # of what is written here
 HEAD = 4096  # bytes of an array's own description, at most
-EXCHANGES: dict[str, Exchange] = {"pass_on": rings.pass_on, "average": hierarchical.average}
+EXCHANGES: dict[str, Exchange] = {"pass_on": pass_on, "average": average}
 
 
 class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

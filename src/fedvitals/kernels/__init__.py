@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from fedvitals.kernels import exponents, jit
+from fedvitals.kernels import device_loading, exponents, jit
 from fedvitals.kernels.gradients import GradientRecorder
 from fedvitals.kernels.one_pass import sums
 from fedvitals.stats import Array
 
-__all__ = ["Backend", "GradientRecorder", "backend", "histogram", "sums"]
+__all__ = ["Backend", "GradientRecorder", "backend", "device_backend", "histogram", "sums"]
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What computes the statistics of CPU tensors in this process, "llvm" or "torch", and why."""
+    """What computes the statistics in this process, and why: "llvm" (on a GPU "triton"), or "torch"."""
 
     name: str
     reason: str
@@ -33,9 +34,17 @@ class Backend:
 
 
 def backend() -> Backend:
-    """Which implementation runs here. Compiles the kernel if nothing did so before."""
+    """Which implementation serves CPU tensors here. Compiles the kernel if nothing did so before."""
     loaded = jit.loaded()
     return Backend("llvm" if loaded.kernel else "torch", loaded.reason)
+
+
+def device_backend() -> Backend | None:
+    """Which one serves tensors on a GPU; None where there is none. Compiles, too."""
+    if not torch.cuda.is_available():
+        return None
+    loaded = device_loading.loaded()
+    return Backend("triton" if loaded.kernels else "torch", loaded.reason)
 
 
 def histogram(tensors: Sequence[Tensor | None]) -> Array | Tensor:

@@ -52,7 +52,7 @@ def _chunk(values: Tensor) -> Tensor:
     fields = 1 << bits.exponent
     # Count all patterns of sign and exponent first, then fold the few counts: one pass over the many values.
     head = (patterns >> bits.mantissa) & (2 * fields - 1)
-    counts = torch.bincount(head, minlength=2 * fields).double().view(2, fields)
+    counts = counted(head, 2 * fields).double().view(2, fields)
     # Field 0 holds the zeros beside the denormals; the sign bit alone, the most negative integer, is -0.0.
     counts[0, 0] -= (patterns == 0).sum()
     counts[1, 0] -= (patterns == torch.iinfo(bits.integer).min).sum()
@@ -61,3 +61,12 @@ def _chunk(values: Tensor) -> Tensor:
     places = (exponents - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
     folded = torch.zeros(2, EXPONENTS, dtype=torch.float64, device=values.device).index_add_(1, places, finite)
     return folded.flip(0).reshape(-1)  # the sign bit is 1 for negative numbers, whose bins come first
+
+
+def counted(places: Tensor, number: int) -> Tensor:
+    """How often each of `number` places occurs. On a GPU `torch.bincount` would wait, to find the largest."""
+    if places.is_cpu:
+        return torch.bincount(places, minlength=number)
+    counts = torch.zeros(number, dtype=torch.int64, device=places.device)
+    one = torch.ones((), dtype=torch.int64, device=places.device)
+    return counts.scatter_add_(0, places.long(), one.expand(places.shape))

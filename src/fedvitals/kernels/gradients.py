@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvitals.kernels import jit
+from fedvitals.kernels import device_gradients, jit
 from fedvitals.kernels.one_pass import sums
 from fedvitals.stats import STATISTICS, Array
 
@@ -28,8 +28,8 @@ _FIRST_ROOM = 32  # steps that the first block of memory holds; each further one
 class GradientRecorder:
     """`record(step)` before each optimiser step, `take()` at the end. One thread at a time."""
 
-    __slots__ = ("_address", "_blocks", "_call", "_free", "_kernel", "_known", "_odd", "_parameters", "_row", "_steps",
-                 "_table")  # fmt: skip
+    __slots__ = ("_address", "_blocks", "_call", "_device", "_free", "_kernel", "_known", "_odd", "_parameters", "_row",
+                 "_steps", "_table")  # fmt: skip
 
     def __init__(self, parameters: Sequence[Tensor | None]) -> None:
         self._parameters = parameters
@@ -42,11 +42,11 @@ class GradientRecorder:
         self._known: list[tuple[Tensor, torch.dtype, int, int]] = []
         for parameter in parameters:
             if parameter is None or not parameter.is_cpu or kernel is None or parameter.dtype not in kernel.functions:
-                self._kernel = None
+                self._kernel, self._device = None, device_gradients.for_parameters(parameters)
                 return
             self._known.append((parameter, parameter.dtype, parameter.numel(), len(lines) + 1))
             lines += (kernel.functions[parameter.dtype], 0, parameter.numel())
-        self._kernel = kernel
+        self._kernel, self._device = kernel, None
         self._table = array.array("q", lines)
         # What the kernel is told: where the table is, how many tensors, where the results go.
         self._call = array.array("q", [self._table.buffer_info()[0], len(parameters), 0])
@@ -86,8 +86,9 @@ class GradientRecorder:
     def take(self) -> tuple[list[int], Array]:
         """The steps, and [steps, layers, 9]; on the host, though single steps may have been kept on a device."""
         rows = self._rows()
-        for place, odd in self._odd.items():
-            rows[place] = np.asarray(odd.cpu() if isinstance(odd, Tensor) else odd)
+        on_device = {place: odd for place, odd in self._odd.items() if isinstance(odd, Tensor)}
+        for place, odd in (self._odd | device_gradients.brought_home(on_device)).items():
+            rows[place] = np.asarray(odd)
         return self._steps, rows
 
     def _rows(self) -> Array:
@@ -108,7 +109,9 @@ class GradientRecorder:
 
     def _record_anyhow(self, step: int) -> None:
         """Another device, a missing gradient, an unusual layout: the general way, which looks at each tensor."""
-        found = sums([None if p is None else _dense(p.grad) for p in self._parameters])
+        found: Array | Tensor | None = None if self._device is None else self._device.record()
+        if found is None:
+            found = sums([None if p is None else _dense(p.grad) for p in self._parameters])
         if not self._free:
             self._make_room()
         self._odd[len(self._steps)] = found

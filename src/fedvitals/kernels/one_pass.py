@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from fedvitals.errors import RecordError
-from fedvitals.kernels import fallback, jit, layout
+from fedvitals.kernels import device_sums, fallback, jit, layout
 from fedvitals.stats import STATISTICS, Array, empty_sums
 
 _COLUMNS = len(STATISTICS)
@@ -31,7 +31,9 @@ def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | 
         rows = _call(kernel, tensors) if count is None else _call_clients(kernel, tensors, count)
         if rows is not None:
             return rows
-    result = fallback.sums(tensors, count)
+    result = device_sums.sums(tensors, count)
+    if result is None:
+        result = fallback.sums(tensors, count)
     return result.numpy() if result.is_cpu else result
 
 

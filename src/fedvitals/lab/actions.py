@@ -76,11 +76,17 @@ class Orders:
         if update.node in self.factors:
             update.samples = max(1, round(update.samples * self.factors[update.node]))
         if self.longest is not None:
-            change = update.state[:weights] - start[:weights]
-            norm = float(torch.linalg.vector_norm(change))
-            if norm > self.longest:  # what is not finite stays what it is: others shall see it
-                update.state[:weights] = start[:weights] + change * (self.longest / norm)
+            self._shorten(update.state[:weights], start[:weights], self.longest)
         return update
+
+    def _shorten(self, state: Tensor, start: Tensor, longest: float) -> None:
+        """What is not finite stays what it is: others shall see it."""
+        change = state - start
+        norm = torch.linalg.vector_norm(change)
+        if not state.is_cpu:  # by a mask: nobody waits for a device to tell how long it is
+            state.copy_(torch.where(norm > longest, start + change * (longest / norm), state))
+        elif float(norm) > longest:
+            state.copy_(start + change * (longest / float(norm)))
 
     def model(self, before: Tensor, after: Tensor, weights: int) -> Tensor:
         """The server's step, by its rate."""

@@ -59,11 +59,12 @@ class Checkpoint:
             "history": json.dumps([[r.number, r.seconds, r.metrics] for r in history]),
         }
         partial = self._file.with_suffix(".partial")
-        self._tensors.torch.save_file({key: t.contiguous().clone() for key, t in tensors.items()}, partial, notes)
+        here = {key: t.to("cpu", copy=True).contiguous() for key, t in tensors.items()}
+        self._tensors.torch.save_file(here, partial, notes)
         os.replace(partial, self._file)  # noqa: PTH105 - atomic
 
     def load(self, fresh: Server) -> tuple[Server, int, list[Round]]:
-        """The server as saved, the next round, and how the rounds before went. Nothing saved: all as fresh."""
+        """The server as saved, on the CPU; the next round, and how the rounds before went. Nothing saved: as fresh."""
         from fedvitals.lab.run import Round  # noqa: PLC0415 - run imports us
 
         if not self._file.exists():

@@ -31,6 +31,18 @@ def through(cache: Path, kind: str, sources: Sequence[Path], make: Callable[[], 
     # One entry for each place that the data set was read from: a newer version of the files replaces it.
     place = hashlib.sha256("\n".join(str(path.resolve()) for path in sources).encode()).hexdigest()[:12]
     entry = cache / "arrays" / f"{kind}-{place}"
+    if _last and _last[0][:2] == (state, _state(entry)):
+        return _last[0][2:]
+    found = _through(entry, state, make)
+    _last[:] = [(state, _state(entry), *found)]
+    return found
+
+
+_last: list[tuple[list[list[Any]], list[Any], Arrays, str]] = []
+"""The one that was asked for last: a study asks for the same again and again, and nobody changes it."""
+
+
+def _through(entry: Path, state: list[list[Any]], make: Callable[[], Arrays]) -> tuple[Arrays, str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return _kept(entry, state)
     made = make()

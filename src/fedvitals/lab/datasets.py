@@ -76,6 +76,24 @@ def load(
     `cache` is where decoded images are kept for the next time; by default below the user's own cache.
     """
     described = named(description) if isinstance(description, str) else description
+    if _remembered is None or isinstance(described, Arrays):
+        return _load(described, folder, cache)
+    key = (described, None if folder is None else os.fspath(folder), cache)
+    if key not in _remembered:
+        _remembered[key] = _load(described, folder, cache)
+    return _remembered[key]
+
+
+def remember() -> None:
+    """From now on, load each data set once: for a process that runs many experiments on the same few."""
+    global _remembered  # noqa: PLW0603 - of this process, as it says
+    _remembered = {} if _remembered is None else _remembered
+
+
+_remembered: dict[Any, Dataset] | None = None
+
+
+def _load(described: Described | Arrays, folder: str | os.PathLike[str] | None, cache: Path | None) -> Dataset:
     if isinstance(described, Arrays):
         arrays, known = described, None
     elif isinstance(described, Digits | Synthetic):

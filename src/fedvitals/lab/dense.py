@@ -36,6 +36,7 @@ class Dense:
     """A chain of dense layers; `layers` are (weight's name, bias' name, what follows it)."""
 
     layers: tuple[tuple[str, str, _Activation | None], ...]
+    name: str = "dense"
 
     @classmethod
     def of(cls, module: nn.Module) -> Dense | None:
@@ -54,6 +55,14 @@ class Dense:
             else:
                 return None
         return cls(tuple(found)) if found and found[-1][2] is None else None
+
+    def outputs(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Logits, [clients, n, classes]; autograd may follow."""
+        h = x.flatten(2)
+        for weight, bias, activation in self.layers:
+            h = torch.baddbmm(weights[bias][:, None], h, weights[weight].mT)
+            h = h if activation is None else activation.forward(h)
+        return h
 
     def gradients(self, weights: Mapping[str, Tensor], into: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Each client's mean loss; the gradients go `into` tensors that are there already."""

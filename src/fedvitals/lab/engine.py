@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,12 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.desk import ClientByClient, Desk, Examination
 from fedvitals.lab.pool import Pool
 from fedvitals.lab.site import Site
-from fedvitals.lab.stacked import Stacked, suits
+from fedvitals.lab.stacked import Stacked, stack_size, suits
 from fedvitals.lab.work import Task, Update
 from fedvitals.protocols import NullObserver, Observer
 
 ENGINES = ("sequential", "reuse", "stacked")
 FLOWER = "flower"  # known by name, and started by the command line: it needs a Flower run around it
-STACK = 64  # clients in one stack on a CPU: more than this leaves the caches without saving calls
 TEST_ROWS = 2048  # of one examination: fixed, so that sums do not depend on the number of processes
 LOCAL_TESTS = 8  # clients in one examination
 MEASURED_SECONDS = 0.2  # of trying each engine
@@ -44,6 +42,7 @@ class AnyEngine(Protocol):
     """What a federation needs of one; closed by leaving its `with`."""
 
     name: str
+    device: torch.device  # where states live: of the server, of tasks and of updates
 
     def train(
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
@@ -59,9 +58,19 @@ class AnyEngine(Protocol):
 
 
 class Engine:
-    """Trains and tests for a federation. `workers`: processes; 0 and 1 do the work in this one."""
+    """Trains and tests for a federation. `workers`: processes; 0 and 1 do the work in this one.
 
-    def __init__(self, site: Site, name: str = "auto", workers: int | None = None, device: str = "cpu") -> None:
+    `precision`: on CUDA, what products are computed in: «float32», or «tf32» or «bfloat16», quicker and coarser.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        name: str = "auto",
+        workers: int | None = None,
+        device: str = "cpu",
+        precision: str = "float32",
+    ) -> None:
         if name == FLOWER:
             raise ConfigError(
                 "The engine 'flower' is a Flower app of its own: start it with "
@@ -69,7 +78,18 @@ class Engine:
             )
         if name not in (*ENGINES, "auto"):
             raise ConfigError(unknown("engine", name, (*ENGINES, FLOWER, "auto")))
-        self.site, self.device = site, _device(device)
+        device = _device(device)
+        if device == "cpu" and precision != "float32":
+            raise ConfigError(f"The precision '{precision}' is for CUDA; on a CPU it is float32.")
+        self.fallback: str | None = None  # why it is not done as asked, and how instead
+        if device != "cpu" and name in ("auto", "stacked") and not suits(site):
+            self.fallback = (
+                f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
+                "or a model of your own that does not say `stackable = True`): its clients are trained one by one on "
+                f"the CPU, by the engine 'reuse', instead of on '{device}'."
+            )
+            name, device, precision = "reuse", "cpu", "float32"
+        self.site, self.device = site, torch.device(device)
         if name == "auto":
             name = "stacked" if device != "cpu" else _quickest(site)
         if device != "cpu" and name != "stacked":
@@ -81,7 +101,7 @@ class Engine:
                 "Optimisers that are kept over the rounds stay in one process: keep_optimizer needs engine='stacked' "
                 f"and workers=1; got engine='{name}' and workers={self.workers}."
             )
-        desk = desk_of(site, name, device)
+        desk = desk_of(site, name, device, precision)
         self._pool = Pool(desk, site.layout.size, site.experiment.clients, self.workers) if self.workers > 1 else None
         self._desk = desk() if self._pool is None else None
 
@@ -99,7 +119,7 @@ class Engine:
             return
         assert self._desk is not None  # noqa: S101 - one of the two is there
         rows = max((sum(len(task.nodes) for task in batch) for batch in batches), default=0)
-        out = torch.empty(rows, self.site.layout.size)
+        out = torch.empty(rows, self.site.layout.size, device=self.device)
         for batch in batches:
             with one_thread():
                 updates = self._desk.train(batch, watcher, out[: sum(len(task.nodes) for task in batch)])
@@ -133,10 +153,8 @@ class Engine:
         members = sum(len(task.nodes) for task in tasks)
         if self.name != "stacked":
             largest = 1
-        elif self.device != "cpu":
-            largest = members
         else:
-            largest = math.ceil(members / math.ceil(members / STACK)) if members else 1  # stacks of equal size
+            largest = self._desk.largest(members) if isinstance(self._desk, Stacked) else stack_size(members)
         batch: list[Task] = []
         members = 0
         for task in tasks:
@@ -147,6 +165,11 @@ class Engine:
             members += len(task.nodes)
         if batch:
             yield batch
+
+    @property
+    def plan(self) -> str | None:
+        """How a stack's step is computed: see `stacked_plans`."""
+        return self._desk.plan.name if isinstance(self._desk, Stacked) else None
 
     def optimizers(self) -> dict[str, Tensor]:
         """The clients' own, where the experiment keeps them over the rounds: and of how many steps."""
@@ -176,10 +199,10 @@ class Engine:
         self.close()
 
 
-def desk_of(site: Site, name: str, device: str = "cpu") -> Callable[[], Desk]:
+def desk_of(site: Site, name: str, device: str = "cpu", precision: str = "float32") -> Callable[[], Desk]:
     """What makes the desk of one process."""
     if name == "stacked":
-        return lambda: Stacked(site, device)
+        return lambda: Stacked(site, device, precision)
     return lambda: ClientByClient(site, fast=name == "reuse")
 
 

@@ -110,7 +110,8 @@ class CorruptedMessage(Fault, frozen=True):
         bits = update.state.to(torch.float32).clone().view(torch.int32)
         struck = torch.randint(len(bits), (max(1, round(self.share * len(bits))),), generator=stream).unique()
         places = torch.randint(31, (len(struck),), generator=stream, dtype=torch.int32)
-        bits[struck] ^= torch.ones_like(places) << places
+        flips = (torch.ones_like(places) << places).to(bits.device)
+        bits[struck.to(bits.device)] ^= flips
         update.state = bits.view(torch.float32)
 
 

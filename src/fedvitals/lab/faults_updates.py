@@ -32,8 +32,9 @@ def _send(update: Update, change: Tensor) -> None:
 
 
 def _noise(like: Tensor, norm: Tensor | float, stream: torch.Generator) -> Tensor:
-    """Gaussian noise of about this norm."""
-    return torch.randn(like.shape, generator=stream, dtype=like.dtype) * (norm / math.sqrt(max(len(like), 1)))
+    """Gaussian noise of about this norm: drawn on the CPU, so that it is the same wherever the update lies."""
+    drawn = torch.randn(like.shape, generator=stream, dtype=like.dtype).to(like.device)
+    return drawn * (norm / math.sqrt(max(len(like), 1)))
 
 
 class StaleUpdate(Fault, frozen=True):

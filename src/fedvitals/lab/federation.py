@@ -21,11 +21,13 @@ from fedvitals.lab import streams, taped
 from fedvitals.lab.actions import Orders
 from fedvitals.lab.aggregators import AggregationError, WeightError, checked
 from fedvitals.lab.compression import send_update
+from fedvitals.lab.description import kind_of
 from fedvitals.lab.engine import AnyEngine
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.journeys import Journeys, in_time
 from fedvitals.lab.site import Site
 from fedvitals.lab.spans import tell
+from fedvitals.lab.state import Pieces
 from fedvitals.lab.stopwatch import Stopwatch
 from fedvitals.lab.work import Node, Task, Update
 from fedvitals.protocols import Observer
@@ -40,6 +42,12 @@ class Server:
     notes: dict[str, Any] = field(default_factory=dict)  # of the topology: groups and the like, as JSON
     clock: float = 0.0  # seconds on the virtual clock
     past: list[Tensor] = field(default_factory=list)  # earlier models, newest last, for faults that remember
+
+    def move(self, device: torch.device) -> None:
+        """All tensors to where the engine works; those that are there stay what they are."""
+        self.model = self.model.to(device)
+        self.memory = {name: tensor.to(device) for name, tensor in self.memory.items()}
+        self.past = [model.to(device) for model in self.past]
 
 
 @dataclass(slots=True)
@@ -56,11 +64,16 @@ class Past:
 
 
 class Federation:
-    """One round at a time: `round` says which."""
+    """One round at a time: `round` says which.
+
+    States, the server's and the clients', lie where the engine trains, and nothing in an ordinary round waits for that
+    device; what draws does so on the CPU, so that chance is the same everywhere.
+    """
 
     def __init__(self, site: Site, engine: AnyEngine, observer: Observer, server: Server) -> None:
         self.site, self.engine, self.observer, self.server = site, engine, observer, server
         self.experiment: Experiment = site.experiment
+        server.move(torch.device(getattr(engine, "device", "cpu")))  # it may come from a file
         self.round = 0
         self.bytes = site.layout.size * 4  # of a model as it is
         self.journeys = Journeys(site)
@@ -69,6 +82,15 @@ class Federation:
         self.orders = Orders()  # corrections in force in this round
         self.watch = Stopwatch()  # of this round
         self._past = Past(server, site.layout.weights)
+        self._home: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
+        self._fell_back = False
+
+    def model_at_home(self) -> Tensor:
+        """The server's model on the CPU, fetched once."""
+        model = self.server.model
+        if self._home is None or self._home[0] is not model:
+            self._home = model, model.cpu()
+        return self._home[1]
 
     # -- what topologies use ------------------------------------------------------------------------------------------
 
@@ -221,7 +243,7 @@ class Federation:
             return set()
         sent = torch.stack([u.state[:weights] for u in arrived])
         sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
-        deltas = {u.node: row.split(sizes) for u, row in zip(arrived, sent, strict=True)}
+        deltas = {u.node: Pieces(row, sizes) for u, row in zip(arrived, sent, strict=True)}
         for update in arrived:
             self.observer.log({"update.samples": float(update.samples)}, node=update.node)
         answers = self.observer.updates(self.round, deltas)
@@ -231,6 +253,11 @@ class Federation:
         """Bytes on the wire; what does not survive the compression is gone from the update."""
         if self.experiment.compression is None:
             return update.state.numel() * update.state.element_size()
+        if not update.state.is_cpu and not self._fell_back:
+            self._fell_back = True
+            kind, device = kind_of(type(self.experiment.compression).__name__), update.state.device.type
+            text = f"The compression {kind} runs on the CPU: each update goes there from {device}, and back."
+            self.observer.event("info", "device.fallback", text, data={"part": kind, "from": device, "to": "cpu"})
         message = send_update(self.experiment.compression, update.state, start, self.site.layout.weights)
         update.state = message.state
         return message.bytes

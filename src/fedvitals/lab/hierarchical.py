@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedvitals.lab.aggregators import weighted_mean
 from fedvitals.lab.description import Description, require
+from fedvitals.lab.exchanges import average
 from fedvitals.lab.work import Node, Task, Update
 
 if TYPE_CHECKING:
@@ -55,11 +55,6 @@ class Hierarchical(Description, frozen=True):
                 federation.passed(edge or "", update.node, update.steps - 1)
             federation.passed(edge or "", "server", kind="update")
             yield gathered.update()
-
-
-def average(states: Tensor, samples: Tensor) -> Tensor:
-    """Everybody goes on from the members' mean, weighted by their samples."""
-    return weighted_mean(states, samples).expand_as(states)
 
 
 class Mean:

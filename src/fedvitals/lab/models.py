@@ -33,6 +33,13 @@ class Model(Protocol):
         """The module, with logits out; its first weights come from the generator and from nothing else."""
 
 
+POOLS: dict[str, tuple[Callable[[], nn.Module], ...]] = {
+    "max": (lambda: nn.MaxPool2d(2),),
+    "average": (lambda: nn.AvgPool2d(2),),
+    "none": (),
+}
+
+
 class PaperCNN(Description, frozen=True):
     """The CNN of the gradient-scale paper in its three scenarios: two convolutions and one dense layer.
 
@@ -47,7 +54,8 @@ class PaperCNN(Description, frozen=True):
     kernel: int = 3
     slope: float = 0.3
     dense: Literal["glorot", "torch"] = "glorot"  # how the dense layer begins: as in Keras, or as PyTorch has it
-    pool_first: bool = True
+    pool_first: bool = True  # of the maximum: the same numbers, and less work
+    pool: Literal["max", "average", "none"] = "max"  # of 2 × 2 pixels, after each convolution
 
     stackable = True
 
@@ -59,14 +67,18 @@ class PaperCNN(Description, frozen=True):
         odd = self.kernel >= 1 and self.kernel % 2 == 1
         require(odd, "kernel of paper_cnn", self.kernel, "odd, such as 3 or 5")
         require(0 <= self.slope <= 1, "slope of paper_cnn", self.slope, "from 0 to 1")
+        require(self.pool in POOLS, "pool of paper_cnn", self.pool, f"one of {', '.join(POOLS)}")
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
         image = _image("paper_cnn", shape, vocabulary)
-        inside = [((side - self.kernel + 1) // 2 - self.kernel + 1) // 2 for side in image[1:]]
+        step = 1 if self.pool == "none" else 2
+        inside = [((side - self.kernel + 1) // step - self.kernel + 1) // step for side in image[1:]]
         padding = 0 if min(inside) >= 1 else self.kernel // 2
+        # Only a maximum may change places with the activation; the textbook has the activation first.
+        pool_first = self.pool_first and self.pool == "max"
         with seeded(generator):
             model = _convolutional(
-                image, classes, self.channels, self.kernel, padding, self._activation, self.pool_first
+                image, classes, self.channels, self.kernel, padding, self._activation, pool_first, self.pool
             )
             uniform = {"baseline": None, "exploding": (8.0, 10.0), "vanishing": (4.0, 7.0)}[self.scenario]
             for layer in model.children():
@@ -343,6 +355,7 @@ def _convolutional(
     padding: int,
     activation: Callable[[], nn.Module],
     pool_first: bool = True,
+    pool: str = "max",
 ) -> nn.Sequential:
     """Twice convolution, pooling and activation, then a dense layer.
 
@@ -352,11 +365,12 @@ def _convolutional(
     layers: dict[str, nn.Module] = {}
     width, (height, breadth) = image[0], image[1:]
     for number, outside in enumerate(channels, 1):
-        pair = (f"pool{number}", nn.MaxPool2d(2)), (f"activation{number}", activation())
+        after = [*((f"pool{number}", made()) for made in POOLS[pool]), (f"activation{number}", activation())]
         layers[f"conv{number}"] = nn.Conv2d(width, outside, kernel, padding=padding)
-        layers |= dict(pair if pool_first else reversed(pair))
+        layers |= dict(after if pool_first else reversed(after))
         width = outside
-        height, breadth = ((side + 2 * padding - kernel + 1) // 2 for side in (height, breadth))
+        step = 2 if POOLS[pool] else 1
+        height, breadth = ((side + 2 * padding - kernel + 1) // step for side in (height, breadth))
     if min(height, breadth) < 1:
         raise ConfigError(f"An image of {image[1]} × {image[2]} pixels is too small for two convolutions with pooling.")
     layers |= {"flat": nn.Flatten(), "head": nn.Linear(width * height * breadth, classes)}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedvitals.lab import streams
 from fedvitals.lab.description import Description, require
+from fedvitals.lab.exchanges import pass_on
 from fedvitals.lab.work import Node, Task, Update
 
 if TYPE_CHECKING:
@@ -53,11 +54,6 @@ class Rings(Description, frozen=True):
             if following != update.node:
                 federation.passed(update.node, following, update.steps - 1)
             yield update
-
-
-def pass_on(states: Tensor, samples: Tensor) -> Tensor:  # noqa: ARG001 - an exchange's signature
-    """Each member's model goes to the next one in the ring."""
-    return states.roll(1, 0)
 
 
 def close_rings(labels: Mapping[Node, Tensor], rings: int, stream: torch.Generator) -> dict[str, tuple[Node, ...]]:

@@ -10,7 +10,7 @@ clients sent it. States are taken in the order of their nodes' names, so the ord
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fedvitals.lab.description import require
 from fedvitals.lab.work import Node
 
 COLUMNS = 4096  # at a time, so that a block of 100 clients stays in the cache
+NUMBERS = 1 << 25  # at a time on a device, where each call has its price: 256 MB in float64
 Rule = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
 
 
@@ -152,7 +153,7 @@ class GeometricMedian(Robust, frozen=True):
         del memory
 
         def rule(states: Sequence[Tensor], _: Sequence[float]) -> Tensor:
-            finite = [state for state in states if bool(state.isfinite().all())]
+            finite = [state for state, good in zip(states, are_finite(states), strict=True) if good]
             if not finite:  # nothing to go by: the result says so
                 return combination(states, [1.0] * len(states))
             shares = weiszfeld(gram(finite, server, weights), self.iterations, self.tolerance, self.smoothing)
@@ -185,7 +186,8 @@ class NormClipping(Robust, frozen=True):
             return Clipping(server, weights, self.norm)
 
         def rule(states: Sequence[Tensor], samples: Sequence[float]) -> Tensor:
-            bound = float(np.median([norm_of(state, server, weights) for state in states]))
+            norms = torch.stack([norm_of(state, server, weights) for state in states])
+            bound = float(np.median(norms.cpu().numpy()))
             clipping = Clipping(server, weights, bound)
             for state, weight in zip(states, samples, strict=True):
                 clipping.add(state, weight, "")
@@ -204,44 +206,66 @@ class Clipping(Averaging):
     def add(self, state: Tensor, weight: float, node: Node) -> None:
         checked(state, weight, node, self.server)
         norm = norm_of(state, self.server, self.weights)
-        if norm == math.inf:
+        if not state.is_cpu:  # chosen by masks: nobody waits for a device to tell how long it is
+            cut = self._cut(state, self.bound / norm)
+            state = torch.where(norm == math.inf, self.server, torch.where(norm > self.bound, cut, state))
+        elif float(norm) == math.inf:
             state = self.server
-        elif norm > self.bound:
-            state = self.server.double().lerp(state.double(), self.bound / norm).to(state.dtype)
+        elif float(norm) > self.bound:
+            state = self._cut(state, self.bound / float(norm))
         super().add(state, weight, node)
 
+    def _cut(self, state: Tensor, share: Tensor | float) -> Tensor:
+        return self.server.double().lerp(state.double(), share).to(state.dtype)
 
-def norm_of(state: Tensor, server: Tensor, weights: int) -> float:
-    """How far the trained weights went, infinite if any value of the state is not finite."""
-    if not bool(state.isfinite().all()):
-        return math.inf
-    return float(torch.linalg.vector_norm(state[:weights].double() - server[:weights]))
+
+def norm_of(state: Tensor, server: Tensor, weights: int) -> Tensor:
+    """How far the trained weights went, [], in float64; infinite if any value of the state is not finite."""
+    norm = torch.linalg.vector_norm(state[:weights].double() - server[:weights])
+    return torch.where(state.isfinite().all(), norm, math.inf)
+
+
+def are_finite(states: Sequence[Tensor]) -> list[bool]:
+    """Of each state, whether all of it is; the device is asked once."""
+    found: list[bool] = torch.stack([state.isfinite().all() for state in states]).tolist()
+    return found
 
 
 def trimmed_mean(states: Tensor | Sequence[Tensor], fraction: float) -> Tensor:
     """Of [n, size] the mean of each column, [size], without its ⌊fraction·n⌋ smallest and as many largest values."""
     count = len(states)
     cut = min(math.floor(fraction * count + 1e-9), (count - 1) // 2)  # 0.29 × 100 is 28.999… in floating point
-    return by_column(states, lambda ranked: ranked[:, cut : count - cut].mean(axis=1, dtype=np.float64))
+    return by_column(states, cut, count - cut)
 
 
 def median(states: Tensor | Sequence[Tensor]) -> Tensor:
     """Of [n, size] the median of each column, [size]."""
     low, high = (len(states) - 1) // 2, len(states) // 2
-    return by_column(states, lambda ranked: ranked[:, low : high + 1].mean(axis=1, dtype=np.float64))
+    return by_column(states, low, high + 1)
 
 
-def by_column(states: Tensor | Sequence[Tensor], reduce: Callable[[np.ndarray], np.ndarray]) -> Tensor:
-    """What `reduce` makes of a block of sorted columns, [columns, n], one value each. NaN is sorted behind +Inf."""
+def by_column(states: Tensor | Sequence[Tensor], first: int, last: int) -> Tensor:
+    """The mean of the ranks `first` to `last` (not included) of every column, [size]. NaN is sorted behind +Inf."""
     refuse_nothing(len(states), len(states))
     result = torch.empty_like(states[0])
-    for begin in range(0, len(result), COLUMNS):
-        block = torch.stack([state[begin : begin + COLUMNS] for state in states], dim=1).cpu().numpy()
-        block.sort(axis=1)  # numpy's is ten times as fast as torch's here
+    for part in stretches(states, len(result)):
+        block = torch.stack([state[part] for state in states], dim=1)
+        if not block.is_cpu:
+            result[part] = block.sort(dim=1).values[:, first:last].mean(dim=1, dtype=torch.float64).to(result.dtype)
+            continue
+        ranked = block.numpy()
+        ranked.sort(axis=1)  # numpy's is ten times as fast as torch's here
         with np.errstate(invalid="ignore", over="ignore"):  # Inf − Inf, where too many sent it
-            values = reduce(block).astype(block.dtype)
-        result[begin : begin + COLUMNS] = torch.from_numpy(values)
+            values = ranked[:, first:last].mean(axis=1, dtype=np.float64).astype(ranked.dtype)
+        result[part] = torch.from_numpy(values)
     return result
+
+
+def stretches(states: Tensor | Sequence[Tensor], length: int) -> Iterator[slice]:
+    """The coordinates from 0 to `length`, so many at a time as suit where the states lie."""
+    width = COLUMNS if states[0].is_cpu else max(COLUMNS, NUMBERS // len(states))
+    for begin in range(0, length, width):
+        yield slice(begin, min(begin + width, length))
 
 
 def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: int) -> list[int]:
@@ -253,7 +277,7 @@ def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: i
             f"Krum against {faulty} faulty clients needs 2·{faulty} + 3 = {needed} updates or more, but got {count}. "
             f"To go on, {lower}let more clients take part."
         )
-    finite = [row for row, state in enumerate(states) if bool(state.isfinite().all())]
+    finite = [row for row, good in enumerate(are_finite(states)) if good]
     scores = torch.full((count,), math.inf, dtype=torch.float64)
     if finite:
         products = gram([states[row] for row in finite], server, weights)
@@ -267,13 +291,15 @@ def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: i
 
 
 def gram(states: Sequence[Tensor], server: Tensor, weights: int) -> Tensor:
-    """All inner products of the differences from the server, [n, n], in float64: distances and norms follow from it."""
-    products = torch.zeros(len(states), len(states), dtype=torch.float64)
-    for begin in range(0, weights, COLUMNS):
-        part = slice(begin, min(begin + COLUMNS, weights))
+    """All inner products of the differences from the server, [n, n], in float64: distances and norms follow from it.
+
+    It lies on the CPU, wherever the states do: what is decided by it is small, and is decided there.
+    """
+    products = torch.zeros(len(states), len(states), dtype=torch.float64, device=server.device)
+    for part in stretches(states, weights):
         block = torch.stack([state[part] for state in states]).double() - server[part]
-        products += (block @ block.T).cpu()
-    return (products + products.T) / 2
+        products += block @ block.T
+    return ((products + products.T) / 2).cpu()
 
 
 def weiszfeld(products: Tensor, iterations: int, tolerance: float, smoothing: float) -> Tensor:

@@ -39,7 +39,7 @@ class Round:
 class Result:
     experiment: Experiment
     model: torch.nn.Module  # with the last global weights
-    state: Tensor  # the same, flat
+    state: Tensor  # the same, flat, on the CPU
     rounds: list[Round] = field(default_factory=list)
     engine: str = ""
 
@@ -57,6 +57,7 @@ def run(
     engine: str | Callable[[Site], AnyEngine] = "auto",
     workers: int | None = None,
     device: str = "cpu",
+    precision: str = "float32",
     data: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -65,7 +66,8 @@ def run(
 ) -> Result:
     """Run an experiment to its end.
 
-    `engine`: the name of one, or what makes one of the experiment's site. `data`: the folder of its data set.
+    `engine`: the name of one, or what makes one of the experiment's site. `device`: «cpu» or «cuda»; `precision`: what
+    products are computed in there, «float32», or «tf32» or «bfloat16». `data`: the folder of its data set.
     `checkpoint`: a folder in which the state is saved after every round; with `resume` the run goes on from there, bit
     for bit as if it had never stopped. `start`: a round to begin from, and all that is known before it: of another
     run's tape. `progress` hears of every round.
@@ -77,6 +79,7 @@ def run(
         engine=engine,
         workers=workers,
         device=device,
+        precision=precision,
         data=data,
         checkpoint=checkpoint,
         resume=resume,
@@ -95,6 +98,7 @@ def rounds(
     engine: str | Callable[[Site], AnyEngine] = "auto",
     workers: int | None = None,
     device: str = "cpu",
+    precision: str = "float32",
     data: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -109,7 +113,7 @@ def rounds(
     if saved is not None and resume and isinstance(engine, str):
         engine = saved.engine_for(engine)
     server, first = Server(site.layout.flat(site.module)), 0
-    with Engine(site, engine, workers, device) if isinstance(engine, str) else engine(site) as doing:
+    with Engine(site, engine, workers, device, precision) if isinstance(engine, str) else engine(site) as doing:
         result = Result(experiment, copy.deepcopy(site.module).cpu(), server.model, engine=doing.name)
         if saved is not None and resume:
             saved.engine_for(doing.name)
@@ -117,25 +121,34 @@ def rounds(
         elif start is not None:
             first, server = start
         if first >= experiment.rounds:
-            site.layout.load(result.model, server.model)
-            result.state = server.model
+            result.state = server.model.cpu()
+            site.layout.load(result.model, result.state)
             yield result
             return
         federation = Federation(site, doing, watching, server)
         ward = Ward(experiment, watching, saved=saved is not None)
-        for fault in experiment.faults if first == 0 or start is not None else ():
-            watching.truth(fault.truth(experiment.nodes))
-        if watching.recorder is not None:
-            watching.recorder.describe(taped.setting(experiment, doing, data, device))
+        _announce(federation, data, begins=first == 0 or start is not None)
         for number in range(first, experiment.rounds):
             with one_thread():  # idle threads of torch in this process would take the workers' cores
                 result.rounds.append(one_round(federation, ward, number, result.model))
-            result.state = server.model
+            result.state = federation.model_at_home()
             if saved is not None:
                 saved.save(server, number + 1, result.rounds, doing.name)
             if watching.recorder is not None:
                 watching.recorder.gate(number)
             yield result
+
+
+def _announce(federation: Federation, data: object, *, begins: bool) -> None:
+    """What is to be known before the first round: what is wrong here, what is not done as asked, how to do it again."""
+    experiment, watching, engine = federation.experiment, federation.observer, federation.engine
+    for fault in experiment.faults if begins else ():
+        watching.truth(fault.truth(experiment.nodes))
+    fallback: str | None = getattr(engine, "fallback", None)
+    if fallback is not None:
+        watching.event("info", "device.fallback", fallback)
+    if watching.recorder is not None:
+        watching.recorder.describe(taped.setting(experiment, engine, data))
 
 
 def prepared(experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
@@ -179,7 +192,7 @@ def one_round(
     actions = [*observer.prescribed(number)]
     federation.orders = ward.follow(actions, number, server)
     taped.begin(federation, actions)
-    site.layout.load(model, server.model)
+    site.layout.load(model, federation.model_at_home())
     observer.round_begin(number, model)
     watch.start()
     after = federation.experiment.topology.round(federation)
@@ -190,8 +203,8 @@ def one_round(
         )
     depth = ill.remembers(federation.experiment.faults)
     server.past = [*server.past, server.model][-depth:] if depth else []
-    server.model = after
-    site.layout.load(model, server.model)
+    server.model = after.to(server.model.device)  # a topology of one's own may have gone home with it
+    site.layout.load(model, federation.model_at_home())
     watch.lap("aggregate")
     due = _evaluation_due(federation.experiment, number)
     federation.close_clock(evaluated=due)
@@ -227,7 +240,7 @@ def _evaluate_locally(federation: Federation) -> dict[str, float]:
     states = {node: given.get(node, server.model) for node in shards if len(shards[node].test)}
     if not states:
         return {}
-    losses, hits = federation.engine.examine_locally(states)
+    losses, hits = (found.cpu() for found in federation.engine.examine_locally(states))
     first = 0
     for node in states:
         last = first + len(shards[node].test)

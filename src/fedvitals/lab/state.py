@@ -9,7 +9,7 @@ which holds them exactly up to 16 million.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -57,6 +57,14 @@ class Layout:
         with torch.no_grad():
             for target, source in zip(tensors(module), self.views(flat).values(), strict=True):
                 target.copy_(source)
+
+
+class Pieces(list[Tensor]):
+    """A flat vector cut into its tensors, each flat; who wants it in one piece again finds it in `vector`."""
+
+    def __init__(self, vector: Tensor, sizes: Sequence[int]) -> None:
+        super().__init__(vector.split([*sizes]))
+        self.vector = vector
 
 
 class Named(Mapping[str, Tensor]):

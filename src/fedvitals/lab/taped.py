@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
@@ -31,7 +32,7 @@ State = dict[str, Mapping[str, Tensor]]
 OPTIMIZER = "optimizer/"
 
 
-def setting(experiment: Experiment, engine: AnyEngine, data: object, device: str) -> dict[str, Any]:
+def setting(experiment: Experiment, engine: AnyEngine, data: object) -> dict[str, Any]:
     """What re-executing needs. An experiment with objects of the user's own has no text: they must bring it again."""
     try:
         text = experiment.to_toml()
@@ -44,7 +45,8 @@ def setting(experiment: Experiment, engine: AnyEngine, data: object, device: str
         "digest": experiment.digest(),
         "engine": engine.name,
         "workers": getattr(engine, "workers", 1),
-        "device": device,
+        "device": str(getattr(engine, "device", "cpu")),
+        "precision": getattr(engine, "precision", "float32"),
         "data": None if where is None else os.path.abspath(os.fspath(where)),  # type: ignore[call-overload]  # noqa: PTH100
         "rounds": experiment.rounds,
         "nodes": list(experiment.nodes),
@@ -73,15 +75,15 @@ def messages(
     if recorder is None:
         return
     layout, orders = federation.site.layout, federation.orders
-    useful = {id(update) for update in arrived}
+    states = dict(zip(map(id, arrived), copies([update.state for update in arrived]), strict=True))
     found = []
     for update in batch:
-        came = id(update) in useful
+        came = id(update) in states
         used = came and update.node not in excluded and not orders.shut_out(update.node, update.group)
         found.append(
             Message(
                 update.node,
-                Named(layout, update.state.clone()) if came else None,
+                Named(layout, states[id(update)]) if came else None,
                 float(update.samples),
                 used,
                 update.group,
@@ -106,7 +108,20 @@ def tensors_of(federation: Federation) -> State:
     held |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
     held |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
     held |= {OPTIMIZER + key: tensor for key, tensor in _optimizers(federation.engine).items()}
-    return {key: named(layout, tensor.clone()) for key, tensor in held.items()}
+    return {key: named(layout, own) for key, own in zip(held, copies([*held.values()]), strict=True)}
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of each tensor one on the CPU, in memory of its own; those of one shape come from a device together."""
+    found = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
+    away: dict[tuple[object, ...], list[int]] = {}
+    for place, tensor in enumerate(found):
+        if not tensor.is_cpu:
+            away.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(place)
+    for places in away.values():
+        for place, row in zip(places, torch.stack([found[place] for place in places]).cpu(), strict=True):
+            found[place] = row.clone()  # a tape keeps some of them, and would keep them all
+    return found
 
 
 def named(layout: Layout, tensor: Tensor) -> Mapping[str, Tensor]:

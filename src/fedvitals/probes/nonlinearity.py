@@ -57,7 +57,7 @@ def nonlinearity_coefficient(model: nn.Module, x: Tensor, *, seed: int = 0) -> f
 
 
 def push(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
-    """J(x)·δ of each sample, by two backward passes.
+    """J(x)·δ of each sample, by two backward passes; the samples' axes may be several.
 
     Of vᵀJ as a function of v, the derivative along δ is J·δ. Works for every operation that autograd can differentiate
     twice, which is more than forward mode supports.
@@ -70,7 +70,11 @@ def push(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
 
 def _covariance_draws(x: Tensor, stream: torch.Generator) -> Tensor:
     """One draw per sample from a distribution with the data's covariance: (a − b)/√2 for two different samples."""
-    count = len(x)
+    first, second = pairs(len(x), stream).to(x.device)
+    return (x[first] - x[second]) / math.sqrt(2)
+
+
+def pairs(count: int, stream: torch.Generator) -> Tensor:
+    """For each sample two different ones, by their places, [2, samples]."""
     first = torch.randperm(count, generator=stream)
-    second = (first + torch.randint(1, count, (count,), generator=stream)) % count
-    return (x[first.to(x.device)] - x[second.to(x.device)]) / math.sqrt(2)
+    return torch.stack([first, (first + torch.randint(1, count, (count,), generator=stream)) % count])

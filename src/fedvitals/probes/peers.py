@@ -34,6 +34,7 @@ CANDIDATES = 4  # of each client, at most; one each where updates are so large t
 PAIRED_NUMBERS = 64 << 20  # that are read for exact comparisons
 PAIRED_AT_ONCE = 4 << 20
 STRETCH = 1 << 20  # numbers of all updates that are worked on at a time
+STRETCH_AWAY = 1 << 28  # on a device: no cache to stay in, and each call has its price
 # Below this share of one's own square, what is left after taking one's own part from a sum is mostly rounding.
 _CANCELLED = 1e-3
 _NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
@@ -94,7 +95,9 @@ class Models:
         """[k, D]: the way from the newest model to the one before, to that before it, ...; None if there is none."""
         if len(self._past) < 2 or any(model.shape != like.shape for _, model in self._past):
             return None
-        *past, now = (model.to(like) for _, model in self._past)
+        for place, (number, model) in enumerate(self._past):
+            self._past[place] = number, model.to(like)  # and there it stays: to fetch them anew each round takes long
+        *past, now = (model for _, model in self._past)
         return torch.stack(past[::-1]) - now
 
 
@@ -157,24 +160,28 @@ class Peers:
         squares = dict.fromkeys(self._compared, 0.0)
         to_models = np.zeros((0 if self._models is None else len(self._models), clients))
         heads: list[Tensor] = []
+        found: list[tuple[list[int], Tensor, Tensor]] = []
         for stretch in self._stretches():
             own = self._at(stretch)
             columns = [c for c, (place, _) in self._compared.items() if place.start <= stretch.start < place.stop]
             units = torch.stack([factors[column] for column in columns]).to(own) @ own
             against = units if self._models is None else torch.cat([units, self._models[:, stretch]])
-            found = _home(against @ own.T)  # in this order: the other one takes twice as long
-            for column, row, total in zip(columns, found, _home(units.square().sum(1)), strict=False):
-                dots[column] += row
-                squares[column] += float(total)
-            to_models += found[len(columns) :]
+            # In this order: the other one takes twice as long.
+            found.append((columns, against @ own.T, units.square().sum(1)))
             if HEAD in columns:
                 heads.append(units[columns.index(HEAD)])
+        fetched = _all_home([part for _, *pair in found for part in pair])
+        for (columns, *_), products, totals in zip(found, fetched[::2], fetched[1::2], strict=True):
+            for column, row, total in zip(columns, products, totals, strict=False):
+                dots[column] += row
+                squares[column] += float(total)
+            to_models += products[len(columns) :]
         return dots, squares, to_models, heads
 
     def _stretches(self) -> Iterator[slice]:
         """The coordinates in pieces of which each lies wholly inside or outside of every layer that is looked at."""
         edges = sorted({edge for place, _ in self._compared.values() for edge in (place.start, place.stop)})
-        width = max(1024, STRETCH // len(self._vectors))
+        width = max(1024, (STRETCH if self._vectors[0].is_cpu else STRETCH_AWAY) // len(self._vectors))
         for start, stop in itertools.pairwise(edges):
             for first in range(start, stop, width):
                 yield slice(first, min(first + width, stop))
@@ -243,7 +250,7 @@ class Peers:
             left, right = (own[list(side)] for side in zip(*pairs, strict=True))
             dots = (left * right).sum(1, dtype=torch.float64).tolist()
         else:
-            dots = [float(self._vectors[a] @ self._vectors[b]) for a, b in pairs]
+            dots = torch.stack([self._vectors[a] @ self._vectors[b] for a, b in pairs]).tolist()
         lengths = [float(self._norms[a] * self._norms[b]) for a, b in pairs]
         cosines = [min(1.0, max(-1.0, dot / length)) for dot, length in zip(dots, lengths, strict=True)]
         return dict(zip(pairs, cosines, strict=True))
@@ -346,9 +353,10 @@ def nearest(cosines: Array, exact: dict[tuple[int, int], float]) -> Array:
 def as_rows(vectors: Sequence[Tensor]) -> Tensor | None:
     """The vectors as [clients, D] without a copy, where they are the rows of one matrix; else None."""
     first, size = vectors[0], vectors[0].numel()
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for i, v in enumerate(vectors):
-        same = v.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and v.dtype == first.dtype
-        if not same or not v.is_contiguous() or v.storage_offset() != first.storage_offset() + i * size:
+        same = v.untyped_storage().data_ptr() == storage and v.dtype == first.dtype and v.numel() == size
+        if not same or not v.is_contiguous() or v.storage_offset() != offset + i * size:
             return None
     return first.as_strided((len(vectors), size), (size, 1))
 
@@ -360,6 +368,15 @@ def _inverse(norms: Array) -> Array:
 
 def _home(values: Tensor) -> Array:
     return values.double().cpu().numpy()
+
+
+def _all_home(tensors: Sequence[Tensor]) -> list[Array]:
+    """Each of them, from a device by one copy."""
+    if not tensors or tensors[0].is_cpu:
+        return [_home(values) for values in tensors]
+    flat = torch.cat([values.flatten() for values in tensors]).cpu()
+    parts = flat.split([values.numel() for values in tensors])
+    return [_home(part.view(values.shape)) for part, values in zip(parts, tensors, strict=True)]
 
 
 def _square(vector: Tensor) -> float:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.probes import samples
+from fedvitals.probes.deflation import by_decomposition, by_squaring
 from fedvitals.probes.differentiate import Differentiable, differentiable
 from fedvitals.probes.view import View, modes_kept
 
@@ -99,15 +100,13 @@ def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -
         again = torch.randint(0, 2, outputs.shape, generator=stream, dtype=torch.int8).to(outputs.device) * 2 - 1
         return (graph.pull(probe) + graph.pull(again.to(outputs.dtype))) / 2
     gram = weight.detach().double() @ weight.detach().double().T
-    values, vectors = torch.linalg.eigh(gram)
-    u = vectors[:, -1].to(outputs)
+    direction = by_squaring(gram[None]) if gram.is_cuda else by_decomposition(gram[None])
+    u = direction.u[0].to(outputs)
     z = probe - (probe @ u)[:, None] * u
-    along = graph.pull(u.expand_as(outputs))
-    if values[-1] <= 0:
-        return along + graph.pull(z)
+    along, rest = graph.pull(u.expand_as(outputs)), graph.pull(z)
     # zᵀ·W·Wᵀ·z, whose mean is known, moves with ‖zᵀJ‖²: what it is off by here tells most of what that is off by.
-    chance = (z.double() @ gram * z.double()).sum(1) - values[:-1].sum()
-    estimate: Tensor = along + graph.pull(z) - along / values[-1] * chance
+    chance = (z.double() @ gram * z.double()).sum(1) - direction.rest[0]
+    estimate: Tensor = along + rest - (along / direction.along[0] * chance).masked_fill(~(direction.along[0] > 0), 0.0)
     return estimate
 
 

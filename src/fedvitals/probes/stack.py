@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedvitals.catalog import CATALOG
 from fedvitals.kernels import sums
+from fedvitals.kernels.device_sums import upload
 from fedvitals.probes.fit import label_entropy, labels_of
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient, summarise
@@ -30,7 +31,8 @@ from fedvitals.probes.session import LABEL_ROUNDS, Instruments, Report
 from fedvitals.probes.stack_fit import Batch, StackFit
 from fedvitals.probes.stack_full import stacked_full_gradient
 from fedvitals.probes.stack_model import StackModel
-from fedvitals.probes.stack_recorder import StackHistogram, StackRecorder
+from fedvitals.probes.stack_nonlinearity import stacked_nonlinearity
+from fedvitals.probes.stack_recorder import HostSums, StackHistogram, StackRecorder
 from fedvitals.probes.stack_scale import stacked_scale
 from fedvitals.probes.view import View
 from fedvitals.probes.weights import weights
@@ -55,12 +57,15 @@ class StackSession:
         self._before = self._last = self._model.matrix.detach().clone()
         self._changes: list[Tensor] = []  # [2, clients] of each step: signed and absolute
         size = (self._model.clients, self._model.sizes, self._model.trained)
-        self._recorder = next(((i, p, StackRecorder(*size)) for i, p in self._at_steps(gradients)), None)
+        host = None if stack.sums is None else HostSums(stack.sums, every=True)
+        self._recorder = next(((i, p, self._recorder_of(p, host)) for i, p in self._at_steps(gradients)), None)
         self._histogram = next(((i, p, StackHistogram(*size)) for i, p in self._at_steps(gradient_histogram)), None)
         plan = enumerate(kit.preset.probes)
         self._scaled = [(i, p, p.probe) for i, p in plan if isinstance(p.probe, scale) and p.when is not at_exit]
         closing = any(p.probe is last_gradient for p in kit.preset.probes)
-        self._closing = StackRecorder(*size, keep=stack.steps is not None) if closing else None
+        self._closing = (host or StackRecorder(*size, keep=stack.steps is not None)) if closing else None
+        self._host = host
+        self._own_numbers: Tensor | None = None  # of steps, where the gradients lie
         self._guarded("fit", self._fit_before)
         self._began = self._step_began = time.perf_counter()
         self.cost = self._began - began
@@ -68,6 +73,11 @@ class StackSession:
     def _at_steps(self, probe: Any) -> list[tuple[int, Planned]]:
         found = enumerate(self._kit.preset.probes)
         return [(i, planned) for i, planned in found if planned.probe is probe and planned.when is not at_exit]
+
+    def _recorder_of(self, planned: Planned, host: HostSums | None) -> StackRecorder | HostSums:
+        if host is None or self._stack.sums is None:
+            return StackRecorder(self._model.clients, self._model.sizes, self._model.trained)
+        return host if planned.when is always else HostSums(self._stack.sums, every=False)
 
     def step(self, step: int, gradients: Tensor) -> None:
         """Measure before an optimiser step; nothing waits for a device."""
@@ -98,6 +108,8 @@ class StackSession:
         ended = time.perf_counter()
         training = ended - self._began - self.cost
         kit, model = self._kit, self._model
+        if self._host is not None:  # who records by himself need not call us at each step
+            self._guarded("the host's sums", self._count_host_steps)
         own = self._own_steps()
         self._put("steps", [float(count) for count in own])
         if self._steps and not kit.preset.brief:
@@ -132,6 +144,10 @@ class StackSession:
             work()
             costs[index] += time.perf_counter() - started
 
+    def _count_host_steps(self) -> None:
+        assert self._host is not None  # noqa: S101 - asked by the caller
+        self._steps = max(self._steps, len(self._host.steps))
+
     def _own_steps(self) -> list[int]:
         """How many steps each client took so far."""
         given = self._stack.steps
@@ -144,14 +160,20 @@ class StackSession:
         """The same with zeros, which no histogram counts, for those who rest at this step."""
         if self._stack.steps is None or min(self._stack.steps) > step:
             return gradients
-        active = torch.tensor(self._stack.steps, device=gradients.device) > step
-        return torch.where(active[:, None], gradients, 0.0)
+        if self._own_numbers is None:
+            self._own_numbers = upload(torch.tensor(self._stack.steps), gradients.device)
+        return torch.where((self._own_numbers > step)[:, None], gradients, 0.0)
 
     def _difference(self) -> None:
         """`weight.difference` of one iteration, taken before the next one."""
         now = self._model.matrix.detach().clone()
-        change = (now - self._last).double()
-        self._changes.append(torch.stack([change.sum(1), change.abs().sum(1)]))
+        change = now - self._last
+        if change.is_cuda:  # the same sums, but nobody writes all numbers out in float64 first
+            absolute = torch.linalg.vector_norm(change, 1, dim=1, dtype=torch.float64)
+            self._changes.append(torch.stack([change.sum(1, dtype=torch.float64), absolute]))
+        else:
+            change = change.double()
+            self._changes.append(torch.stack([change.sum(1), change.abs().sum(1)]))
         self._last = now
 
     def _tell_differences(self) -> None:
@@ -244,9 +266,8 @@ class StackSession:
         if probe is weights:
             self._weights()
         elif probe is last_gradient and self._closing is not None and self._closing.steps:
-            taken = (
-                self._closing.take()
-            )  # of everybody the own last step; the only one that is kept, where all are equal
+            taken = self._closing.take()
+            # Of everybody the own last step; the only one that is kept, where all are equal.
             rows = taken[np.minimum(self._last_steps(), len(taken) - 1), np.arange(self._model.clients)]
             self._put("gradient.norm_last", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
             self._put("gradient.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
@@ -255,18 +276,13 @@ class StackSession:
         elif probe is full_gradient:
             self._full_gradient()
         elif isinstance(probe, nonlinearity) and probe.images != "all":
-            self._nonlinearity(probe, int(probe.images))
+            self._nonlinearity(int(probe.images))
 
     def _scale(self, probe: scale, step: int | None = None) -> None:
         images = self._fewest() if probe.images == "all" else int(probe.images)
         x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
         if x.shape[1]:
-            now = self._view.step  # the last one, at the end; who was done before had its own last one
-            seeds = [
-                self._seed(node, min(now, own)) for node, own in zip(self._stack.nodes, self._last_steps(), strict=True)
-            ]
-            self._view.step = now
-            self._put_all(stacked_scale(probe, self._model, x, seeds), step)
+            self._put_all(stacked_scale(probe, self._model, x, self._seeds()), step)
 
     def _full_gradient(self) -> None:
         if self._stack.loss is None:
@@ -279,9 +295,14 @@ class StackSession:
         """How many samples every client has: all of them, where they were dealt out equally."""
         return min((len(own) for own in self._stack.labels or ()), default=0)
 
-    def _seed(self, node: str, step: int) -> int:
-        self._view.node, self._view.step = node, step
-        return seed_of(self._view)
+    def _seeds(self) -> list[int]:
+        """Every client's own, at this step; who was done before had its own last one."""
+        now, seeds = self._view.step, []
+        for node, own in zip(self._stack.nodes, self._last_steps(), strict=True):
+            self._view.node, self._view.step = node, min(now, own)
+            seeds.append(seed_of(self._view))
+        self._view.step = now
+        return seeds
 
     def _weights(self) -> None:
         model = self._model
@@ -292,31 +313,27 @@ class StackSession:
         if model.buffers:
             self._put_matrices("buffer", _home(sums(model.buffer_tensors(), clients=True)))
 
-    def _nonlinearity(self, probe: nonlinearity, images: int) -> None:
-        """One client after the other, on a copy of the module: rare, and dear in any case."""
-        samples = self._stack.samples(images)
-        module = self._model.own_copy()
-        last = self._last_steps()
-        for client, (node, results) in enumerate(zip(self._stack.nodes, self._results, strict=True)):
-            self._model.load(module, client)
-            view = View(module, round=self._view.round, node=node, data=tuple(part[client] for part in samples))
-            view.step = min(self._view.step, last[client])
-            results.take(probe(view))
+    def _nonlinearity(self, images: int) -> None:
+        x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
+        found = stacked_nonlinearity(self._model, x, self._seeds())
+        self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in found.tolist()])
 
     def _move(self, rows: Array) -> None:
         """How far the weights moved: `weights.movement` for all clients."""
         self._put_matrices("update", rows)
         drift = np.sqrt(rows[..., SUM_SQUARES].sum(axis=1))
-        start = np.asarray(torch.linalg.vector_norm(self._before, dim=1).cpu())
+        initial, now = self._kit.initial, self._model.matrix.detach()
+        norms = [torch.linalg.vector_norm(self._before, dim=1)]
+        if initial is not None and initial.shape == now.shape[1:]:
+            norms.append(torch.linalg.vector_norm(now - initial.to(now.device), dim=1))
+        start, *far = torch.stack(norms).tolist()
         self._put("weight.drift", drift.tolist())
         self._put("weight.difference", rows[..., SUM].sum(axis=1).tolist())
         self._put("weight.difference_absolute", rows[..., SUM_MAGNITUDES].sum(axis=1).tolist())
-        pairs = zip(drift.tolist(), start.tolist(), strict=True)
+        pairs = zip(drift.tolist(), start, strict=True)
         self._put("weight.update_ratio", [moved / norm if norm > 0 else None for moved, norm in pairs])
-        initial, now = self._kit.initial, self._model.matrix.detach()
-        if initial is not None and initial.shape == now.shape[1:]:
-            far = torch.linalg.vector_norm(now - initial.to(now.device), dim=1)
-            self._put("weight.drift_init", far.tolist())
+        for values in far:
+            self._put("weight.drift_init", values)
 
     def _fit_before(self) -> None:
         started = time.perf_counter()

@@ -31,28 +31,26 @@ class StackFit(Fit):
         x, y = (torch.as_tensor(part).to(model.states.device) for part in stack.samples(self._count))
         if not x.shape[1]:
             return {}, None
-        output, losses = _predict(stack, model, x, y)
-        count = y.shape[1]
-        found = {"fit.samples": np.full(len(y), float(count)), "fit.loss_before": losses.mean(1)}
+        found, guessed = _predict(stack, model, x, y)
+        losses, count = found[0], y.shape[1]
+        told = {"fit.samples": np.full(len(y), float(count)), "fit.loss_before": losses.mean(1)}
         if count > 1:
-            found["fit.loss_p90"] = np.sort(losses, axis=1)[:, math.ceil(0.9 * count) - 1]
-        guesses = _guesses(output, y)
-        if guesses is not None:
-            labels = y.cpu().numpy()
-            found["fit.accuracy_before"] = (labels == guesses).mean(axis=1)
-            found["fit.confusion"], pairs = confusions(labels, guesses, output.shape[2])
-            found["fit.confused_label"], found["fit.confused_guess"] = pairs.T
-            found["fit.confident_wrong"] = confidently_wrong(output, y).double().mean(1).cpu().numpy()
-        return found, (x, y)
+            told["fit.loss_p90"] = np.sort(losses, axis=1)[:, math.ceil(0.9 * count) - 1]
+        if guessed:
+            labels, guesses = found[1:3].astype(np.int64)
+            told["fit.accuracy_before"] = (labels == guesses).mean(axis=1)
+            told["fit.confusion"], pairs = confusions(labels, guesses, guessed)
+            told["fit.confused_label"], told["fit.confused_guess"] = pairs.T
+            told["fit.confident_wrong"] = found[3].mean(axis=1)
+        return told, (x, y)
 
     def trained(self, stack: Stack, model: StackModel, batch: Batch) -> dict[str, Array]:
         """Metrics of the trained models on the same samples."""
-        output, losses = _predict(stack, model, *batch)
-        found = {"fit.loss_after": losses.mean(1)}
-        guesses = _guesses(output, batch[1])
-        if guesses is not None:
-            found["fit.accuracy_after"] = (batch[1].cpu().numpy() == guesses).mean(axis=1)
-        return found
+        found, guessed = _predict(stack, model, *batch)
+        told = {"fit.loss_after": found[0].mean(1)}
+        if guessed:
+            told["fit.accuracy_after"] = (found[1] == found[2]).mean(axis=1)
+        return told
 
 
 def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Array]:
@@ -75,15 +73,14 @@ def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Arra
     return found, np.where(found[:, None] > 0, np.stack(np.divmod(best, classes), axis=1), np.nan)
 
 
-def _predict(stack: Stack, model: StackModel, x: Tensor, y: Tensor) -> tuple[Tensor, Array]:
-    """Outputs, [clients, samples, ...], and losses, [clients, samples], in evaluation mode."""
+def _predict(stack: Stack, model: StackModel, x: Tensor, y: Tensor) -> tuple[Array, int]:
+    """Of each sample its loss, in evaluation mode; of a classifier also label, guess and whether it is confidently
+    wrong, [1 or 4, clients, samples]; and the number of classes, 0 for any other model. Home in one copy."""
     assert stack.loss is not None  # noqa: S101 - asked by the caller
     with undisturbed(model.module):
         # A copy: a model may work on its input in place, and the samples are needed again.
-        outputs = torch.cat([model.apply(x[part].clone(), part) for part in model.parts(x)])
-        losses = per_sample(stack.loss, outputs.flatten(0, 1), y.flatten(0, 1))
-    return outputs, losses.view(y.shape[:2]).double().cpu().numpy()
-
-
-def _guesses(output: Tensor, y: Tensor) -> Whole | None:
-    return output.argmax(2).cpu().numpy() if is_classifier(output.flatten(0, 1), y.flatten(0, 1)) else None
+        output = torch.cat([model.apply(x[part].clone(), part) for part in model.parts(x)])
+        losses = per_sample(stack.loss, output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])
+        classes = output.shape[2] if is_classifier(output.flatten(0, 1), y.flatten(0, 1)) else 0
+        known = [y, output.argmax(2), confidently_wrong(output, y)] if classes else []
+        return torch.stack([part.double() for part in (losses, *known)]).cpu().numpy(), classes

@@ -13,8 +13,11 @@ from torch.func import functional_call, vmap
 
 from fedvitals.protocols import Stack
 
-# Input values that go through the models at a time, by device: a convolution's activations are many times larger.
-_TOGETHER = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Input values that go through the models at a time: a convolution's activations are many times larger.
+_TOGETHER = 1 << 20
+# On a GPU as many as its free memory holds, up to 10,000 images of 32 × 32. For each input value a ResNet-18 keeps
+# 1.5 kB for its way back, the paper's CNN 0.1; what vmap copies, and the way back itself, comes on top.
+_TOGETHER_CUDA, _BYTES, _SHARE = 1 << 25, 4096, 0.8
 
 
 class StackModel:
@@ -25,12 +28,14 @@ class StackModel:
         self.parameters = [*self.module.named_parameters()]
         self.buffers = [*self.module.named_buffers()]
         self.states: Tensor = stack.states
+        self.forward = stack.forward
         self.clients = len(stack.nodes)
         self.sizes = [p.numel() for _, p in self.parameters]
         self.weights = sum(self.sizes)
         trained = [p.requires_grad for _, p in self.parameters]
         # Nobody trains the module itself, so its host may have switched off all gradients: then that says nothing.
         self.trained = trained if any(trained) else [True] * len(trained)
+        self._together: int | None = None
 
     @property
     def matrix(self) -> Tensor:
@@ -55,19 +60,40 @@ class StackModel:
         found = self.tensors()
         return [found[name] for name, _ in self.buffers]
 
-    def parts(self, x: Tensor) -> Iterator[slice]:
-        """The clients in portions that fit into memory."""
-        each = max(1, _TOGETHER.get(x.device.type, 1 << 20) // max(1, x[0].numel()))
+    def together(self, device: torch.device) -> int:
+        """How many input values fit into memory at a time. Asked once, so that all portions of a round are alike."""
+        if device.type != "cuda":
+            return _TOGETHER
+        if self._together is None:
+            free = torch.cuda.mem_get_info(device)[0]
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # what torch keeps for us
+            self._together = min(_TOGETHER_CUDA, int(_SHARE * free) // _BYTES)
+        return self._together
+
+    def parts(self, x: Tensor, cost: int = 1) -> Iterator[slice]:
+        """The clients in portions that fit into memory. `cost`: how many times as much of it as one pass takes."""
+        each = max(1, self.together(x.device) // (cost * max(1, x[0].numel())))
         for first in range(0, self.clients, each):
             yield slice(first, min(first + each, self.clients))
 
-    def apply(self, x: Tensor, clients: slice) -> Any:
-        """The outputs of these clients' models on their own samples, [clients, samples, ...]."""
+    def apply(self, x: Tensor, clients: slice, *, twice: bool = False) -> Any:
+        """The outputs of these clients' models on their own samples, [clients, samples, ...]; differentiable by x.
+
+        `twice`: gradients shall be differentiated again, which the host's own way cannot promise.
+        """
+        if self.forward is not None and not twice:
+            return self.by_host(self.states.detach()[clients], x)
 
         def one(state: dict[str, Tensor], samples: Tensor) -> Any:
             return functional_call(self.module, state, (samples,))
 
         return vmap(one, randomness="different")(self.tensors(clients), x)
+
+    def by_host(self, states: Tensor, x: Tensor) -> Tensor:
+        """The same by the host's own way. Where it computes in halves, losses and projections still need float32."""
+        assert self.forward is not None  # noqa: S101 - asked by the caller
+        outputs: Tensor = self.forward(states, x)
+        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
     def own_copy(self) -> nn.Module:
         """A module like the stack's, for `load`."""
@@ -79,3 +105,9 @@ class StackModel:
             state = self.tensors(slice(client, client + 1))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor.copy_(state[name][0])
+
+    def with_states(self, states: Tensor) -> StackModel:
+        """The same models with their numbers elsewhere."""
+        found = copy.copy(self)
+        found.states = states
+        return found

@@ -8,13 +8,16 @@ and only moved when the matrix lies elsewhere than at the step before. On a devi
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedvitals.kernels import jit, sums
+from fedvitals.kernels.device_sums import MatrixSums, upload
+from fedvitals.kernels.exponents import counted
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, STATISTICS, Array
 
 _COLUMNS = len(STATISTICS)
@@ -38,6 +41,7 @@ class StackRecorder:
         self._free = 0
         self._odd: dict[int, Array | Tensor] = {}  # by place: steps that went the general way
         self._waiting: dict[int, Tensor] = {}  # by place: steps that are kept on a device, to be counted together
+        self._on_device: MatrixSums | None = None
         self._kernel = jit.loaded().kernel
         self._address: tuple[int, int] | None = None  # of the matrix that the table is made for: where, and row length
         self._table = np.zeros((clients, len(self._sizes), 3), np.int64)
@@ -78,7 +82,16 @@ class StackRecorder:
         return rows
 
     def _put_by(self, gradients: Tensor) -> None:
-        """Of a device a copy is kept: there, what is started costs more than what is computed, so steps go together."""
+        """On a device our kernel measures at once. Without it a copy is kept, and steps go together: there, what torch
+        starts costs more than what it computes.
+        """
+        if gradients.is_cuda and self._on_device is None:
+            self._on_device = MatrixSums(self._sizes, self._trained, self._clients, gradients.device)
+        if self._on_device is not None and self._on_device.serves(gradients):
+            shape = (self._clients, len(self._sizes), _COLUMNS)
+            rows = self._odd[len(self.steps)] = torch.empty(shape, dtype=torch.float64, device=gradients.device)
+            self._on_device.measure(gradients, rows)
+            return
         self._waiting[len(self.steps)] = gradients.clone()
         if len(self._waiting) * gradients.numel() >= _TOGETHER:
             self._count()
@@ -118,15 +131,46 @@ class StackRecorder:
         self._blocks.append(self._room(self._free))
 
 
+class HostSums:
+    """The like of a `StackRecorder` where the host records on its way: `sums` gives [steps, clients, layers, 9].
+
+    Nothing is measured at a step; it is only noted which ones are wanted, if not all.
+    """
+
+    def __init__(self, sums: Callable[[], Any], *, every: bool) -> None:
+        self._sums, self._every = sums, every
+        self._noted: list[int] = []
+        self._rows: Array | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        count = len(self._sums() if self._rows is None else self._rows)
+        return [*range(count)] if self._every else [step for step in self._noted if step < count]
+
+    def record(self, step: int, gradients: Tensor) -> None:  # noqa: ARG002 - as its like
+        self._rows = None
+        if not self._every:
+            self._noted.append(step)
+
+    def take(self) -> Array:
+        rows = self._home()
+        return rows if self._every else rows[self.steps]
+
+    def _home(self) -> Array:
+        """One copy from the device, when first asked for."""
+        if self._rows is None:
+            self._rows = np.asarray(torch.as_tensor(self._sums()).detach().cpu(), dtype=np.float64)
+        return self._rows
+
+
 class StackHistogram:
     """How many gradient values lie in each octave, by sign: [clients, layers, 128], over all steps added."""
 
     def __init__(self, clients: int, sizes: Sequence[int], trained: Sequence[bool]) -> None:
         self._shape = (clients, len(sizes))
         self._trained = torch.tensor(trained)
-        layer = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-        client = torch.arange(clients)[:, None] * len(sizes)
-        self._first = (client + layer) * (2 * _FIELDS)  # [clients, weights]: where the counts of a value's layer begin
+        self._layer = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        self._first: Tensor | None = None
         self._counts: Tensor | None = None
 
     def record(self, gradients: Tensor) -> None:
@@ -134,10 +178,16 @@ class StackHistogram:
         head = (patterns >> _MANTISSA) & (2 * _FIELDS - 1)
         # Zeros share a field with the smallest numbers: they are counted with NaN and infinity, which is left out.
         head = head.where(patterns & _MAGNITUDE != 0, _FIELDS - 1)
-        self._first = self._first.to(head.device)
-        number = self._shape[0] * self._shape[1] * 2 * _FIELDS
-        found = torch.bincount((head + self._first).view(-1), minlength=number)
+        found = counted((head + self._begin(head.device)).view(-1), self._shape[0] * self._shape[1] * 2 * _FIELDS)
         self._counts = found if self._counts is None else self._counts + found
+
+    def _begin(self, device: torch.device) -> Tensor:
+        """[clients, weights]: where the counts of a value's layer begin."""
+        if self._first is None or self._first.device != device:
+            clients, layers = self._shape
+            client = torch.arange(clients, device=device)[:, None] * layers
+            self._first = (client + upload(self._layer, device)) * (2 * _FIELDS)
+        return self._first
 
     def take(self) -> Array | None:
         if self._counts is None:

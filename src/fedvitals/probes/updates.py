@@ -3,6 +3,9 @@
 
 Cosines are exact as long as the round's updates and each client's previous one fit into `memory` bytes; past that they
 are estimated from the sketches (standard error 1/16), and `approximate` says so.
+
+Updates are compared where they lie. What comes home from a device does so once for all clients: sums, products and
+sketches, never the updates.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, 
 # Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
 _CANCELLED = 1e-3
 _TOGETHER = 32 << 20  # bytes of updates that are compared in one go
+_TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price
 
 
 @dataclass(slots=True)
@@ -66,7 +70,8 @@ def measured(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor,
     found: list[tuple[str, Tensor, Array]] = []
     for shapes, nodes in alike.items():
         flat = [flatten(updates[node]) for node in nodes]
-        vectors = torch.stack(flat) if len(flat) > 1 else flat[0][None]
+        whole = as_rows(flat)
+        vectors = torch.stack(flat) if whole is None else whole
         layers = vectors.split([math.prod(shape) for shape in shapes], dim=1)
         rows = np.asarray(torch.as_tensor(sums(layers, clients=True)).cpu())
         found += zip(nodes, vectors, rows, strict=True)
@@ -130,6 +135,7 @@ class Updates:
         """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
         with self._lock:
             closing, self._round = self._round, {}
+        _fetch_sketches(closing.values())
         cohorts: dict[tuple[int, ...], list[Update]] = defaultdict(list)
         for update in closing.values():
             _share(update)
@@ -152,16 +158,17 @@ class Updates:
 
         All clients at once where memory allows: for a small model a call costs more than what it computes.
         """
-        together = max(1, _TOGETHER // max(1, vectors[0].numel() * vectors[0].element_size()))
-        total = _sum(vectors)
-        total_squares = _dots(total[None], total, cohort[0].sizes)
+        room = _TOGETHER if vectors[0].is_cpu else _TOGETHER_AWAY
+        together = max(1, room // max(1, vectors[0].numel() * vectors[0].element_size()))
         whole = as_rows(vectors)
+        total = _sum(vectors) if whole is None or whole.is_cpu else whole.sum(0)
+        total_squares = _dots(total[None], total, cohort[0].sizes)
         for first in range(0, len(cohort), together):
             last = first + together
             part = cohort[first:last]
             stacked = torch.stack(vectors[first:last]) if whole is None else whole[first:last]
             if not self._brief:
-                for update, sketch in zip(part, self._sketcher(stacked), strict=True):
+                for update, sketch in zip(part, self._sketcher(stacked).cpu(), strict=True):
                     update.sketch = sketch
             if len(cohort) > 1:
                 self._align_to_others(part, stacked, total, total_squares, vectors)
@@ -190,7 +197,9 @@ class Updates:
         if not known:
             return
         these, past = [part[i] for i in known], [self._previous[part[i].node] for i in known]
-        before = torch.stack([old.vector for old in past if old.vector is not None])
+        vectors = [old.vector for old in past if old.vector is not None]
+        whole = as_rows(vectors)
+        before = torch.stack(vectors) if whole is None else whole
         dot = _dots(stacked if len(known) == len(part) else stacked[known], before, these[0].sizes)
         own, squares = (np.stack([u.squares_of_layers for u in group]) for group in (these, past))
         _tell("update.cosine_previous", 1, these, dot, own, squares)
@@ -203,12 +212,15 @@ class Updates:
 
     def _align_by_sketch(self, cohort: list[Update]) -> None:
         """Cosines of the whole: a sketch does not tell layers apart."""
-        sketches = [self._sketcher(u.vector) if u.sketch is None and u.vector is not None else u.sketch for u in cohort]
+        for update in cohort:
+            if update.sketch is None and update.vector is not None:
+                update.sketch = self._sketcher(update.vector)
+        _fetch_sketches(cohort)
+        sketches = [update.sketch for update in cohort]
         total = torch.stack([sketch for sketch in sketches if sketch is not None]).sum(0)
         for update, sketch in zip(cohort, sketches, strict=True):
             if sketch is None:
                 continue
-            update.sketch = sketch
             if len(cohort) > 1:
                 _put(update.metrics, "update.cosine_mean", _cosine_of(sketch, total - sketch))
             previous = self._previous.get(update.node)
@@ -237,6 +249,14 @@ def _sums(cohort: list[Update]) -> Array:
 
 def _sketches(cohort: list[Update]) -> Array:
     return torch.stack([u.sketch for u in cohort if u.sketch is not None]).cpu().numpy()
+
+
+def _fetch_sketches(updates: Iterable[Update]) -> None:
+    """To the CPU, all by one copy: they are looked at one by one from here on."""
+    away = [(update, update.sketch) for update in updates if update.sketch is not None and not update.sketch.is_cpu]
+    if away:
+        for (update, _), sketch in zip(away, torch.stack([own for _, own in away]).cpu(), strict=True):
+            update.sketch = sketch
 
 
 def _set_peers(cohort: list[Update], rows: Array) -> None:

@@ -74,8 +74,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Copies of all tensors in one vector: float64 if any of them is, else float32 (halves gain precision)."""
     if not tensors:
         return torch.zeros(0)
-    if isinstance(tensors, Flat):
-        return tensors.vector
+    whole = getattr(tensors, "vector", None)  # a `Flat`, or the like of a host's
+    if isinstance(whole, Tensor):
+        return whole
     kinds = {t.dtype for t in tensors}
     with torch.no_grad():
         if len(kinds) == 1 and tensors[0].dtype in (torch.float32, torch.float64):

@@ -5,7 +5,8 @@ The shares (model, gradients, ...) hardly ever change. They are told in a client
 and every hundred rounds, and looked up every tenth: that is a tenth of the cost, of measuring and of storing.
 
 On CUDA the allocator's own statistics tell the peak. They are set back when a client begins, if its model lies there:
-whoever reads `torch.cuda.max_memory_allocated` himself sees the peak since then.
+whoever reads `torch.cuda.max_memory_allocated` himself sees the peak since then. What a captured graph uses while it is
+replayed was allocated when it was captured: of that the reserved memory tells, the allocated may not.
 """
 
 from __future__ import annotations
@@ -127,10 +128,19 @@ class ClientMemory:
                 found["memory.growth"] = resident - opened.began
                 if opened.heap is not None:
                     found["memory.kept"] = self._heaps.timed(heap_bytes) - opened.heap
-        if opened.device is not None:
-            found["memory.cuda_allocated"] = torch.cuda.max_memory_allocated(opened.device)
-            found["memory.cuda_reserved"] = torch.cuda.max_memory_reserved(opened.device)
+        found |= _peaks(opened.device)
         return found | self._shares(opened, node, round or 0, optimizers, telemetry, failed=failed)
+
+    def begin_stack(self, states: Any) -> Any:
+        """The GPU on which clients train as one batch, from whose peak on all is theirs; None if it is none."""
+        device = _cuda_device([states])
+        if device is not None and not self._open:
+            torch.cuda.reset_peak_memory_stats(device)
+        return device
+
+    def end_stack(self, device: Any, clients: int) -> dict[str, float]:
+        """What each of them took there at most: its share of the stack's peak. Nobody waits for the device."""
+        return {name: peak / max(1, clients) for name, peak in _peaks(device).items()}
 
     def grown(self, round: int | None, resident: float | None) -> tuple[str, dict[str, Any]] | None:  # noqa: A002
         """Words and data of the event `memory.census`, if the process grows and it is time for one."""
@@ -182,6 +192,16 @@ def _steady(found: dict[str, float]) -> dict[str, float]:
 def _cuda_device(parameters: Sequence[Any]) -> Any:
     """Where a model lies, if that is a GPU of CUDA. Asks the model, and never CUDA: that would begin to use it."""
     return parameters[0].device if parameters and parameters[0].is_cuda else None
+
+
+def _peaks(device: Any) -> dict[str, float]:
+    """Of a GPU, since its statistics were set back."""
+    if device is None:
+        return {}
+    return {
+        "memory.cuda_allocated": torch.cuda.max_memory_allocated(device),
+        "memory.cuda_reserved": torch.cuda.max_memory_reserved(device),
+    }
 
 
 def _limit(device: Any) -> int | None:

@@ -83,7 +83,8 @@ def fork(
     kept = {key: tensor.clone() for key, tensor in player.engine().optimizers().items()}
 
     def engine(site: Site) -> Engine:
-        made = Engine(site, str(told.told["engine"]), player.workers, str(told.told.get("device", "cpu")))
+        where = (str(told.told.get("device", "cpu")), str(told.told.get("precision", "float32")))
+        made = Engine(site, str(told.told["engine"]), player.workers, *where)
         made.restore_optimizers(kept)
         return made
 

@@ -145,7 +145,8 @@ class Player:
             told = self.tape.setting.told
             device = self._device or str(told.get("device", "cpu"))
             name = "sequential" if told["engine"] == FLOWER else str(told["engine"])  # by the promise of that engine
-            self._engines[wanted] = Engine(self.site, name, wanted, device)
+            precision = "float32" if device == "cpu" else str(told.get("precision", "float32"))
+            self._engines[wanted] = Engine(self.site, name, wanted, device, precision)
         return self._engines[wanted]
 
     def server(self, number: int) -> Server:

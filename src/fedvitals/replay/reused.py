@@ -29,7 +29,7 @@ from fedvitals.replay.reader import TapeReader
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a client sent in a recorded round, and what it was trained from; both flat."""
+    """What a client sent in a recorded round, and what it was trained from; both flat, on the CPU."""
 
     node: Node
     state: Tensor
@@ -38,10 +38,11 @@ class Answer:
     group: str | None = None
 
     def on(self, start: Tensor, weights: int, factor: float = 1.0) -> Tensor:
-        """Its change on top of another start; on its own one, the very bits that it sent."""
-        if factor == 1 and torch.equal(start, self.start):
-            return self.state.clone()
-        change = self.state - self.start
+        """Its change on top of another start, where that lies; on its own one, the very bits that it sent."""
+        state, own = self.state.to(start.device), self.start.to(start.device)
+        if factor == 1 and torch.equal(start, own):
+            return state.clone()
+        change = state - own
         if factor != 1:
             change[:weights] *= factor
         return start + change
@@ -66,9 +67,8 @@ def answers_of(messages: Sequence[Message], server: Server) -> dict[Node, Answer
 
 
 def start_of(server: Server, name: str) -> Tensor:
-    if name == "model":
-        return server.model
-    return server.memory[name.removeprefix("memory/")]
+    start = server.model if name == "model" else server.memory[name.removeprefix("memory/")]
+    return start.cpu()
 
 
 def copied(server: Server) -> Server:

@@ -6,22 +6,27 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fedvitals.diagnosis.issues import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data_sources import places
 from fedvitals.lab.description import kind_of
+from fedvitals.report.markup import literal
+from fedvitals.trials.faultbank_beside import read_other
+from fedvitals.trials.faultbank_bundle import OUTCOMES, RUNS, merge
 from fedvitals.trials.faultbank_cases import Bank, Case, healthy_rounds
-from fedvitals.trials.faultbank_examine import examine_all, sources, to_examine
+from fedvitals.trials.faultbank_examine import examine_all, read_all, sources, to_examine
 from fedvitals.trials.faultbank_page import write_page
-from fedvitals.trials.faultbank_pool import Done, is_there, watch_all
+from fedvitals.trials.faultbank_pool import Done, is_there, load_about, watch_all
 from fedvitals.trials.faultbank_report import Summary, summarise
+from fedvitals.trials.faultbank_score import Outcome
 
-RUNS, OUTCOMES = "runs", "outcomes"  # below the folder of results
 Stage = Callable[[str, int], Done]
 """A stage of the work begins: its name, and how many cases it has; what it gives hears of each case that is over."""
 
@@ -78,24 +83,94 @@ def without_absent(cases: Sequence[Case], data: Path | None) -> tuple[list[Case]
     return left, [Absent(kind, count[kind], text) for kind, text in words.items()]
 
 
-def take(bank: Bank, folder: Path, data: Path | None, workers: int, stage: Stage) -> Taken:
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a bank is run, where there is a choice."""
+
+    workers: int = 1
+    device: str = "cpu"
+    seconds: float | None = None  # of training; what is not trained by then is left out
+    beside: Path | None = None  # another page's summary.json
+
+
+def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) -> Taken:
     """Run a bank. What is in the folder already is not run again; stopped at any moment, it goes on where it was."""
+    other = None if how.beside is None else read_other(how.beside)
+    if how.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"The device '{how.device}' was asked for, and PyTorch finds none here. Use 'cpu'.")
     cases, absent = without_absent(bank.cases, data)
     if not cases:
         raise ConfigError("\n".join([f"No case of the bank {bank.name} can be run.", *(a.words for a in absent)]))
     failed: dict[str, str] = {}
     missing = [case for case in cases if not is_there(folder / RUNS, case)]
     if missing:
-        watch_all(missing, folder / RUNS, data, workers, _noting(failed, stage("training", len(missing))))
+        told = _noting(failed, stage("training", len(missing)))
+        watch_all(missing, folder / RUNS, data, how.workers, told, how.device, how.seconds)
     there = [case for case in cases if is_there(folder / RUNS, case)]
     told = _noting(failed, stage("examining", to_examine(there, folder / OUTCOMES)))
-    outcomes = examine_all(there, folder / RUNS, folder / OUTCOMES, workers, told)
+    outcomes = examine_all(there, folder / RUNS, folder / OUTCOMES, how.workers, told)
+    if not outcomes and not failed:
+        raise ConfigError("No case was trained in that time: give it more minutes.")
     if not outcomes:
         raise ConfigError(f"Every case failed. The first, {next(iter(failed))}:\n{next(iter(failed.values()))}")
+    remarks = [f"left out, since the data set {a.dataset} was not there: {a.cases} runs" for a in absent]
+    return _told(bank, folder, outcomes, {sources()}, failed, remarks, other, absent)
+
+
+def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | None = None) -> Taken:
+    """The page of what was trained and examined on another machine (`faultbank_away`); here, nothing is trained."""
+    other = None if beside is None else read_other(beside)
+    merged = merge(bank, files, folder)
+    outcomes, made_by = read_all(bank.cases, folder / OUTCOMES)
+    if not outcomes:
+        raise ConfigError(f"There is no finished case of the bank {bank.name} in what was brought.")
+    remarks = [
+        f"trained and examined elsewhere: {fact['device']}, torch {fact['torch']}, {fact['processes']} processes, "
+        f"{fact['seconds']:.0f} s, commit {fact['commit']}"
+        for fact in merged.calls
+    ]
+    return _told(bank, folder, outcomes, made_by, merged.failed, remarks, other)
+
+
+def _told(
+    bank: Bank,
+    folder: Path,
+    outcomes: Sequence[Outcome],
+    made_by: Collection[str],
+    failed: Mapping[str, str],
+    remarks: Sequence[str],
+    other: Mapping[str, Any] | None,
+    absent: Sequence[Absent] = (),
+) -> Taken:
+    there = [case for case in bank.cases if is_there(folder / RUNS, case)]
+    devices = Counter((about.device, about.engine) for about in (load_about(folder / RUNS, case) for case in there))
+    trained = Counter[str]()
+    for (device, _), count in devices.items():
+        trained[device] += count
+    not_run = len(bank.cases) - len(there) - len(failed) - sum(a.cases for a in absent)
+    found = [
+        f"digest of the bank: `{bank.digest}`; of the detectors and all else that makes an outcome: "
+        + ", ".join(f"`{each}`" for each in sorted(made_by)),
+        *(f"trained on {device} by the engine {engine}: {count} runs" for (device, engine), count in devices.items()),
+        *remarks,
+    ]
+    found += _left_out(failed)
+    if not_run > 0:
+        found.append(f"not run, for want of time: {not_run} runs")
     summary = summarise(outcomes)
-    files = write_page(summary, outcomes, folder, _remarks(bank, absent, failed))
-    files = (*files, write_rates(summary, bank, folder))
-    return Taken(bank, summary, files, absent, tuple(failed.items()))
+    files = write_page(summary, outcomes, folder, found, dict(trained), other)
+    return Taken(bank, summary, (*files, write_rates(summary, bank, folder)), absent, tuple(failed.items()))
+
+
+def _left_out(failed: Mapping[str, str]) -> Iterator[str]:
+    """Which cases failed, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        words = error.strip().splitlines()[-1].removeprefix("fedvitals.errors.ConfigError: ")
+        reasons.setdefault(words, []).append(name)
+    for words, names in reasons.items():
+        more = ", …" if len(names) > 5 else ""
+        yield literal(f"failed, and left out: {len(names)} runs ({', '.join(names[:5])}{more}): {words}")
 
 
 def write_rates(summary: Summary, bank: Bank, folder: Path) -> Path:
@@ -116,14 +191,6 @@ def _noting(failed: dict[str, str], told: Done) -> Done:
         told(name, error)
 
     return done
-
-
-def _remarks(bank: Bank, absent: Sequence[Absent], failed: Mapping[str, str]) -> list[str]:
-    found = [f"digest of the bank: `{bank.digest}`; of the detectors and all else that makes an outcome: `{sources()}`"]
-    found += [f"left out, since the data set {a.dataset} was not there: {a.cases} runs" for a in absent]
-    if failed:
-        found.append(f"failed, and left out: {len(failed)} runs ({', '.join(list(failed)[:5])}, ...)")
-    return found
 
 
 def usable_cores() -> int:

@@ -3,12 +3,14 @@
 
 A bank is a TOML file: settings to draw from, domains (a data set with a model), and faults with their strengths. It
 is expanded by its seed, the same everywhere; its digest is that of all experiments in it. Cases may also be written
-out one by one (`[[cases]]`), which is how others bring their own.
+out one by one (`[[cases]]`), which is how others bring their own. A bank may be `like` another: drawn from the same
+settings, domains and faults, by another seed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +26,8 @@ from fedvitals.lab.experiment import Experiment
 
 BANKS = Path(__file__).parent / "banks"
 GROUPED = ("hierarchical", "rings", "clustered")
+LATER = ('pool = "max"\n',)
+"""Settings that the lab gained after a bank was published, as they are by default: the digest does not know them."""
 
 
 class Domain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +77,8 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     seed: int = 0
+    like: str | None = None  # a bank whose settings, domains and faults these are, too
+    times: float = 1.0  # as many cases of each of its faults, rounded up
     settings: Settings | None = None
     domains: list[Domain] = msgspec.field(default_factory=list)
     faults: list[Struck] = msgspec.field(default_factory=list)
@@ -95,6 +101,14 @@ class Case:
         return bool(self.experiment.faults)
 
     @property
+    def text(self) -> str:
+        """The experiment, written out: by this a case is known."""
+        text = self.experiment.to_toml()
+        for line in LATER:
+            text = text.replace(line, "")
+        return text
+
+    @property
     def twin(self) -> Case:
         """The same without its faults: the clean control, and what the damage is measured against."""
         clean = msgspec.structs.replace(self.experiment, faults=())
@@ -113,31 +127,49 @@ class Bank:
 
     @cached_property
     def digest(self) -> str:
-        text = "\n".join(f"{case.name} {case.flips_largest}\n{case.experiment.to_toml()}" for case in self.faulty)
+        text = "\n".join(f"{case.name} {case.flips_largest}\n{case.text}" for case in self.faulty)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_bank(source: str | Path) -> Bank:
-    """A bank by its name («tune», «held-out», «quick») or from a file."""
-    named = BANKS / f"{str(source).replace('-', '_')}.toml"
-    path = named if named.exists() else Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        known = sorted(file.stem.replace("_", "-") for file in BANKS.glob("*.toml"))
-        raise ConfigError(
-            f"{unknown('bank', str(source), known)} Nor is it a file that can be read: {error}."
-        ) from None
-    try:
-        file = msgspec.convert(tomllib.loads(text), File)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(
-            f"{path} is no fault bank: {error}. See docs/faultbank.md for what one looks like."
-        ) from error
+    """A bank by its name («tune», «held-out», «held-out-large», «quick») or from a file."""
+    path = path_of(source)
+    file = _read(path)
+    if file.like is not None:
+        file = _like(file, path)
     cases = tuple(_written(file)) + tuple(_drawn(file))
     if not cases:
         raise ConfigError(f"{path} has no cases: give [[faults]] with [settings] and [[domains]], or [[cases]].")
     return Bank(file.name, cases)
+
+
+def path_of(source: str | Path) -> Path:
+    named = BANKS / f"{str(source).replace('-', '_')}.toml"
+    return named if named.exists() else Path(source)
+
+
+def _read(path: Path) -> File:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        known = sorted(file.stem.replace("_", "-") for file in BANKS.glob("*.toml"))
+        raise ConfigError(f"{unknown('bank', str(path), known)} Nor is it a file that can be read: {error}.") from None
+    try:
+        return msgspec.convert(tomllib.loads(text), File)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(
+            f"{path} is no fault bank: {error}. See docs/faultbank.md for what one looks like."
+        ) from error
+
+
+def _like(file: File, path: Path) -> File:
+    """With what it takes from another bank filled in."""
+    if file.settings is not None or file.domains or file.faults:
+        raise ConfigError(f"{path} is like {file.like}: it has no [settings], [[domains]] or [[faults]] of its own.")
+    other = _read(path_of(str(file.like)))
+    # A billionth less, so that 1.1 times 10 are 11 in binary digits, too.
+    faults = [msgspec.structs.replace(f, cases=math.ceil(f.cases * file.times - 1e-9)) for f in other.faults]
+    return msgspec.structs.replace(file, settings=other.settings, domains=other.domains, faults=faults)
 
 
 def _written(file: File) -> Iterator[Case]:

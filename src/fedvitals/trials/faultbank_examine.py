@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from fedvitals.trials import (
 from fedvitals.trials.faultbank_cases import Case
 from fedvitals.trials.faultbank_pool import Done
 from fedvitals.trials.faultbank_score import Outcome
+from fedvitals.trials.faultbank_workers import Ended, in_processes
 
 # What an outcome is made by, besides the diagnosis as a whole.
 MAKERS = (
@@ -62,8 +61,8 @@ def examine_all(cases: Sequence[Case], runs: Path, folder: Path, workers: int, d
     left = [case for case in there if _kept(folder, case) is None]
     # The longest first, so that no process is left alone with one at the end.
     left.sort(key=lambda case: -case.experiment.rounds * case.experiment.clients)
-    for name, error in in_processes([(case, runs, folder, sources()) for case in left], workers):
-        done(name, error)
+    for task, error in in_processes(examine, [(case, runs, folder, sources()) for case in left], workers):
+        done(task[0].name, error.why if isinstance(error, Ended) else error)
     return [outcome for case in there for outcome in _kept(folder, case) or ()]
 
 
@@ -72,47 +71,51 @@ def to_examine(cases: Iterable[Case], folder: Path) -> int:
     return sum(_kept(folder, case) is None for case in cases)
 
 
-def in_processes(tasks: Sequence[Task], workers: int) -> Iterator[tuple[str, str | None]]:
-    if workers <= 1 or len(tasks) <= 1:
-        yield from map(_one, tasks)
-        return
-    # Set here: a process that is spawned has its threads before it could be told otherwise.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        with multiprocessing.get_context("spawn").Pool(min(workers, len(tasks))) as pool:
-            yield from pool.imap_unordered(_one, tasks)
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+def read_all(cases: Iterable[Case], folder: Path) -> tuple[list[Outcome], set[str]]:
+    """The outcomes that are there, by whatever sources they were made, and by which."""
+    found: list[Outcome] = []
+    made_by = set()
+    for case in cases:
+        kept = _read(folder, case)
+        if kept is not None:
+            found += kept.outcomes
+            made_by.add(kept.sources)
+    return found, made_by
 
 
-def _file(folder: Path, case: Case) -> Path:
+def is_examined(folder: Path, case: Case) -> bool:
+    return _kept(folder, case) is not None
+
+
+def file_of(folder: Path, case: Case) -> Path:
     path = faultbank_pool.place(folder, case)
     return path.with_name(f"{path.name}.outcome")
 
 
 def _kept(folder: Path, case: Case) -> list[Outcome] | None:
+    kept = _read(folder, case)
+    return kept.outcomes if kept is not None and kept.sources == sources() else None
+
+
+def _read(folder: Path, case: Case) -> Kept | None:
     try:
         # Not JSON, which has no infinity and no NaN.
-        kept = msgspec.msgpack.decode(_file(folder, case).read_bytes(), type=Kept)
+        return msgspec.msgpack.decode(file_of(folder, case).read_bytes(), type=Kept)
     except (OSError, msgspec.DecodeError):
         return None
-    return kept.outcomes if kept.sources == sources() else None
 
 
-def _one(task: Task) -> tuple[str, str | None]:
+def examine(task: Task) -> str | None:
+    """Examine one and keep what came of it; gives what went wrong, if it did."""
     case, runs, folder, made_by = task
     try:
         outcomes = _outcomes(case, runs)
-        draft = _file(folder, case).with_suffix(".part")
+        draft = file_of(folder, case).with_suffix(".part")
         draft.write_bytes(msgspec.msgpack.encode(Kept(made_by, outcomes)))
-        draft.replace(_file(folder, case))
+        draft.replace(file_of(folder, case))
     except Exception:  # noqa: BLE001 - whatever one case does, the others go on
-        return case.name, traceback.format_exc(limit=-4)
-    return case.name, None
+        return traceback.format_exc(limit=-4)
+    return None
 
 
 def _outcomes(case: Case, runs: Path) -> list[Outcome]:

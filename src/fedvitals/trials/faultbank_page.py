@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
+from fedvitals.trials import faultbank_beside as beside
 from fedvitals.trials import faultbank_plot as plot
 from fedvitals.trials.faultbank_bars import Bar
 from fedvitals.trials.faultbank_figures import Row
@@ -40,22 +42,36 @@ HEADS = {
 }
 PERCENT = frozenset({"top_1", "top_3", "cause", "accused_clean", "accused_faulty", "share", "time"})
 ISSUE_FIGURES = ("f1", "precision", "recall", "alarms")
+METHODS = "Methods side by side"
 LYING_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "recall")
 
 
 def write_page(
-    summary: Summary, outcomes: Sequence[Outcome], folder: Path, remarks: Sequence[str] = ()
+    summary: Summary,
+    outcomes: Sequence[Outcome],
+    folder: Path,
+    remarks: Sequence[str] = (),
+    trained: Mapping[str, int] | None = None,
+    other: Mapping[str, Any] | None = None,
 ) -> tuple[Path, ...]:
-    """Writes index.html, README.md, summary.json and the figures; gives the files. `remarks`: about how it was run."""
+    """Writes index.html, README.md, summary.json and the figures; gives the files.
+
+    `remarks`: about how it was run. `trained`: on which devices, how many runs. `other`: another page's facts, to be
+    put beside these.
+    """
+    trained = trained or {}
     pictures = _pictures(summary)
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     for picture in pictures.values():
         (folder / picture.file).write_text(picture.svg, encoding="utf-8")
     blocks = _blocks(summary, outcomes, pictures, remarks)
+    if other is not None:
+        place = next(i for i, block in enumerate(blocks) if isinstance(block, Heading) and block.text == METHODS)
+        blocks[place:place] = _beside(summary, trained, other)
     files = tuple(folder / name for name in ("index.html", "README.md", "summary.json"))
     files[0].write_text(page(blocks, f"fedvitals: fault bank, {', '.join(summary.banks)}"), encoding="utf-8")
     files[1].write_text(markdown(blocks), encoding="utf-8")
-    files[2].write_text(as_json(summary.as_facts()), encoding="utf-8")
+    files[2].write_text(as_json({**summary.as_facts(), "trained": trained}), encoding="utf-8")
     return files
 
 
@@ -117,7 +133,7 @@ def _blocks(
     return [
         *_opening(summary, outcomes, remarks),
         *_bars(summary),
-        Heading(2, "Methods side by side"),
+        Heading(2, METHODS),
         _table(
             "The same runs, one table",
             "method",
@@ -159,8 +175,18 @@ def _blocks(
         _reliability(summary),
         Heading(2, "How it is counted"),
         Points(_DEFINITIONS),
-        Code(("fedvitals faultbank --bank held-out",)),
+        Code(tuple(f"fedvitals faultbank --bank {bank}" for bank in summary.banks)),
     ]
+
+
+def _beside(summary: Summary, trained: Mapping[str, int], other: Mapping[str, Any]) -> list[Block]:
+    table = (
+        (name, words(here, percent), words(there, percent), beside.verdict(here, there))
+        for name, percent, here, there in beside.rows(summary, other, HEADS, PERCENT)
+    )
+    here = beside.title(summary.banks, summary.counts["runs"], trained)
+    there = beside.title(other["banks"], other["counts"]["runs"], other.get("trained", {}))
+    return beside.blocks(table, here, there)
 
 
 def _bars(summary: Summary) -> list[Block]:

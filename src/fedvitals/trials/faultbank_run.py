@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import msgspec
 import torch
 
 from fedvitals import lab
+from fedvitals.errors import ConfigError
 from fedvitals.lab import streams
 from fedvitals.lab.site import Site
+from fedvitals.lab.stacked import suits
 from fedvitals.monitor import Monitor
 from fedvitals.probes.presets import Preset, preset
 from fedvitals.protocols import Node
@@ -40,6 +43,7 @@ class About(msgspec.Struct):
     groups: dict[str, str] = {}
     seconds: float = 0.0
     engine: str = ""
+    device: str = "cpu"  # on which it trained: this, or the name of a GPU
     updates: dict[str, dict[str, dict[str, float]]] = {}  # baselines on the updates: method, round, node
 
 
@@ -62,6 +66,7 @@ class Tee:
 
     monitor: Monitor
     baselines: UpdateBaselines | None = None
+    looks: Collection[int] = ()  # rounds in which they do
     looked: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     _model: Any = None
 
@@ -70,8 +75,8 @@ class Tee:
         self.monitor.round_begin(round, global_state)
 
     def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
-        if self.baselines is not None:  # an engine hands over a round in parts
-            self.baselines.gather(round, updates, self._model)
+        if self.baselines is not None and round in self.looks:  # an engine hands over a round in parts
+            self.baselines.gather(round, _at_home(updates), self._model)
         return self.monitor.updates(round, updates)
 
     def round_end(self, round: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:  # noqa: A002
@@ -84,11 +89,26 @@ class Tee:
         return getattr(self.monitor, name)
 
 
-def experiment_of(case: Case, data: Path | None) -> lab.Experiment:
+def _at_home(updates: Mapping[Node, Any]) -> Mapping[Node, Any]:
+    """On the CPU, where the baselines work; what is there already is handed on as it is."""
+    if all(tensor.is_cpu for pieces in updates.values() for tensor in pieces):
+        return updates
+    found = {}
+    for node, pieces in updates.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in pieces]).cpu()  # one way home for all of them
+        found[node] = flat.split([tensor.numel() for tensor in pieces])
+    return found
+
+
+def _healthy(experiment: lab.Experiment, data: Path | None) -> Site:
+    """The federation without its faults: all that has to be known of it before it trains."""
+    return Site.of(msgspec.structs.replace(experiment, faults=()), data)
+
+
+def _filled(case: Case, site: Site) -> lab.Experiment:
     """With what depends on the data filled in: a label flip begins at the class of which the client has most."""
     if not case.flips_largest:
         return case.experiment
-    site = Site.of(msgspec.structs.replace(case.experiment, faults=()), data)
     fault = case.experiment.faults[0]
     flips = []
     for node in fault.nodes:
@@ -105,26 +125,40 @@ def engine_of(experiment: lab.Experiment) -> str:
     return "stacked" if isinstance(experiment.model, lab.MLP | lab.Logistic | lab.Transformer) else "reuse"
 
 
-def _baselines(experiment: lab.Experiment, data: Path | None) -> UpdateBaselines | None:
-    """In the middle and at the end of the run; they have no answer for tokens, which cannot be drawn as noise."""
-    site = Site.of(msgspec.structs.replace(experiment, faults=()), data)
-    if site.dataset.vocabulary is not None:
-        return None
-    last = experiment.rounds - 1
-    return UpdateBaselines(site.module, site.dataset.shape, experiment.seed, (last // 2, last))
-
-
-def watch(case: Case, data: Path | None = None) -> Watched:
-    """Train the case under the monitor."""
-    torch.set_num_threads(1)
-    experiment = experiment_of(case, data)
-    baselines = _baselines(experiment, data)
-    store = MemoryStore()
+def _watching(experiment: lab.Experiment, site: Site, store: MemoryStore) -> Tee:
+    """Baselines look in the middle and at the end of the run; they have no answer for tokens, which are no noise."""
     monitor = Monitor(None, probes=bank_preset(), host="lab", detectors=(), sinks=[store])
-    tee = Tee(monitor, baselines)
+    if site.dataset.vocabulary is not None:
+        return Tee(monitor)
+    last = experiment.rounds - 1
+    looks = (last // 2, last)
+    return Tee(monitor, UpdateBaselines(site.module, site.dataset.shape, experiment.seed, looks), looks)
+
+
+def watch(case: Case, data: Path | None = None, device: str = "cpu") -> Watched:
+    """Train the case under the monitor. On a GPU with the engine «stacked»; what cannot be stacked trains on the CPU.
+
+    So does what the lab refuses there: `About.device` tells where it was.
+    """
+    torch.set_num_threads(1)
+    site = _healthy(case.experiment, data)
+    experiment = _filled(case, site)
+    if device != "cpu" and suits(site):
+        with contextlib.suppress(ConfigError):
+            return _watched(case, experiment, site, data, "stacked", device)
+    return _watched(case, experiment, site, data, engine_of(experiment), "cpu")
+
+
+def _watched(
+    case: Case, experiment: lab.Experiment, site: Site, data: Path | None, engine: str, device: str
+) -> Watched:
+    store = MemoryStore()
+    tee = _watching(experiment, site, store)
+    monitor = tee.monitor
     began = time.perf_counter()
-    result = lab.run(experiment, tee, engine=engine_of(experiment), workers=1, data=data)
+    result = lab.run(experiment, tee, engine=engine, workers=1, device=device, data=data)
     seconds = time.perf_counter() - began
+    where = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
     monitor.close()
     run = monitor.run.id
     history = store.history(run)
@@ -145,6 +179,7 @@ def watch(case: Case, data: Path | None = None) -> Watched:
         _groups(recording.told),
         seconds,
         result.engine,
+        where,
         tee.looked,
     )
     return Watched(recording, about)

@@ -69,16 +69,17 @@ class Recording:
         place = {name: i for i, name in enumerate(names)}
         found, whole = {}, {}
         for metric in metrics:
-            table = np.full((len(numbers), len(names)), ABSENT)
+            values = np.full((len(numbers), len(names)), float(ABSENT))
             for i, number in enumerate(numbers):
                 for node, value in history.latest(metric, number).items():
-                    table[i, place[node]] = rounded(value)
+                    values[i, place[node]] = value
+            table = rounded(values)  # all at once; what is absent stays so
             if (table != ABSENT).any():
                 found[metric] = table
-            rounds, values = history.series(metric, None)
+            rounds, course = history.series(metric, None)
             if rounds:
                 line: Small = np.full(len(numbers), ABSENT)
-                line[[numbers.index(number) for number in rounds]] = rounded(values)
+                line[[numbers.index(number) for number in rounds]] = rounded(course)
                 whole[metric] = line
         families, tables = {}, {}
         for family, statistics in KEPT.items():
@@ -87,9 +88,9 @@ class Recording:
                 continue
             block = np.full((len(numbers), len(names), len(layers), len(statistics)), ABSENT)
             for i, number in enumerate(numbers):
-                nodes, block_values = history.across(family, statistics, number)
-                for node, values in zip(nodes, block_values, strict=True):
-                    block[i, place[node]] = values.astype(np.float32) if node == SERVER else rounded(values)
+                nodes, exact = history.across(family, statistics, number)
+                for node, short, own in zip(nodes, rounded(exact), exact, strict=True):
+                    block[i, place[node]] = own.astype(np.float32) if node == SERVER else short
             families[family], tables[family] = block, layers
         return cls(numbers, names, found, whole, families, tables, list(history.events()))
 

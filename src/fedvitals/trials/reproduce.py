@@ -2,12 +2,14 @@
 """Drives the reproduction: what is still to be run, how long that takes, one file per condition, then the page.
 
 It may be stopped at any moment and goes on where it was; two of them may work on different conditions of one folder.
+With a number of minutes it stops by itself, before a run that would not fit into them: for machines that are lent.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +19,19 @@ from typing import Any, Protocol
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.trials.reproduce_conditions import BEGINNING_OF, BY_NAME, Condition
-from fedvitals.trials.reproduce_results import Result, beginning, checked, load, save
+from fedvitals.trials.reproduce_results import Result, beginning, checked, file_of, load, save
 
 Progress = Callable[[int, int], None]
 """Rounds done, rounds in all."""
 
-SECONDS_PER_STEP = {"paper-cnn": 0.008, "mlp": 0.003, "transformer": 0.03, "resnet": 0.8}
-"""Of one client's mini-batch on two cores: a guess, used until something has been measured here."""
+SECONDS_PER_STEP = {
+    "cpu": {"paper-cnn": 0.008, "mlp": 0.003, "transformer": 0.03, "resnet": 0.8},
+    "cuda": {"paper-cnn": 1e-4, "mlp": 5e-5, "transformer": 2.5e-3, "resnet": 2e-2},
+}
+"""Of one client's mini-batch, on two cores or one GPU: a guess, used until something has been measured here."""
 
+ALIKE = ("every_iteration", "whole_set", "pool", "channels", "drop_out")  # what a mini-batch's time depends on
+MARGIN = 1.3  # a run may take so many times as long as was thought
 FAILURES_IN_A_ROW = 3  # that is no accident of one condition
 
 
@@ -50,10 +57,12 @@ class Plan:
     guessed: bool  # nothing has been measured here yet
 
 
-def default_measure(device: str | None = None) -> Measure:
-    """Training in the lab; loaded only now, since a page can be drawn without it."""
+def default_measure(device: str | None = None, *, arrays: bool = False) -> Measure:
+    """Training in the lab; loaded only now, since a page can be drawn without it. `arrays`: watched as on a GPU."""
     found: Any = importlib.import_module("fedvitals.trials.reproduce_measure").measure
-    return partial(found, device=device) if device else found
+    settings = {"device": device} if device else {}
+    settings |= {"engine": "stacked", "workers": 1, "arrays": True} if arrays else {}
+    return partial(found, **settings) if settings else found
 
 
 def has_gtsrb(data: Path | None) -> bool:
@@ -68,8 +77,15 @@ def has_gtsrb(data: Path | None) -> bool:
     return True
 
 
-def plan(folder: Path, conditions: Sequence[Condition], repeats: int) -> Plan:
+def plan(folder: Path, conditions: Sequence[Condition], repeats: int, device: str = "cpu") -> Plan:
     """What is there and what is not: the first repeat of everything before the second of anything."""
+    todo, done, found = _looked_up(folder, conditions, repeats)
+    return Plan(tuple(todo), tuple(done), _rest(todo, conditions, found, device), guessed=not found)
+
+
+def _looked_up(
+    folder: Path, conditions: Sequence[Condition], repeats: int
+) -> tuple[list[Job], list[Job], list[Result]]:
     if repeats < 1:
         raise ConfigError(f"The number of repeats cannot be {repeats}: it must be at least 1.")
     todo: list[Job] = []
@@ -80,9 +96,11 @@ def plan(folder: Path, conditions: Sequence[Condition], repeats: int) -> Plan:
             result = load(folder, condition, repeat)
             (done if result else todo).append(Job(condition, repeat))
             found += [result] if result else []
-    free = [job for job in todo if _longer(job.condition) in conditions]
-    seconds = sum(_seconds(job, found) for job in todo if job not in free)
-    return Plan(tuple(todo), tuple(done), seconds, guessed=not found)
+    return todo, done, found
+
+
+def _rest(todo: Sequence[Job], conditions: Sequence[Condition], found: Sequence[Result], device: str) -> float:
+    return sum(_seconds(job, found, device) for job in todo if _longer(job.condition) not in conditions)
 
 
 def _longer(condition: Condition) -> Condition | None:
@@ -93,21 +111,29 @@ def _longer(condition: Condition) -> Condition | None:
     return dataclasses.replace(condition, name=name, study=BY_NAME[name].study, rounds=BY_NAME[name].rounds)
 
 
-def _seconds(job: Job, found: Sequence[Result]) -> float:
+def _seconds(job: Job, found: Sequence[Result], device: str = "cpu") -> float:
     """From what a mini-batch took before: of the same sort if there is one, else of the same network, else a guess."""
     wanted = job.condition
-    known = [run for run in found if "beginning_of" not in run and run["described"]["model"] == wanted.model]
-    alike = [
+    known = [
         run
-        for run in known
-        if run["described"]["every_iteration"] == wanted.every_iteration
-        and run["described"]["whole_set"] == wanted.whole_set
+        for run in found
+        if "beginning_of" not in run and run["described"]["model"] == wanted.model and _on(run, device)
     ]
+    alike = [run for run in known if _sort(run["described"]) == _sort(dataclasses.asdict(wanted))]
     chosen = alike or known
     if not chosen:
-        return wanted.client_steps * SECONDS_PER_STEP[wanted.model]
+        return wanted.client_steps * SECONDS_PER_STEP[device.partition(":")[0]][wanted.model]
     steps = sum(_steps(run) for run in chosen)
     return float(wanted.client_steps * sum(run["seconds"] for run in chosen) / steps)
+
+
+def _on(run: Result, device: str) -> bool:
+    return bool(run["device"].partition(":")[0] == device.partition(":")[0])
+
+
+def _sort(described: dict[str, Any]) -> str:
+    plain = dataclasses.asdict(Condition("", ""))
+    return repr([[*v] if isinstance(v := described.get(n, plain[n]), list | tuple) else v for n in ALIKE])
 
 
 def _steps(run: Result) -> int:
@@ -124,18 +150,29 @@ def measure_all(
     data: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
     progress: Callable[[Job], Progress] = lambda _: lambda *_: None,
+    minutes: float | None = None,
+    device: str = "cpu",
+    done: Callable[[Result, Condition], None] = lambda *_: None,
 ) -> list[str]:
     """Runs what is missing and writes each result at once; gives what failed, in words.
 
-    One condition that fails does not stop the others; what cannot be meant (no data, wrong settings) stops all.
+    One condition that fails does not stop the others; what cannot be meant (no data, wrong settings) stops all. With
+    `minutes`, none is begun that would not fit into them, by the speed of those before; `done` hears of each result.
     """
+    end = None if minutes is None else time.perf_counter() + 60 * minutes
     failed: list[str] = []
-    in_a_row = 0
-    todo = plan(folder, conditions, repeats).todo
-    for place, job in enumerate(todo, 1):
-        if load(folder, job.condition, job.repeat):  # another process was quicker
+    in_a_row = place = 0
+    todo, _, found = _looked_up(folder, conditions, repeats)
+    total = len(todo)
+    while todo:
+        job = _next(folder, todo, found, device, end)
+        if job is None:
+            break
+        todo.remove(job)
+        place += 1
+        if file_of(folder, job.condition.name, job.repeat).exists():  # another process was quicker
             continue
-        tell(f"{place} of {len(todo)}: {job}")
+        tell(f"{place} of {total}: {job}")
         try:
             result = _result(folder, job, measure, data, progress(job))
         except (ConfigError, MissingExtraError):
@@ -150,9 +187,27 @@ def measure_all(
             continue
         in_a_row = 0
         save(folder, result, job.condition)
-        rest = plan(folder, conditions, repeats).seconds
-        tell(f"  {result['seconds']:.0f} s; about {in_words(rest)} left" if rest else f"  {result['seconds']:.0f} s")
+        done(result, job.condition)
+        found.append({**result, "described": dataclasses.asdict(job.condition)})
+        rest = _rest(todo, conditions, found, device)
+        tell(f"  {result['seconds']:.3g} s; about {in_words(rest)} left" if rest else f"  {result['seconds']:.3g} s")
+    if todo:
+        rest = _rest(todo, conditions, found, device)
+        tell(f"Stopped in time: {len(todo)} runs are left, about {in_words(rest)}. The same command goes on with them.")
     return failed
+
+
+def _next(folder: Path, todo: Sequence[Job], found: Sequence[Result], device: str, end: float | None) -> Job | None:
+    """The first that still fits: one that is the beginning of a run that is there takes no time."""
+    if end is None:
+        return todo[0]
+    left = end - time.perf_counter()
+    for job in todo:
+        longer = _longer(job.condition)
+        free = longer is not None and file_of(folder, longer.name, job.repeat).exists()
+        if left > 0 and (free or _seconds(job, found, device) * MARGIN <= left):
+            return job
+    return None
 
 
 def _result(folder: Path, job: Job, measure: Measure, data: Path | None, progress: Progress) -> Result:

@@ -20,7 +20,7 @@ from fedvitals.trials.reproduce_figures import (
     Figure,
     lines,
 )
-from fedvitals.trials.reproduce_plot import Panel
+from fedvitals.trials.reproduce_plot import Line, Panel
 from fedvitals.trials.reproduce_results import Results
 
 PLAIN = "as in the paper"
@@ -88,6 +88,23 @@ def _models(results: Results) -> list[Panel]:
     return found
 
 
+def _whole_set(results: Results) -> list[Panel]:
+    """Of the repeat that was measured on the whole set: a few images of each client (solid) beside it (dashed)."""
+    panels = []
+    for topology in ("centralized", "hierarchical"):
+        drawn = []
+        for scenario, colour in SCENARIO_COLOURS.items():
+            name = f"extended-{topology}-{scenario}"
+            for run in [run for run in results.of(name) if "scale.gsc_whole" in run["series"]][:1]:
+                pair = (("scale.gsc", "few images", False), ("scale.gsc_whole", "whole set", True))
+                drawn += [
+                    Line(f"{scenario}, {words}", results.array(name, each, None, run["repeat"])[None], colour, dashed)
+                    for each, words, dashed in pair
+                ]
+        panels.append(Panel(f"GSC, {topology}", tuple(drawn), "mean over the cohort", scale="log"))
+    return panels
+
+
 def _scenarios(results: Results, pattern: str, name: str, title: str) -> Panel:
     wanted = [(pattern.format(s), name, None, s, colour, False) for s, colour in SCENARIO_COLOURS.items()]
     return Panel(title, lines(results, wanted), "mean over the cohort", scale="log")
@@ -122,6 +139,15 @@ BEYOND_FIGURES = (
         (*_CENTRALIZED, *(f"beyond-{model}-{scenario}" for model, _ in MODELS for scenario in SCENARIOS)),
         _models,
         "Does the separation of the three scenarios hold for other networks? (Fewer clients and rounds where costly.)",
+    ),
+    Figure(
+        "beyond5",
+        "GSC of a few images and of the client's whole set",
+        tuple(
+            f"extended-{topology}-{scenario}" for topology in ("centralized", "hierarchical") for scenario in SCENARIOS
+        ),
+        _whole_set,
+        "The paper measures on the whole set, which costs many times the training. One repeat shows what is lost.",
     ),
 )
 
@@ -303,6 +329,12 @@ def bytes_words(number: float) -> str:
     return f"{number:.3g} B"
 
 
+def seconds_words(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:.3g} h"
+    return f"{seconds / 60:.3g} min" if seconds >= 60 else f"{seconds:.3g} s"
+
+
 def run_table(results: Results) -> Table:
     """Every condition that was run."""
     rows = []
@@ -314,7 +346,7 @@ def run_table(results: Results) -> Table:
             (name, str(len(runs)), str(first["clients"]), str(first["rounds"]),
              _percent(_per_repeat(results, name, "server.accuracy", "final")),
              _percent(_per_repeat(results, name, "aggregated.accuracy", "final")),
-             f"{float(np.mean(took)) / 60:.3g} min", f"{first['engine']}, {first['device']}",
+             seconds_words(float(np.mean(took))), f"{first['engine']}, {first['device']}",
              f"beginning of {first['beginning_of']}" if "beginning_of" in first else "")
         )  # fmt: skip
     head = ("condition", "repeats", "clients", "rounds", "server accuracy", "aggregated accuracy", "time", "engine", "")

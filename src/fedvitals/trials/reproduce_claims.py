@@ -72,6 +72,7 @@ class Claim:
     why: str
     checks: tuple[Check, ...]
     reading: str = ""
+    rereads: str = ""  # the claim of which this is another reading, where its words are others
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -125,6 +126,9 @@ def read(path: Path = FILE) -> tuple[tuple[Claim, ...], tuple[Choice, ...]]:
         if choice.condition is not None and choice.condition not in BY_NAME:
             raise ConfigError(f"The choice '{choice.what}': {unknown('condition', choice.condition, BY_NAME)}")
     ids = [claim.id for claim in claims]
+    for claim in claims:
+        if claim.rereads and claim.rereads not in ids:
+            raise ConfigError(f"The claim '{claim.id}' rereads: {unknown('claim', claim.rereads, ids)}")
     if len(set(ids)) < len(ids):
         raise ConfigError(f"{path} has two claims of the same id among {', '.join(ids)}.")
     return claims, choices
@@ -138,8 +142,9 @@ def _claim(entry: dict[str, Any]) -> Claim:
             for each in entry["check"]
         )
         claim = Claim(
-            entry["id"], tuple(entry["figures"]), entry["says"], entry["why"], checks, entry.get("reading", "")
-        )
+            entry["id"], tuple(entry["figures"]), entry["says"], entry["why"], checks, entry.get("reading", ""),
+            entry.get("rereads", ""),
+        )  # fmt: skip
     except KeyError as error:
         raise ConfigError(f"{name} lacks {error}.") from None
     for check in checks:
@@ -194,10 +199,11 @@ def _worded(value: Any, *, short: bool = False) -> str:
 
 def verdicts(results: Results, path: Path = FILE) -> list[Verdict]:
     """What the results say of each claim, in the file's order."""
-    return [_verdict(claim, results) for claim in read(path)[0]]
+    return [verdict_of(claim, results) for claim in read(path)[0]]
 
 
-def _verdict(claim: Claim, results: Results) -> Verdict:
+def verdict_of(claim: Claim, results: Results) -> Verdict:
+    """What they say of one."""
     measured = tuple(_measured(check, results) for check in claim.checks)
     found = {each.verdict for each in measured}
     if "not run" in found:

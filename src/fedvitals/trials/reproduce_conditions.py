@@ -16,6 +16,7 @@ from fedvitals.errors import ConfigError, unknown
 TOPOLOGIES = ("centralized", "clustered", "hierarchical", "rings")
 SCENARIOS = ("baseline", "exploding", "vanishing")
 STUDIES = ("initial", "extended", "beyond", "sensitivity")
+PAPER_STUDIES = ("initial", "extended")
 PAPER_CLIENTS, PAPER_ITERATIONS = 100, 20
 QUICK_CLIENTS, QUICK_ROUNDS = 10, 6
 
@@ -39,6 +40,7 @@ class Condition:
     kernel: int = 3
     slope: float = 0.3  # of LeakyReLU
     dense: str = "glorot"  # initial weights of the dense layer; or "torch", its default there
+    pool: str = "max"  # of 2 × 2 pixels after each convolution; or "average", "none"
     scale_pixels: bool = True
     keep_optimizer: bool = False  # Adam's state from one round to the next
     rounds: int = 25
@@ -58,6 +60,11 @@ class Condition:
         """Mini-batches of training in one repeat: what the time is estimated from."""
         a_round = self.iterations if self.epochs is None else self.epochs * 20  # 313 images in batches of 16
         return self.clients * self.rounds * a_round
+
+    @property
+    def paper(self) -> bool:
+        """Whether it is one of the paper's own."""
+        return self.study in PAPER_STUDIES
 
     @property
     def settings(self) -> dict[str, object]:
@@ -126,13 +133,24 @@ SENSITIVITY: tuple[tuple[str, dict[str, object]], ...] = (
     ("pixels", {"scale_pixels": False}),
     ("clip-value", {"clip_by": "value"}),
     ("keep-adam", {"keep_optimizer": True}),
+    ("average-pool", {"pool": "average"}),
     # An iteration read as a whole pass over the data is twenty times the work: five rounds show where it leads.
     ("epochs", {"epochs": 20, "rounds": 5}),
+    # Without pooling there are four times as many pixels for the second convolution, and 18 times as many weights.
+    ("no-pool", {"pool": "none", "rounds": 10}),
 )
 """What the paper leaves open, one choice changed at a time, centralized."""
 
-IN_ALL_SCENARIOS = ("channels", "kernel", "dense", "pixels")
+IN_ALL_SCENARIOS = ("channels", "kernel", "dense", "pixels", "average-pool", "no-pool")
 """Choices that also change the exploding and the vanishing network: ten rounds of each show whether they still part."""
+
+UNCLIPPED_TOO = ("kernel", "pixels", "keep-adam")
+"""Choices with which the first study's claims are looked at again, which are about topologies without clipping."""
+
+UNCLIPPED_TOPOLOGIES = ("centralized", "hierarchical", "rings")
+
+
+DEAR = ("epochs", "no-pool")
 
 
 def _beyond() -> tuple[Condition, ...]:
@@ -163,6 +181,15 @@ def _sensitivity() -> tuple[Condition, ...]:
         if name in IN_ALL_SCENARIOS
         for scenario in SCENARIOS[1:]
     ]
+    fields += [
+        {"name": f"sensitivity-{name}-{topology}-unclipped", "topology": topology, "clip": None, **settings,
+         "every_iteration": topology == "hierarchical"}
+        for name, settings in SENSITIVITY
+        if name in UNCLIPPED_TOO
+        for topology in UNCLIPPED_TOPOLOGIES
+    ]  # fmt: skip
+    # The dear ones last: where time runs out, the others are there.
+    fields.sort(key=lambda each: any(word in str(each["name"]) for word in DEAR))
     return tuple(Condition(study="sensitivity", **each) for each in fields)  # type: ignore[arg-type]
 
 
@@ -176,6 +203,15 @@ BEGINNING_OF = {
     "initial-hierarchical-clipped": "extended-hierarchical-baseline",
 }
 """With the same seed, the shorter run is the beginning of the longer one, bit for bit: it need not be trained again."""
+
+MEASURED = ("every_iteration", "whole_set")
+"""Settings that say what is measured, not what is trained: who has measured more has what others ask for."""
+
+
+def richly(condition: Condition) -> Condition:
+    """As it is measured where measuring is cheap, on a GPU: the paper's own at every local iteration."""
+    return dataclasses.replace(condition, every_iteration=True) if condition.paper else condition
+
 
 IN_QUICK = ("sensitivity-slope", "beyond-alpha-0.3-centralized")
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedvitals import lab
 from fedvitals.monitor import Monitor
@@ -31,12 +30,16 @@ from fedvitals.protocols import Moment
 from fedvitals.records import Event, LayerStats, Metric, Record, Run, Transfer
 from fedvitals.schedule import always
 from fedvitals.stats import COUNT, SUM, SUM_MAGNITUDES
+from fedvitals.trials.gpu_commit import commit
 from fedvitals.trials.reproduce_conditions import Condition
+from fedvitals.trials.reproduce_watch import ALL, Wanted, Watch
 
 SEED = 2024
 IMAGES = 16  # of each client, on which gradient scale is measured at the end of a round
 IMAGES_EACH = 4  # the same at every iteration: 400 of a cohort, whose mean lies about 3 % from that of all images
 NLC_ROUNDS = 5  # every so many rounds
+IMAGES_ON_CUDA = 32  # of each client, at every iteration as at the end of a round: cheap there
+EXACT_ROUNDS = (0, 9, 24, 49)  # of those that are measured on the whole set: exactly, one backward pass per class
 
 Progress = Callable[[int, int], None]
 
@@ -60,27 +63,20 @@ def measure(
     engine: str = "auto",
     workers: int | None = None,
     progress: Progress | None = None,
+    arrays: bool | None = None,
 ) -> dict[str, Any]:
-    """What one repeat of a condition gave, as JSON."""
+    """What one repeat of a condition gave, as JSON. `arrays`: by a watcher in the monitor's place, as on a GPU."""
     experiment = experiment_of(condition, repeat)
-    tally = Tally(condition)
     began = time.perf_counter()
-    losses: list[Mapping[str, Any]] = []
-    result = None
     if condition.keep_optimizer:
         engine, workers = "stacked", 1
-    with Monitor(
-        None, run=condition.name, probes=probes_of(condition), sinks=[tally], host="lab", seed=experiment.seed
-    ) as m:
-        for result in lab.rounds(experiment, m, data=data, device=device, engine=engine, workers=workers):
-            losses.append(result.rounds[-1].losses)
-            m.flush()
-            if progress is not None:
-                progress(len(result.rounds), condition.rounds)
-    assert result is not None  # noqa: S101 - there is at least one round
+    running = {"data": data, "device": device, "engine": engine, "workers": workers, "progress": progress}
+    arrays = device != "cpu" if arrays is None else arrays
+    how = _watched if arrays else _monitored
+    result, losses, tally, lost = how(condition, repeat, experiment, running)
     series = tally.series() | _evaluated(result.rounds)
     if condition.every_iteration:
-        series["iteration.loss"] = _losses(losses, tally.group_of)
+        series["iteration.loss"] = _losses(losses, tally.group_of if condition.topology == "hierarchical" else {})
     return {
         "condition": condition.name,
         "study": condition.study,
@@ -98,10 +94,75 @@ def measure(
         "seconds": time.perf_counter() - began,
         "engine": result.engine,
         "device": device,
+        "machine": _machine(device),
+        "images": _images(condition, arrays=arrays),
         "settings": {name: _plain(value) for name, value in condition.settings.items()},
         "series": _plain(series),
-        "lost": m.lost,
+        "lost": lost,
     }
+
+
+Watched = tuple[lab.Result, list[Mapping[str, Any]], "Tally | Watch", int]
+
+
+def _monitored(condition: Condition, repeat: int, experiment: lab.Experiment, running: Mapping[str, Any]) -> Watched:  # noqa: ARG001
+    tally = Tally(condition)
+    with Monitor(
+        None, run=condition.name, probes=probes_of(condition), sinks=[tally], host="lab", seed=experiment.seed
+    ) as m:
+        result, losses = _rounds(condition, experiment, m, m.flush, **running)
+    return result, losses, tally, m.lost
+
+
+def _watched(condition: Condition, repeat: int, experiment: lab.Experiment, running: Mapping[str, Any]) -> Watched:
+    watch = Watch(wanted_of(condition, repeat))
+    return *_rounds(condition, experiment, watch, lambda: None, **running), watch, 0
+
+
+def _rounds(
+    condition: Condition,
+    experiment: lab.Experiment,
+    observer: Any,
+    after: Callable[[], None],
+    *,
+    progress: Progress | None,
+    **running: Any,
+) -> tuple[lab.Result, list[Mapping[str, Any]]]:
+    losses: list[Mapping[str, Any]] = []
+    result = None
+    for result in lab.rounds(experiment, observer, **running):
+        losses.append(result.rounds[-1].losses if condition.every_iteration else {})
+        after()
+        if progress is not None:
+            progress(len(result.rounds), condition.rounds)
+    assert result is not None  # noqa: S101 - there is at least one round
+    return result, losses
+
+
+def wanted_of(c: Condition, repeat: int) -> Wanted:
+    """What is measured on a GPU: the paper's own conditions at every iteration, and one repeat on the whole set."""
+    return Wanted(
+        rounds=c.rounds,
+        last=steps_of(c) - 1,
+        iterations=c.iterations if c.every_iteration else 0,
+        images=IMAGES_ON_CUDA,
+        images_each=IMAGES_ON_CUDA if c.every_iteration and c.paper else 0,
+        by_group=c.topology == "hierarchical",
+        full_gradient=NLC_ROUNDS if c.whole_set else 0,
+        nonlinearity=NLC_ROUNDS if c.study == "extended" else 0,
+        whole_scale=c.study == "extended" and repeat == 0,
+        exact_rounds=EXACT_ROUNDS if c.study == "extended" and repeat == 0 else (),
+    )
+
+
+def _images(c: Condition, *, arrays: bool) -> dict[str, int]:
+    """Of each client, on which gradient scale was measured: at the end of a round, and at each iteration."""
+    here, each = (IMAGES_ON_CUDA, IMAGES_ON_CUDA) if arrays else (IMAGES, IMAGES_EACH)
+    return {"round": here} | ({"iteration": each} if c.every_iteration and c.paper else {})
+
+
+def _machine(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device != "cpu" else f"{os.cpu_count()} cores"
 
 
 def experiment_of(condition: Condition, repeat: int) -> lab.Experiment:
@@ -132,7 +193,9 @@ def experiment_of(condition: Condition, repeat: int) -> lab.Experiment:
 
 def model_of(c: Condition) -> Any:
     if c.model == "paper-cnn":
-        return lab.paper_cnn(scenario=c.scenario, channels=c.channels, kernel=c.kernel, slope=c.slope, dense=c.dense)
+        return lab.paper_cnn(
+            scenario=c.scenario, channels=c.channels, kernel=c.kernel, slope=c.slope, dense=c.dense, pool=c.pool
+        )
     return {"mlp": lab.mlp(hidden=(128,)), "resnet": lab.resnet18(norm="group"), "transformer": lab.transformer()}[
         c.model
     ]
@@ -167,7 +230,7 @@ def probes_of(c: Condition) -> Preset:
     """What the figures need: at the last iteration of each round, or at every one."""
     step = always if c.every_iteration else at_step(steps_of(c) - 1)
     plan = [Planned(gradients, step, each=True), Planned(weights), Planned(scale(images=IMAGES))]
-    if c.every_iteration:
+    if c.every_iteration and c.paper:
         plan.append(Planned(scale(images=IMAGES_EACH), always))
     plan.append(Planned(nonlinearity(), rounds=NLC_ROUNDS))
     if c.whole_set:
@@ -200,7 +263,7 @@ class Tally:
                     self._metric(record)
                 case LayerStats() if record.family in ("gradient", "gradient.full") and _of_client(record.where.node):
                     self._gradient(record)
-                case Transfer():
+                case Transfer() if record.kind != "telemetry":  # of the topology, not of who watches it
                     server = "server" in (record.sender, record.receiver)
                     self._bytes["server" if server else "edge", record.where.round or 0] += record.bytes
                 case Event() if record.name == "groups":
@@ -291,13 +354,13 @@ def _evaluated(rounds: Sequence[lab.Round]) -> dict[str, list[float]]:
 
 
 def _losses(rounds: Sequence[Mapping[str, Any]], group_of: Mapping[str, str]) -> dict[str, list[float]]:
-    """Each edge's mean loss after each iteration."""
+    """Each edge's mean loss after each iteration; without edges, the cohort's."""
     found: dict[str, list[float]] = {}
-    for edge in sorted(set(group_of.values())):
+    for edge in sorted(set(group_of.values())) or [ALL]:
         found[edge] = []
         for losses in rounds:
-            own = np.stack([np.asarray(values) for node, values in losses.items() if group_of.get(node) == edge])
-            found[edge] += own.mean(axis=0).tolist()
+            own = [values for node, values in losses.items() if group_of.get(node, ALL) == edge]
+            found[edge] += torch.stack(own).double().mean(0).tolist()
     return found
 
 
@@ -311,16 +374,3 @@ def _plain(value: Any) -> Any:
         case float():
             return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
-
-
-def commit() -> str:
-    """Of the code that runs, where it lies in a repository; FEDVITALS_COMMIT where it was taken out of one."""
-    told = os.environ.get("FEDVITALS_COMMIT")
-    if told:
-        return told
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)  # noqa: S603
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
 from fedvitals.trials import reproduce_beyond as beyond
+from fedvitals.trials import reproduce_standing as standings
 from fedvitals.trials.reproduce_claims import FILE, REHEARSED, WORDS, Choice, Measured, Verdict, read, verdicts
 from fedvitals.trials.reproduce_conditions import CONDITIONS
 from fedvitals.trials.reproduce_figures import FIGURES, Drawn, Figure, coverage, draw, write
@@ -121,6 +122,8 @@ def _blocks(
     blocks: list[Block] = [
         Heading(1, f"Gradient scale monitoring: {outcome.standing[0].lower()}{outcome.standing[1:]}"),
         *_opening(results, outcome),
+        Heading(2, "What holds, what depends on choices, what does not hold"),
+        *standings.blocks(standings.sentences(outcome.verdicts, results, choices)),
         Heading(2, "The claims"),
         _summary(outcome),
         Heading(2, "The figures"),
@@ -132,6 +135,7 @@ def _blocks(
     for figure in beyond.BEYOND_FIGURES:
         blocks += _figure(figure, pictures[figure.name], outcome)
     blocks += [
+        standings.whole_set_table(results),
         beyond.model_table(results),
         Heading(2, "Where the paper is silent"),
         beyond.sensitivity_table(results, choices),
@@ -157,19 +161,62 @@ def _opening(results: Results, outcome: Outcome) -> list[Block]:
         reasons = "; ".join(outcome.objections)
         blocks.append(Text(f"**{outcome.standing}**: {reasons}. What follows shows only that the machinery works."))
     if studied:
-        per_condition = [len(results.of(name)) for name in STUDIED if name in results]
-        facts = {
-            "conditions of the paper": f"{outcome.done} of {len(STUDIED)}",
-            "repeats of each": " to ".join(map(str, sorted({min(per_condition), max(per_condition)}))),
-            "data": ", ".join(sorted({f"{run['dataset']}, digest `{str(run['digest'])[:16]}`" for run in studied})),
-            "clients": ", ".join(map(str, sorted({run["clients"] for run in studied}))),
-            "commit": ", ".join(f"`{commit}`" for commit in sorted({str(run["commit"]) for run in studied})),
-            "time": f"{sum(run['seconds'] for run in studied if 'beginning_of' not in run) / 3600:.3g} h in all",
-        }
-        blocks.append(Points(tuple(f"{what}: {said}" for what, said in facts.items())))
+        blocks.append(Points(tuple(f"{what}: {said}" for what, said in _facts(results, outcome, studied).items())))
     said = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
-    blocks.append(Text(f"**Of {len(outcome.verdicts)} sentences: {said}.**"))
+    blocks.append(Text(f"**Of {len(outcome.verdicts)} checked readings: {said}.**"))
     return blocks
+
+
+def _facts(results: Results, outcome: Outcome, studied: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    per_condition = [len(results.of(name)) for name in STUDIED if name in results]
+    trained = [run for run in results.all() if "beginning_of" not in run]
+    rounds = sum(run["rounds"] for run in trained)
+    facts = {
+        "conditions of the paper": f"{outcome.done} of {len(STUDIED)}",
+        "repeats of each": _span(per_condition),
+        "data": _listed(f"{run['dataset']}, digest `{str(run['digest'])[:16]}`" for run in studied),
+        "clients": _listed(run["clients"] for run in studied),
+        "engine and device": _listed(_where(run) for run in studied),
+        "gradient scale": _images(studied),
+        "commit": _listed(f"`{run['commit']}`" for run in studied),
+        "time, the paper's conditions": beyond.seconds_words(_seconds(studied)),
+    }
+    for device, words in (("cpu", "time on CPU"), ("cuda", "time on GPU")):
+        own = [run for run in trained if str(run["device"]).startswith(device)]
+        if own:
+            facts[f"{words}, all {len(own)} runs"] = beyond.seconds_words(_seconds(own))
+    return facts | {"rounds trained": f"{rounds:,}"}
+
+
+def _seconds(runs: Sequence[Mapping[str, Any]]) -> float:
+    return float(sum(run["seconds"] for run in runs if "beginning_of" not in run))
+
+
+def _where(run: Mapping[str, Any]) -> str:
+    return f"{run['engine']}, {run['device']}" + (f" ({run['machine']})" if run.get("machine") else "")
+
+
+def _images(runs: Sequence[Mapping[str, Any]]) -> str:
+    """On how many images of each client it was measured, and when."""
+    told = [run["images"] for run in runs if run.get("images")]
+    said = [
+        f"{_span([images[when] for images in told if when in images])} images of each client {words}"
+        for when, words in (("round", "at the end of a round"), ("iteration", "at every local iteration"))
+        if any(when in images for images in told)
+    ]
+    whole = {run["repeat"] + 1 for run in runs if "scale.gsc_whole" in run["series"]}
+    said += (
+        [f"the whole set at the end of each round in repeat {_span([*whole])} of the extended study"] if whole else []
+    )
+    return "; ".join(said) or "16 images of each client at the end of a round, 4 at every iteration"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+
+
+def _listed(words: Iterable[object]) -> str:
+    return ", ".join(sorted({str(word) for word in words}))
 
 
 def _summary(outcome: Outcome) -> Table:
@@ -239,11 +286,16 @@ def _again() -> list[Block]:
                 "fedvitals reproduce gsc --quick                  # a rehearsal in minutes",
                 "fedvitals reproduce gsc --out docs/reproduction  # the paper and beyond, resumable",
                 "fedvitals reproduce gsc --only extended --repeats 3",
+                "fedvitals reproduce gsc --device cuda --minutes 8  # on a GPU, in pieces",
                 "fedvitals reproduce gsc --page-only              # draw again what is there",
+                "# where the GPU is lent and has torch, Triton and numpy only:",
+                "fedvitals reproduce gsc --pack .gpu/pack         # carry it there, then: python code/run.py --out DIR",
+                "fedvitals reproduce gsc --merge DIR/results-*.json.gz --out docs/reproduction",
             )
         ),
         Text(
             "Each condition and repeat is one file under `results/`; what is there is not run again. Bands go from the "
-            "lowest to the highest repeat. A figure's numbers lie beside it as JSON."
+            "lowest to the highest repeat. A figure's numbers lie beside it as JSON. On a CPU every iteration is "
+            "measured of hierarchical only, on fewer images."
         ),
     ]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.trials.reproduce_conditions import BY_NAME, PAPER_CLIENTS, PAPER_ITERATIONS, Condition
+from fedvitals.trials.reproduce_conditions import BY_NAME, MEASURED, PAPER_CLIENTS, PAPER_ITERATIONS, Condition
 
 Floats = NDArray[np.float64]
 Result = dict[str, Any]
@@ -28,7 +28,8 @@ ALWAYS = ("server.accuracy", "server.loss", "aggregated.accuracy", "aggregated.l
 PER_ROUND = (
     *ALWAYS, "groups", "bytes.server", "bytes.edge", "scale.gsc", "scale.gsc_median", "scale.gsc_spread",
     "scale.zero_samples", "scale.nonfinite_samples", "scale.sensitivity", "nonlinearity.nlc", "gradient.mean",
-    "gradient.magnitude", "gradient.full.mean", "gradient.full.magnitude",
+    "gradient.magnitude", "gradient.full.mean", "gradient.full.magnitude", "scale.gsc_whole", "scale.sensitivity_whole",
+    "scale.gsc_exact",
 )  # fmt: skip
 PER_ITERATION = (
     "iteration.loss", "iteration.difference", "iteration.difference_absolute", "iteration.gsc",
@@ -36,6 +37,7 @@ PER_ITERATION = (
 )  # fmt: skip
 SERIES = (*PER_ROUND, *PER_ITERATION)
 DIGITS = 6  # significant ones kept in files: more than any figure shows, and small changes stay small in git
+DIGITS_EACH = 4  # the same of what there is of every iteration: twenty times as much
 
 KNOWN_GTSRB: tuple[str, ...] = ("889b0b56afdfcb548777a89b123a34b02e9a5bac79bcb7b58948c68667ca1702",)
 """Digests of the complete GTSRB (`lab.data_gtsrb.DIGEST`): whatever else is so called is not what the paper used."""
@@ -92,11 +94,16 @@ def save(folder: Path, result: Result, condition: Condition) -> Path:
     """Whole or not at all, so that a run that was killed leaves nothing half-written."""
     path = file_of(folder, condition.name, result["repeat"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    described = {**result, "described": dataclasses.asdict(condition)}
+    described = {**result, "series": shortened(result["series"]), "described": dataclasses.asdict(condition)}
     half = path.with_suffix(".half")
     half.write_text(as_json(described), encoding="utf-8")
     os.replace(half, path)  # noqa: PTH105 - the atomic one, said as such
     return path
+
+
+def shortened(series: Mapping[str, Any]) -> dict[str, Any]:
+    """With as many digits as are kept of each."""
+    return {name: _short(values, DIGITS_EACH if name in PER_ITERATION else DIGITS) for name, values in series.items()}
 
 
 def as_json(value: Any) -> str:
@@ -104,17 +111,17 @@ def as_json(value: Any) -> str:
     return _written(_short(value), "") + "\n"
 
 
-def _short(value: Any) -> Any:
+def _short(value: Any, digits: int = DIGITS) -> Any:
     match value:
         case bool() | int() | str() | None:
             return value
         case float():
-            return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+            return float(f"{value:.{digits}g}") if math.isfinite(value) else None
         case Mapping():
-            return {str(key): _short(entry) for key, entry in value.items()}
+            return {str(key): _short(entry, digits) for key, entry in value.items()}
         case np.ndarray() | np.generic():
-            return _short(value.tolist())
-    return [_short(entry) for entry in value]
+            return _short(value.tolist(), digits)
+    return [_short(entry, digits) for entry in value]
 
 
 def _written(value: Any, indent: str) -> str:
@@ -139,7 +146,14 @@ def load(folder: Path, condition: Condition, repeat: int) -> Result | None:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} cannot be read ({error}). Delete it to have the condition measured again.") from None
     before, now = result.get("described", {}), json.loads(json.dumps(dataclasses.asdict(condition)))
-    other = [f"{name} = {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]
+    plain = json.loads(json.dumps(dataclasses.asdict(Condition("", ""))))  # an older file lacks what came later
+    before = {**plain, **before} if before else before
+    enough = {name for name in MEASURED if before.get(name) and not now[name]}
+    other = [
+        f"{name} = {before.get(name)!r}, now {now[name]!r}"
+        for name in now
+        if before.get(name) != now[name] and name not in enough
+    ]
     if other:
         raise ConfigError(f"{path} was measured with {'; '.join(other)}. Name another --out, or delete it.")
     return checked(result, condition, repeat)

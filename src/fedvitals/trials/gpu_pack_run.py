@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `run.py` of a pack (`gpu_pack`): puts the data together, then calls the trial. Standard library only."""
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def joined(folder: Path, files: list[dict]) -> Path:
+    """The data files as they were before they were cut; only what is not there already is made."""
+    target = folder / "joined"
+    target.mkdir(exist_ok=True)
+    for file in files:
+        path = target / file["name"]
+        if path.exists():
+            continue
+        missing = [piece for piece in file["pieces"] if not (folder / piece).exists()]
+        if missing:
+            sys.exit(f"{file['name']} is not complete: {', '.join(missing)} has not arrived in {folder}.")
+        content = b"".join((folder / piece).read_bytes() for piece in file["pieces"])
+        if hashlib.sha256(content).hexdigest() != file["sha256"]:
+            sys.exit(f"{file['name']} was damaged on its way: its checksum differs. Carry its parts again.")
+        half = path.with_suffix(".half")
+        half.write_bytes(content)
+        half.replace(path)
+    return target
+
+
+def main() -> None:
+    code = Path(__file__).resolve().parent
+    manifest = json.loads((code / "manifest.json").read_text(encoding="utf-8"))
+    os.environ.setdefault("FEDVITALS_COMMIT", manifest["commit"])
+    if manifest["files"]:
+        os.environ["FEDVITALS_DATA"] = str(joined(code.parent, manifest["files"]))
+    sys.path.insert(0, str(code))
+    module, _, function = manifest["entry"].partition(":")
+    sys.exit(getattr(importlib.import_module(module), function)(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes on one GPU at the same time, by NVIDIA's own service (MPS), where it is there and works.
+
+Without it the GPU takes processes in turns, and one process with small kernels leaves most of it idle in its turn. The
+service belongs to us alone: its sockets lie in a folder of our own, and it ends when we do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+CONTROL = "nvidia-cuda-mps-control"
+PLACES = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/cuda/bin")
+PATIENCE = 60.0  # seconds for a first process to reach the GPU
+TRY = "import torch; print(float(torch.ones(8, device='cuda').sum()))"
+VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+
+
+@contextlib.contextmanager
+def shared(wanted: bool = True) -> Iterator[bool]:
+    """Within it, processes that are started share the GPU; gives whether they do. Nothing is raised if they cannot."""
+    control = shutil.which(CONTROL) or shutil.which(CONTROL, path=os.pathsep.join(PLACES))
+    if not wanted or control is None:
+        yield False
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        for name in VARIABLES:
+            os.environ[name] = str(Path(folder) / name.lower())
+            Path(os.environ[name]).mkdir()
+        try:
+            works = _begun(control)
+            if not works:
+                _end(control)
+                _forget()
+            yield works
+        finally:
+            if VARIABLES[0] in os.environ:
+                _end(control)
+                _forget()
+
+
+def _begun(control: str) -> bool:
+    try:
+        subprocess.run([control, "-d"], check=True, capture_output=True, timeout=PATIENCE)  # noqa: S603 - our own words
+        tried = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", TRY], check=False, capture_output=True, text=True, timeout=PATIENCE
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return tried.returncode == 0 and tried.stdout.strip() == "8.0"
+
+
+def _end(control: str) -> None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        words = "quit -t 5\n"  # clients that are left get five seconds
+        subprocess.run([control], check=False, input=words, text=True, capture_output=True, timeout=20)  # noqa: S603
+
+
+def _forget() -> None:
+    for name in VARIABLES:
+        os.environ.pop(name, None)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_stacked_cuda.py in a process with TRITON_INTERPRET=1."""
+
+import sys
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from fedvitals import lab
+from fedvitals.kernels import stacked_conv, stacked_optimizer
+from fedvitals.lab import stacked_cuda
+from fedvitals.lab.engine import Engine
+from fedvitals.lab.exchanges import average, pass_on
+from fedvitals.lab.site import Site
+from fedvitals.lab.stacked_blocks import Blocks
+from fedvitals.lab.stacked_plans import Grouped, Mapped
+from fedvitals.lab.work import Task
+from fedvitals.protocols import NullObserver
+
+
+class AtOnce:
+    def __init__(self, work):
+        self.replay = work
+
+
+def convolution():
+    torch.manual_seed(0)
+    for side, inside, outside, kernel, padding, kind, slope in (
+        (8, 3, 5, 3, 0, stacked_conv.LEAKY, 0.3),
+        (9, 4, 8, 3, 1, stacked_conv.TANH, 0.0),
+        (11, 2, 4, 5, 0, stacked_conv.LEAKY, 0.0),
+    ):
+        x, w, b = (
+            torch.randn(2, 3, inside, side, side),
+            torch.randn(2, outside, inside, kernel, kernel),
+            torch.randn(2, outside),
+        )
+        x[0, 0, 0, 2, 2] = torch.nan if kind == stacked_conv.TANH else 1.0  # NaN goes through a maximum
+        ours = [
+            x.permute(0, 1, 3, 4, 2).contiguous().requires_grad_(),
+            w.clone().requires_grad_(),
+            b.clone().requires_grad_(),
+        ]
+        theirs = [t.clone().requires_grad_() for t in (x, w, b)]
+        y = stacked_conv.convolved(*ours, stacked_conv.Block(kernel, padding, kind, slope)).permute(0, 1, 4, 2, 3)
+        act = torch.tanh if kind == stacked_conv.TANH else lambda t: F.leaky_relu(t, slope)
+        one = [F.max_pool2d(F.conv2d(theirs[0][c], theirs[1][c], theirs[2][c], padding=padding), 2) for c in range(2)]
+        expected = act(torch.stack(one))
+        torch.testing.assert_close(y, expected, atol=2e-6, rtol=1e-5, equal_nan=True)
+        gradient = torch.randn_like(expected)
+        expected.backward(gradient)
+        y.backward(gradient)
+        torch.testing.assert_close(ours[0].grad.permute(0, 1, 4, 2, 3)[1], theirs[0].grad[1], atol=5e-6, rtol=1e-5)
+        for got, wanted in zip(ours[1:], theirs[1:], strict=True):
+            torch.testing.assert_close(got.grad[1], wanted.grad[1], atol=5e-6, rtol=1e-5)
+
+
+def optimizer():
+    torch.manual_seed(0)
+    clients, weights, steps = 3, 150, 4
+    for kind, count in (("sgd", 0), ("momentum", 1), ("adam", 2)):
+        began = torch.randn(clients, weights + 7)
+        states, moments = began.clone(), [torch.zeros(clients, weights) for _ in range(count)]
+        twins = [began[c, :weights].clone().requires_grad_() for c in range(clients)]
+        theirs = [
+            torch.optim.Adam([t], lr=0.01, eps=1e-7)
+            if kind == "adam"
+            else torch.optim.SGD([t], 0.01, 0.9 * (count > 0))
+            for t in twins
+        ]
+        table = torch.zeros(steps, clients, 3)
+        for step in range(steps):
+            first, second = (1 - 0.9 ** (step + 1), 1 - 0.999 ** (step + 1)) if kind == "adam" else (1.0, 1.0)
+            table[step] = torch.tensor([0.01 / first, second**-0.5, 1.0])
+        table[2:, 1, stacked_optimizer.ACTIVE] = 0  # the second client is done after two steps
+        counter = torch.zeros(1, dtype=torch.int64)
+        for step in range(steps):
+            gradients = torch.randn(clients, weights)
+            stacked_optimizer.step(kind, states, gradients, moments, table, counter, (0.9, 0.999), 1e-7)
+            counter += 1
+            for client in range(clients):
+                if client != 1 or step < 2:
+                    twins[client].grad = gradients[client].clone()
+                    theirs[client].step()
+        torch.testing.assert_close(states[:, :weights], torch.stack([t.detach() for t in twins]), atol=1e-6, rtol=1e-5)
+        assert torch.equal(states[:, weights:], began[:, weights:])
+
+
+def experiment(model, **more):
+    stream = torch.Generator().manual_seed(0)
+    x, y = torch.rand(120, 1, 8, 8, generator=stream), torch.randint(3, (120,), generator=stream)
+    settings = {"clients": 5, "rounds": 1, "dataset": lab.Arrays(x, y), "seed": 3}
+    local = more.pop("local", lab.Local(iterations=3, batch=4, optimizer=lab.Adam(), clip=lab.Clip(0.5)))
+    return lab.Experiment(model=model, local=local, **settings, **more)
+
+
+def plans():
+    """Every plan gives the gradients of every other."""
+    for model in (lab.paper_cnn(channels=(4, 8)), lab.paper_cnn(scenario="vanishing", channels=(2, 4)), lab.Resnet18()):
+        site = Site.of(experiment(model))
+        x, y = (t[:12].unflatten(0, (3, 4)) for t in (site.dataset.inputs(site.dataset.x), site.dataset.y))
+        states = site.layout.flat(site.module) * torch.linspace(0.9, 1.1, 3)[:, None]
+        found = {}
+        candidates = [Mapped(site.module), Grouped.of(site.module, "float32"), Blocks.of(site.module, "float32")]
+        for plan in candidates:
+            if plan is None:
+                assert isinstance(model, lab.Resnet18)
+                continue
+            gradients = torch.zeros_like(states)
+            losses = plan.gradients(site.layout.views(states), site.layout.views(gradients), x, y)
+            found[plan.name] = (losses, gradients, plan.outputs(site.layout.views(states), x))
+        for got in found.values():
+            for own, wanted in zip(got, found["mapped"], strict=True):
+                torch.testing.assert_close(own, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=1e-3)
+
+
+class Watcher(NullObserver):
+    def stack_begin(self, stack):
+        self.stack, self.seen = stack, []
+
+    def stack_step(self, step, gradients, losses):
+        self.seen.append(gradients.clone())
+
+    def stack_end(self, failed):
+        self.sums = self.stack.sums() if self.stack.sums else None
+
+
+def crew():
+    """Rooms and tables give what plain steps give: unequal clients, groups, faults, fewer clients than before."""
+    stacked_cuda.captured = lambda work, warm_up, pool: (warm_up(), AtOnce(work))[1]
+    stacked_cuda._seconds = lambda graph: 1.0
+    cnn = lab.paper_cnn(channels=(2, 4))
+    unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1)
+    faults = (lab.frozen_layer(nodes=("c1",), layer="head.weight"), lab.crash(nodes=("c3",), at_step=1))
+    cases = (
+        (experiment(cnn), None),
+        (experiment(lab.MLP(hidden=(6,)), local=unequal, partition=lab.dirichlet(0.5)), None),
+        (experiment(lab.MLP(hidden=(6,)), faults=faults), None),
+        (experiment(lab.MLP(hidden=(6,))), average),
+        (experiment(lab.MLP(hidden=(6,))), pass_on),
+    )
+    for e, exchange in cases:
+        site = Site.of(e)
+        start = site.layout.flat(site.module)
+        groups = [("c0", "c1", "c2"), ("c3", "c4")]
+        found = []
+        for rooms in (False, True):
+            engine = Engine(site, "stacked", workers=1)
+            desk = engine._desk
+            desk.rooms = stacked_cuda.Rooms(desk) if rooms else None
+            watcher = Watcher()
+            everybody = [Task(0, nodes, start, exchange=exchange) for nodes in groups]
+            updates = [
+                (u.node, u.state.clone(), u.losses.clone())
+                for u in desk.train(everybody, watcher, torch.empty(5, len(start)))
+            ]
+            fewer = [Task(1, groups[0], start, exchange=exchange)]
+            updates += [
+                (u.node, u.state.clone(), u.losses.clone())
+                for u in desk.train(fewer, watcher, torch.empty(3, len(start)))
+            ]
+            found.append((updates, watcher))
+        (plain, _), (ours, watcher) = found
+        for (node, state, losses), (other, wanted, expected) in zip(ours, plain, strict=True):
+            assert node == other
+            torch.testing.assert_close(state, wanted, atol=2e-6, rtol=1e-4)
+            torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-4)
+        gradients = torch.stack(watcher.seen).double()
+        norms = torch.stack([part.square().sum(2) for part in gradients.split([*_sizes(site)], 2)], 2)
+        torch.testing.assert_close(watcher.sums[..., 2], norms, atol=1e-12, rtol=1e-5)
+
+
+def _sizes(site):
+    return [view.numel() for view in site.layout.views(site.layout.flat(site.module)).values()]
+
+
+if __name__ == "__main__":
+    {"plans": plans, "crew": crew, "convolution": convolution, "optimizer": optimizer}[sys.argv[1]]()

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stack does on CUDA, step by step on this processor: Triton's interpreter in place of its compiler, and work
+that is done at once in place of captured graphs. On a GPU, `test_gpu_engine.py` does the same for real.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: its kernels cannot be interpreted here")
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["plans", "crew", "convolution", "optimizer"])
+def test_in_an_interpreter(what):
+    """In a process of its own: Triton reads its environment when it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "interpreted_cuda.py"), what]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
