@@ -68,6 +68,23 @@ def test_pooling_first_changes_no_gradient(scenario):
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize(
+    ("pool", "kinds", "last"),
+    [
+        ("max", "Conv2d MaxPool2d LeakyReLU", 2304),
+        ("average", "Conv2d LeakyReLU AvgPool2d", 2304),
+        ("none", "Conv2d LeakyReLU", 50_176),
+    ],
+)
+def test_paper_cnn_pools_as_it_is_told(pool, kinds, last):
+    module = seeded(models.PaperCNN(pool=pool), GTSRB, 43)
+    assert [type(layer).__name__ for layer in module] == [*kinds.split() * 2, "Flatten", "Linear"]
+    assert module.head.in_features == last
+    assert module(torch.rand(2, *GTSRB)).shape == (2, 43)
+    with pytest.raises(ConfigError, match="pool of paper_cnn"):
+        models.PaperCNN(pool="middle")
+
+
 @pytest.mark.parametrize(("shape", "last"), [(GTSRB, 2304), (FASHION, 1600), (DIGITS, 256)])
 def test_paper_cnn_pads_only_where_nothing_would_remain(shape, last):
     module = seeded(models.PaperCNN(), shape, 10)

@@ -5,8 +5,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from fedvitals import lab
+from fedvitals.kernels import sums
 from fedvitals.monitor import Monitor
 from fedvitals.trials import reproduce_measure as measuring
 from fedvitals.trials.reproduce_conditions import BY_NAME, richly
@@ -52,3 +54,27 @@ def test_arrays_give_the_series_that_records_give(name, monkeypatch):
         size = np.nanmax(records.get(key.replace(".mean/", ".magnitude/"), values), initial=0)
         np.testing.assert_allclose(arrays[key], values, rtol=1e-6, atol=1e-7 * size, err_msg=key)
     assert np.isfinite(arrays["iteration.gsc/"]).all()
+
+
+class Recorded(Watch):
+    """As of a host that keeps the sums of the gradients itself, as on a GPU."""
+
+    def stack_begin(self, stack):
+        self.rows = []
+        super().stack_begin(dataclasses.replace(stack, sums=lambda: torch.stack(self.rows)))
+
+    def stack_step(self, step, gradients, losses):
+        self.rows.append(torch.as_tensor(sums(self._open.model.layers(gradients), clients=True)))
+        super().stack_step(step, gradients, losses)
+
+
+def test_sums_that_the_host_keeps_are_taken_from_it():
+    condition = dataclasses.replace(BY_NAME["sensitivity-kernel-hierarchical-unclipped"], **SMALL)
+    experiment = measuring.experiment_of(condition, 0)
+    found = []
+    for kind in (Watch, Recorded):
+        watch = kind(measuring.wanted_of(condition, 0))
+        lab.run(experiment, watch, engine="stacked", workers=1)
+        found.append(flat(watch.series()))
+    assert "iteration.gsc/" not in found[0]  # of the paper's own conditions only
+    assert all(np.array_equal(values, found[1][key], equal_nan=True) for key, values in found[0].items())

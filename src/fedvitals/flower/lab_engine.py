@@ -36,6 +36,7 @@ class FlowerEngine:
     """Trains through a grid. `nodes`: how many to wait for before the first round; `say` takes words for people."""
 
     name = FLOWER
+    device = torch.device("cpu")  # models travel as bytes
 
     def __init__(
         self,

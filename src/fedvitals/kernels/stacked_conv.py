@@ -44,7 +44,8 @@ class Tiles:
 
 
 # The quickest of a few on an H200, for the paper's two convolutions with 100 clients.
-FORWARD, INPUTS, WEIGHTS = Tiles(32, 32, 4, 3), Tiles(128, 32, 4, 3), Tiles(32, 32, 4, 3, 4)
+FORWARD, INPUTS, WEIGHTS = Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 3, 4)
+FOLDED = 1024  # values that one program adds up
 
 
 @triton.jit
@@ -183,40 +184,61 @@ def _weights(
 
 
 @triton.jit
-def _inputs(
-    g, places, w, dx, samples,
-    H: tl.constexpr, W: tl.constexpr, CI: tl.constexpr, CO: tl.constexpr, KS: tl.constexpr, PAD: tl.constexpr,
-    PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
+def _columns(
+    g, places, w, columns, samples,
+    CO: tl.constexpr, TAPS: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TERMS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the images; `w` is [KS, KS, CO, CI] here."""
+    """What each place before the pooling says of all that its kernel saw: [samples, 2 PH, 2 PW, taps]."""
+    client = tl.program_id(2).to(tl.int64)
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * TERMS + tl.arange(0, TERMS)
+    n = p // (PH * PW)
+    top = (p // PW) % PH * 2
+    left = p % PW * 2
+    there = n < samples
+    co = tl.arange(0, OUT)
+    from_ = client * samples * (PH * PW * CO) + p[:, None] * CO + co[None, :]
+    kept = there[:, None] & (co < CO)[None, :]
+    gradient = tl.load(g + from_, mask=kept, other=0.0)
+    place = tl.load(places + from_, mask=kept, other=4)
+    b = tl.load(
+        w + client * (CO * TAPS) + co[:, None] * TAPS + k[None, :],
+        mask=(co < CO)[:, None] & (k < TAPS)[None, :],
+        other=0.0,
+    )
+    columns += client * samples * (4 * PH * PW * TAPS)
+    kept = there[:, None] & (k < TAPS)[None, :]
+    for corner in tl.static_range(4):
+        nothing = tl.zeros((ROWS, TERMS), tl.float32)
+        found = _product(tl.where(place == corner, gradient, 0.0), b, nothing, PRECISION)
+        at = ((n * (2 * PH) + top + corner // 2) * (2 * PW) + left + corner % 2) * TAPS
+        tl.store(columns + at[:, None] + k[None, :], found, mask=kept)
+
+
+@triton.jit
+def _folded(
+    columns, dx, samples,
+    H: tl.constexpr, W: tl.constexpr, CI: tl.constexpr, KS: tl.constexpr, PAD: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the images: the sum over all kernels that saw a pixel."""
     client = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = m // (H * W)
     ih = (m // W) % H
     iw = m % W
-    there = n < samples
-    ci = tl.arange(0, OUT)
-    g += client * samples * (PH * PW * CO)
-    places += client * samples * (PH * PW * CO)
-    w += client * (KS * KS * CO * CI)
-    acc = tl.zeros((ROWS, OUT), tl.float32)
-    for first in range(0, KS * KS * CO, TERMS):
-        k = first + tl.arange(0, TERMS)
-        kh = k // (KS * CO)
-        kw = (k // CO) % KS
-        co = k % CO
-        oh = ih[:, None] + PAD - kh[None, :]
-        ow = iw[:, None] + PAD - kw[None, :]
-        seen = there[:, None] & (k < KS * KS * CO)[None, :]
-        seen = seen & (oh >= 0) & (oh < 2 * PH) & (ow >= 0) & (ow < 2 * PW)
-        at = ((n[:, None] * PH + oh // 2) * PW + ow // 2) * CO + co[None, :]
-        place = tl.load(places + at, mask=seen, other=4)
-        a = tl.load(g + at, mask=seen & (place == oh % 2 * 2 + ow % 2), other=0.0)
-        b = tl.load(w + k[:, None] * CI + ci[None, :], mask=(k < KS * KS * CO)[:, None] & (ci < CI)[None, :], other=0.0)
-        acc = _product(a, b, acc, PRECISION)
+    ci = tl.arange(0, WIDE)
+    columns += client * samples * (4 * PH * PW * KS * KS * CI)
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    for tap in tl.static_range(KS * KS):
+        oh = ih + PAD - tap // KS
+        ow = iw + PAD - tap % KS
+        seen = (n < samples) & (oh >= 0) & (oh < 2 * PH) & (ow >= 0) & (ow < 2 * PW)
+        at = ((n * (2 * PH) + oh) * (2 * PW) + ow) * (KS * KS * CI) + tap * CI
+        total += tl.load(columns + at[:, None] + ci[None, :], mask=seen[:, None] & (ci < CI)[None, :], other=0.0)
     into = client * samples * (H * W * CI) + m[:, None] * CI + ci[None, :]
-    tl.store(dx + into, acc, mask=there[:, None] & (ci < CI)[None, :])
+    tl.store(dx + into, total, mask=(n < samples)[:, None] & (ci < CI)[None, :])
 
 
 def pooled(images: Tensor, block: Block) -> tuple[int, int]:
@@ -273,12 +295,20 @@ def _weight_gradient(x: Tensor, g: Tensor, places: Tensor, shape: Any, sides: An
 
 def _input_gradient(g: Tensor, places: Tensor, weight: Tensor, shape: Any, sides: Any, precision: str) -> Tensor:
     clients, samples, height, width, inside = shape
-    dx = g.new_empty(shape)
+    outside, kernel, padding, high, wide = sides[3:]
+    taps = kernel * kernel * inside
+    columns = g.new_empty(clients, samples * 4 * high * wide, taps)
     t = INPUTS
-    _inputs[(triton.cdiv(samples * height * width, t.rows), clients)](
-        g, places, weight.permute(0, 3, 4, 1, 2).contiguous(), dx, samples, *sides, precision,
-        t.rows, t.terms, _power(inside), num_warps=t.warps, num_stages=t.stages,
+    _columns[(triton.cdiv(samples * high * wide, t.rows), triton.cdiv(taps, t.terms), clients)](
+        g, places, weight.permute(0, 1, 3, 4, 2).contiguous(), columns, samples, outside, taps, high, wide, precision,
+        t.rows, t.terms, _power(outside), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
+    dx = g.new_empty(shape)
+    channels = int(triton.next_power_of_2(inside))
+    rows = max(16, FOLDED // channels)
+    _folded[(triton.cdiv(samples * height * width, rows), clients)](
+        columns, dx, samples, height, width, inside, kernel, padding, high, wide, rows, channels, num_warps=4
+    )
     return dx
 
 
@@ -292,4 +322,4 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, block: Block, precision: 
 
     `precision`: «ieee», «tf32x3», «tf32» or «bf16» in the products; sums are always float32.
     """
-    return _Convolved.apply(x.contiguous(), weight, bias, block, precision)  # type: ignore[no-any-return,no-untyped-call]
+    return _Convolved.apply(x.contiguous(), weight, bias, block, precision)  # type: ignore[no-any-return]

@@ -89,7 +89,7 @@ class Engine:
                 f"the CPU, by the engine 'reuse', instead of on '{device}'."
             )
             name, device, precision = "reuse", "cpu", "float32"
-        self.site, self.device = site, torch.device(device)
+        self.site, self.device, self.precision = site, torch.device(device), precision
         if name == "auto":
             name = "stacked" if device != "cpu" else _quickest(site)
         if device != "cpu" and name != "stacked":
@@ -129,14 +129,16 @@ class Engine:
     def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Each test sample's loss under a state, and whether it was classified rightly."""
         total = len(self.site.dataset.test_y)
-        cuts = range(0, total, TEST_ROWS)
-        return self._examine([Examination(state, (first, min(total, first + TEST_ROWS))) for first in cuts])
+        size = TEST_ROWS if self.device.type == "cpu" else total  # each examination waits for the device once
+        cuts = range(0, total, max(1, size))
+        return self._examine([Examination(state, (first, min(total, first + size))) for first in cuts])
 
     def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The same on the clients' local tests: each client with the state that it was given."""
         jobs: list[Examination] = []
         for _, members in itertools.groupby(states, key=lambda node: id(states[node])):
-            jobs += [Examination(states[part[0]], None, part) for part in _batched(members)]
+            size = LOCAL_TESTS if self.device.type == "cpu" else len(states)
+            jobs += [Examination(states[part[0]], None, part) for part in _batched(members, size)]
         return self._examine(jobs)
 
     def _examine(self, jobs: list[Examination]) -> tuple[Tensor, Tensor]:
@@ -229,6 +231,8 @@ def _device(name: str) -> str:
 def _workers(name: str, wanted: int | None, device: str) -> int:
     if device != "cpu" or name == "sequential":
         return 1
+    if torch.cuda.is_initialized():  # a process that is forked now could not even ask an optimiser for a step
+        return 1
     if wanted is None:
         wanted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not isinstance(wanted, int) or wanted < 0:
@@ -287,6 +291,6 @@ def _operations(site: Site) -> int:
     return total
 
 
-def _batched(members: Iterator[str]) -> Iterator[tuple[str, ...]]:
-    while part := tuple(itertools.islice(members, LOCAL_TESTS)):
+def _batched(members: Iterator[str], size: int) -> Iterator[tuple[str, ...]]:
+    while part := tuple(itertools.islice(members, size)):
         yield part

@@ -95,6 +95,7 @@ class Stacked:
             crew.keep()
         if observer is not None:
             observer.stack_end(crew.failed)
+        crew.look_ahead()
         losses = crew.losses.cpu()  # a device is waited for here
         seconds = (time.perf_counter() - began) / len(crew.nodes)
         return crew.updates(out, losses, seconds)

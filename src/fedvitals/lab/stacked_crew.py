@@ -62,7 +62,7 @@ class Crew:
         self.gradients = torch.empty_like(self.states)
         self.weights, self.layers = self.desk.layout.views(self.states), self.desk.layout.views(self.gradients)
         self.moments = [torch.zeros_like(self.states) for _ in range(moments_of(self.local.optimizer))]
-        self.rows = self.batches()
+        self.rows = self.batches(self.number)
         self.rates = torch.tensor([[local.optimizer.learning_rate] for local in self.settings], device=device)
         self.proximal = None
         if any(local.proximal for local in self.settings):
@@ -78,13 +78,13 @@ class Crew:
                 for moment, old in zip(self.moments, kept, strict=True):
                     moment[row] = old
 
-    def batches(self) -> Tensor:
+    def batches(self, number: int) -> Tensor:
         """Where each mini-batch lies, [steps, clients, batch]; a client that is done early gets its last one again."""
         batch = self.local.batch
         found = torch.empty(int(self.steps.max()), len(self.nodes), batch, dtype=torch.int64)
         own = zip(self.nodes, self.steps.tolist(), self.samples.tolist(), self.firsts.tolist(), strict=True)
         for column, (node, steps, samples, first) in enumerate(own):
-            order = self.desk.site.order(node, self.number, steps, batch, samples)
+            order = self.desk.site.order(node, number, steps, batch, samples)
             torch.add(order, first, out=found[:steps, column])
             if steps < len(found):
                 found[steps:, column] = found[steps - 1, column]
@@ -181,6 +181,9 @@ class Crew:
             if task.exchange is not None:
                 samples = self.samples[members].to(self.states)
                 self.states[members] = task.exchange(self.states[members], samples)
+
+    def look_ahead(self) -> None:
+        """What can be done for the next round while a device works on this one: on a CPU nothing."""
 
     def members(self) -> list[slice]:
         """The rows of each task."""

@@ -14,6 +14,9 @@ is over, but where a client is to be stopped at a loss that is not finite.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import logging
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +36,7 @@ from fedvitals.stats import INFS, NANS, SUM_SQUARES
 if TYPE_CHECKING:
     from fedvitals.lab.stacked import Stacked
 
+_LOG = logging.getLogger("fedvitals.lab")
 _WARM_UPS = 2  # what is compiled or chosen at a first call is so before the capture
 _TIMED = 3  # replays of each plan, of which the quickest counts
 
@@ -48,6 +52,13 @@ class Replayed(Protocol):
     def replay(self) -> None: ...
 
 
+class AtOnce:
+    """In place of a graph that could not be captured: the work itself."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
 def captured(work: Callable[[], None], warm_up: Callable[[], None], pool: Any) -> Replayed:
     """The work as a CUDA graph. Other threads may use CUDA meanwhile: a monitor's, a tape's."""
     stream = torch.cuda.Stream()
@@ -57,8 +68,17 @@ def captured(work: Callable[[], None], warm_up: Callable[[], None], pool: Any) -
             warm_up()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        work()
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()  # an old graph that dies in the midst of a capture would spoil it
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="The CUDA Graph is empty")
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                work()
+    finally:
+        if collecting:
+            gc.enable()
     return graph
 
 
@@ -106,7 +126,11 @@ class Room:
                 self.counter.fill_(self.steps)
                 work()
 
-            self._graphs[key] = captured(work, rested, self._pool)
+            try:
+                self._graphs[key] = captured(work, rested, self._pool)
+            except (RuntimeError, Warning) as error:
+                _LOG.warning("A step could not be captured as a CUDA graph, and is started call by call: %s", error)
+                self._graphs[key] = AtOnce(work)
             self.counter.copy_(now)
         return self._graphs[key]
 
@@ -124,6 +148,7 @@ class Rooms:
     def __init__(self, desk: Stacked) -> None:
         self.desk = desk
         self.plans = plans(desk.module, desk.device, desk.precision)
+        self.ahead: tuple[Any, Tensor] | None = None  # the next round's batches, drawn while the device was busy
         self._made: list[Room] = []
 
     def crew(self, tasks: Sequence[Task], watcher: WorkerObserver | None) -> DeviceCrew:
@@ -207,7 +232,21 @@ class DeviceCrew(Crew):
         self.moments = [moment[:clients].zero_() for moment in room.moments]
         room.hold(self.x, self.y)
         room.rows[:, clients:] = 0
-        room.rows[:steps, :clients] = self.batches().to(room.rows.device, non_blocking=True)
+        room.rows[:steps, :clients] = self.batches(self.number).to(room.rows.device, non_blocking=True)
+
+    def batches(self, number: int) -> Tensor:
+        ahead, self._rooms.ahead = self._rooms.ahead, None
+        if ahead is not None and ahead[0] == self._drawn_for(number):
+            return ahead[1]
+        return super().batches(number)
+
+    def look_ahead(self) -> None:
+        """The device is busy with this round: time to draw the batches of the next, in case it has the same clients."""
+        self._rooms.ahead = (self._drawn_for(self.number + 1), super().batches(self.number + 1))
+
+    def _drawn_for(self, number: int) -> Any:
+        """All that batches depend on."""
+        return number, self.local.batch, self.nodes, *(t.tolist() for t in (self.steps, self.samples, self.firsts))
 
     def _starts(self) -> Tensor:
         """One copy of what all members begin from; the same for everybody in most topologies."""
@@ -341,7 +380,7 @@ class DeviceCrew(Crew):
                 desk.plan = plan
                 try:
                     times[plan.name] = _seconds(captured(self._differentiate, self._differentiate, _pool(desk.device)))
-                except (RuntimeError, NotImplementedError):  # it does not fit into memory, or into a graph
+                except (RuntimeError, Warning):  # it does not fit into memory, or into a graph
                     continue
             _chosen[key] = min(times, key=lambda name: times[name]) if times else found[-1].name
         return next(plan for plan in found if plan.name == _chosen[key])
@@ -356,5 +395,5 @@ def _seconds(graph: Replayed) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(float(begin.elapsed_time(end)))
     return min(times)

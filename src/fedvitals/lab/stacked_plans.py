@@ -31,7 +31,8 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 class Plan(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         """Logits, [clients, n, classes], of samples [clients, n, ...]; autograd may follow."""
@@ -145,8 +146,8 @@ def _grouped(layer: nn.Module, name: str, weights: Weights, h: Tensor, clients: 
         bias = None if bias is None else bias.flatten()
         return F.conv2d(h, weight, bias, layer.stride, layer.padding, layer.dilation, groups)
     if isinstance(layer, nn.GroupNorm):
-        own = (weights[f"{name}.{what}"].flatten() if layer.affine else None for what in ("weight", "bias"))
-        return F.group_norm(h, clients * layer.num_groups, *own, eps=layer.eps)
+        weight, bias = (weights[f"{name}.{what}"].flatten() if layer.affine else None for what in ("weight", "bias"))
+        return F.group_norm(h, clients * layer.num_groups, weight, bias, layer.eps)
     return layer(h)  # type: ignore[no-any-return]
 
 

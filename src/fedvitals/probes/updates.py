@@ -29,6 +29,7 @@ from fedvitals.records import LayerTable
 from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, SUM, SUM_SQUARES, Array
 
 # Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
+_ROUNDING = 1e-6  # of a sum of squares
 _CANCELLED = 1e-3
 _TOGETHER = 32 << 20  # bytes of updates that are compared in one go
 _TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price
@@ -327,12 +328,17 @@ def _put(metrics: dict[str, float], name: str, value: Any) -> None:
 
 
 def _count_duplicates(cohort: Iterable[Update]) -> None:
-    """`update.duplicates` where others sent exactly the same: norms agree to the last bit, and so do the vectors."""
-    alike: dict[float, list[Update]] = {}
-    for update in cohort:
-        if update.finite and update.squares > 0:
-            alike.setdefault(update.squares, []).append(update)
-    for group in alike.values():
+    """`update.duplicates` where others sent exactly the same: norms nearly agree, and vectors to the last bit.
+
+    Nearly, since a device may add the same numbers in another order where they lie at another address.
+    """
+    alike: list[list[Update]] = []
+    for update in sorted((u for u in cohort if u.finite and u.squares > 0), key=lambda u: u.squares):
+        if alike and update.squares <= alike[-1][-1].squares * (1 + _ROUNDING):
+            alike[-1].append(update)
+        else:
+            alike.append([update])
+    for group in alike:
         for update in group if len(group) > 1 else ():
             same = sum(other is not update and _same(update, other) for other in group)
             if same:

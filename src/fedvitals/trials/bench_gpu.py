@@ -140,10 +140,10 @@ def _rounds(repeats: int, tell: Tell) -> list[Row]:
             ours = CLIENTS * ITERATIONS / (times[precision][-1] / 1000)
             ratios[precision].append(ours / loops[precision].rate(2))
     found = []
-    for precision in stacks:
+    for precision, stack in stacks.items():
         low, middle, high = spread(times[precision])
         what = f"the paper's round with all statistics, {precision}"
-        told = f"{middle:.1f} ms ({low:.1f} to {high:.1f}), plan «{stacks[precision].engine.plan}»"
+        told = f"{middle:.1f} ms ({low:.1f} to {high:.1f}), plan «{stack.engine.plan}»"
         met = verdict(middle <= BAR_ROUND[precision])
         found.append(_row(what, f"≤ {BAR_ROUND[precision]:g} ms", told, met, milliseconds=middle))
         low, middle, high = spread(ratios[precision])

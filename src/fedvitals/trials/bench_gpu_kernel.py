@@ -27,7 +27,7 @@ def kernel_rows(quick: bool, tell: Callable[[str], None]) -> list[Row]:
         "nine sums, stacked clients": lambda: ring.record(matrix, slot),
         "nine sums, a list of tensors": lambda: sums(parts),
         "torch.sum, of all as one": lambda: torch.sum(matrix),
-        "torch._foreach_norm": lambda: torch._foreach_norm(parts),
+        "torch._foreach_norm": lambda: torch._foreach_norm(parts),  # noqa: SLF001 - has no other name
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(3 if quick else 15):

@@ -105,8 +105,8 @@ def _cut(folder: Path, data: Sequence[Path], part_bytes: int) -> tuple[tuple[Pat
     room = 0
     files: list[dict[str, object]] = []
     for path in data:
-        content, pieces = path.read_bytes(), []
-        first = 0
+        content, first = path.read_bytes(), 0
+        pieces: list[str] = []
         while first < len(content):
             if not room:
                 parts.append(folder / f"data{len(parts)}")

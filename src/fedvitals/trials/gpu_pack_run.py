@@ -7,9 +7,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def joined(folder: Path, files: list[dict]) -> Path:
+def joined(folder: Path, files: list[dict[str, Any]]) -> Path:
     """The data files as they were before they were cut; only what is not there already is made."""
     target = folder / "joined"
     target.mkdir(exist_ok=True)

@@ -60,8 +60,8 @@ class Plan:
 def default_measure(device: str | None = None, *, arrays: bool = False) -> Measure:
     """Training in the lab; loaded only now, since a page can be drawn without it. `arrays`: watched as on a GPU."""
     found: Any = importlib.import_module("fedvitals.trials.reproduce_measure").measure
-    settings = {"device": device} if device else {}
-    settings |= {"engine": "stacked", "workers": 1, "arrays": True} if arrays else {}
+    settings: dict[str, Any] = {"device": device} if device else {}
+    settings |= {"arrays": True} if arrays else {}
     return partial(found, **settings) if settings else found
 
 

@@ -42,5 +42,5 @@ def write(folder: Path, dataset: Dataset) -> list[Path]:
         for axis in (3, 2):
             pixels = np.diff(pixels, axis=axis, prepend=np.zeros_like(pixels.take([0], axis)))
         track = {} if groups is None else {"track": groups.numpy() - labels * 100}
-        np.savez_compressed(file, x_delta=pixels, y=labels, **track)  # type: ignore[arg-type]
+        np.savez_compressed(file, x_delta=pixels, y=labels, **track)
     return files

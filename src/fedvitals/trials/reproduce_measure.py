@@ -68,10 +68,10 @@ def measure(
     """What one repeat of a condition gave, as JSON. `arrays`: by a watcher in the monitor's place, as on a GPU."""
     experiment = experiment_of(condition, repeat)
     began = time.perf_counter()
-    if condition.keep_optimizer:
+    arrays = device != "cpu" if arrays is None else arrays
+    if condition.keep_optimizer or arrays:  # optimisers, and arrays, stay in one process
         engine, workers = "stacked", 1
     running = {"data": data, "device": device, "engine": engine, "workers": workers, "progress": progress}
-    arrays = device != "cpu" if arrays is None else arrays
     how = _watched if arrays else _monitored
     result, losses, tally, lost = how(condition, repeat, experiment, running)
     series = tally.series() | _evaluated(result.rounds)
@@ -123,7 +123,7 @@ def _rounds(
     condition: Condition,
     experiment: lab.Experiment,
     observer: Any,
-    after: Callable[[], None],
+    after: Callable[[], object],
     *,
     progress: Progress | None,
     **running: Any,

@@ -129,7 +129,14 @@ def _written(value: Any, indent: str) -> str:
         deeper = indent + " "
         entries = (f"{deeper}{json.dumps(key)}: {_written(entry, deeper)}" for key, entry in value.items())
         return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def spent(folder: Path, device: str) -> tuple[float, int]:
+    """Seconds of all runs on a device, and how many they are; a beginning of another cost nothing."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / "results").glob("*.json"))]
+    own = [run for run in found if run["device"] == device and "beginning_of" not in run]
+    return sum(run["seconds"] for run in own), len(own)
 
 
 def file_of(folder: Path, name: str, repeat: int) -> Path:

@@ -61,14 +61,17 @@ class Sentence:
         ids = ", ".join(each.claim.id for each in self.readings)
         said = f"{ids}: «{self.readings[0].claim.says}»"
         if len({each.verdict for each in self.readings}) > 1:
-            said += " By reading: " + "; ".join(f"{each.claim.reading or 'ours'} {each.word}" for each in self.readings)
+            readings = "; ".join(f"{each.claim.reading or 'ours'} {each.word}" for each in self.readings)
+            said += f" By reading: {readings}."
         elif self.kind == "depends":
-            said += f" Ours: {self.readings[0].word}"
+            said += f" Ours: {self.readings[0].word}."
         for each, changes in zip(self.readings, self.changes, strict=True):
             if changes:
                 reading = f" [{each.claim.reading}]" if each.claim.reading and len(self.readings) > 1 else ""
-                said += f". Another choice{reading}: " + "; ".join(change.words for change in changes)
-        return said + "."
+                said += f" Another choice{reading}: {'; '.join(change.words for change in changes)}."
+        if self.tried and not any(self.changes):
+            said += f" {self.tried} other choices tried: the same."
+        return said
 
 
 def sentences(verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice]) -> list[Sentence]:

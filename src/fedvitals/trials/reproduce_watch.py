@@ -165,9 +165,9 @@ class Watch(NullObserver):
             rows = torch.cat([torch.as_tensor(part) for part in parts])
             self._add("gradient.full", self._layers(open_, rows[None], open_.heard[None])[0])
         if w.nonlinearity and self._round % w.nonlinearity == 0:
-            x = self._images(open_.stack, w.nonlinearity_images, open_.heard.device)
-            if x is not None:
-                found = torch.as_tensor(stacked_nonlinearity(open_.model, x, seeds)).to(open_.heard.device)
+            some = self._images(open_.stack, w.nonlinearity_images, open_.heard.device)
+            if some is not None:
+                found = torch.as_tensor(stacked_nonlinearity(open_.model, some, seeds)).to(open_.heard.device)
                 self._put("nonlinearity.nlc", found, open_.heard)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
