@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
+import torch
 from flwr.app import Message, MessageType
 from torch import Tensor
 

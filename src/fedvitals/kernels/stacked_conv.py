@@ -11,6 +11,7 @@ Tensors are channels last: images [clients, samples, height, width, channels].
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class Tiles:
 
 
 # The quickest of a few on an H200, for the paper's two convolutions with 100 clients.
-FORWARD, INPUTS, WEIGHTS = Tiles(32, 32, 4, 3), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 3, 4)
+FORWARD, INPUTS, WEIGHTS = Tiles(32, 32, 4, 3), Tiles(64, 64, 4, 1), Tiles(32, 32, 4, 3, 4)
 FOLDED = 1024  # values that one program adds up
 
 
@@ -298,7 +299,7 @@ def _input_gradient(g: Tensor, places: Tensor, weight: Tensor, shape: Any, sides
     outside, kernel, padding, high, wide = sides[3:]
     taps = kernel * kernel * inside
     columns = g.new_empty(clients, samples * 4 * high * wide, taps)
-    t = INPUTS
+    t = INPUTS if taps > 32 else dataclasses.replace(INPUTS, terms=32)
     _columns[(triton.cdiv(samples * high * wide, t.rows), triton.cdiv(taps, t.terms), clients)](
         g, places, weight.permute(0, 1, 3, 4, 2).contiguous(), columns, samples, outside, taps, high, wide, precision,
         t.rows, t.terms, _power(outside), num_warps=t.warps, num_stages=t.stages,

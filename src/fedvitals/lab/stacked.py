@@ -93,9 +93,9 @@ class Stacked:
         out.copy_(crew.states)
         if self.site.experiment.local.keep_optimizer:
             crew.keep()
+        crew.look_ahead()
         if observer is not None:
             observer.stack_end(crew.failed)
-        crew.look_ahead()
         losses = crew.losses.cpu()  # a device is waited for here
         seconds = (time.perf_counter() - began) / len(crew.nodes)
         return crew.updates(out, losses, seconds)

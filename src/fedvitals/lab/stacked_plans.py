@@ -146,8 +146,8 @@ def _grouped(layer: nn.Module, name: str, weights: Weights, h: Tensor, clients: 
         bias = None if bias is None else bias.flatten()
         return F.conv2d(h, weight, bias, layer.stride, layer.padding, layer.dilation, groups)
     if isinstance(layer, nn.GroupNorm):
-        weight, bias = (weights[f"{name}.{what}"].flatten() if layer.affine else None for what in ("weight", "bias"))
-        return F.group_norm(h, clients * layer.num_groups, weight, bias, layer.eps)
+        own = [weights[f"{name}.{what}"].flatten() if layer.affine else None for what in ("weight", "bias")]
+        return F.group_norm(h, clients * layer.num_groups, own[0], own[1], layer.eps)
     return layer(h)  # type: ignore[no-any-return]
 
 
