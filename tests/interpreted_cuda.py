@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from fedvitals import lab
-from fedvitals.kernels import stacked_conv, stacked_optimizer
+from fedvitals.kernels import device_loading, stacked_conv, stacked_optimizer
 from fedvitals.lab import stacked_cuda
 from fedvitals.lab.engine import Engine
 from fedvitals.lab.exchanges import average, pass_on
@@ -129,13 +129,16 @@ def crew():
     """Rooms and tables give what plain steps give: unequal clients, groups, faults, fewer clients than before."""
     stacked_cuda.captured = lambda work, warm_up, pool: (warm_up(), AtOnce(work))[1]
     stacked_cuda._seconds = lambda graph: 1.0
+    # The statistics' kernels have tests of their own, and would take most of the time here.
+    device_loading.loaded = lambda: device_loading.Loaded(None, "the test asks for it")
     cnn = lab.paper_cnn(channels=(2, 4))
-    unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1)
+    unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1, keep_optimizer=True)
+    kept = lab.Local(iterations=3, batch=4, optimizer=lab.Adam(), clip=lab.Clip(0.5), keep_optimizer=True)
     faults = (lab.frozen_layer(nodes=("c1",), layer="head.weight"), lab.crash(nodes=("c3",), at_step=1))
     cases = (
         (experiment(cnn), None),
         (experiment(lab.MLP(hidden=(6,)), local=unequal, partition=lab.dirichlet(0.5)), None),
-        (experiment(lab.MLP(hidden=(6,)), faults=faults), None),
+        (experiment(lab.MLP(hidden=(6,)), local=kept, faults=faults), None),
         (experiment(lab.MLP(hidden=(6,))), average),
         (experiment(lab.MLP(hidden=(6,))), pass_on),
     )
@@ -159,12 +162,16 @@ def crew():
                 (u.node, u.state.clone(), u.losses.clone())
                 for u in desk.train(fewer, watcher, torch.empty(3, len(start)))
             ]
-            found.append((updates, watcher))
-        (plain, _), (ours, watcher) = found
+            found.append((updates, watcher, desk.kept))
+        (plain, _, remembered), (ours, watcher, kept_there) = found
         for (node, state, losses), (other, wanted, expected) in zip(ours, plain, strict=True):
             assert node == other
             torch.testing.assert_close(state, wanted, atol=2e-6, rtol=1e-4)
             torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-4)
+        assert kept_there.keys() == remembered.keys()
+        for node, (moments, steps) in kept_there.items():
+            assert steps == remembered[node][1]
+            torch.testing.assert_close(moments, remembered[node][0], atol=2e-6, rtol=1e-4)
         gradients = torch.stack(watcher.seen).double()
         norms = torch.stack([part.square().sum(2) for part in gradients.split([*_sizes(site)], 2)], 2)
         torch.testing.assert_close(watcher.sums[..., 2], norms, atol=1e-12, rtol=1e-5)

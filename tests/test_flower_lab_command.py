@@ -52,6 +52,7 @@ def refused(capsys, folder, *words):
         (["--superlink", "there"], "--superlink is for --engine flower"),
         (["--timeout", "3"], "--timeout is for --engine flower"),
         (["--engine", "flower", "--device", "cuda"], "trains on CPUs"),
+        (["--engine", "flower", "--precision", "tf32"], "in float32"),
         (["--engine", "flower", "--unwatched"], "leave --unwatched out"),
         (["--engine", "flower", "--superlink", "there", "--resume"], "no state here"),
         (["--engine", "flower", "--workers", "0"], "at least 1"),

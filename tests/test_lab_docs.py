@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from fedvitals import lab
+from fedvitals.lab.compression import COMPRESSIONS
+from fedvitals.lab.description import kind_of
+from fedvitals.lab.models import MODELS
 from fedvitals.lab.profiles import DEVICES, LINKS
+from fedvitals.lab.stacked_plans import PRECISIONS
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+GPU = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_every_kind_is_named():
@@ -50,6 +55,12 @@ def test_lines_of_the_gossip_snippet_stand_in_the_example():
         assert line.strip() == "..." or line in example
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)]+)\)", PAGE))))
+def test_the_page_on_gpus_says_of_every_model_and_compression_where_it_runs():
+    named = set(re.findall(r"`([a-z0-9_]+)`", GPU))
+    assert {kind_of(kind.__name__) for kind in (*MODELS, *COMPRESSIONS)} - named == set()
+    assert {*PRECISIONS} - set(re.findall(r"\w+", GPU)) == set()
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE + GPU))))
 def test_links_lead_somewhere(link):
     assert (ROOT / "docs" / link).exists()

@@ -117,6 +117,30 @@ def test_a_client_that_fails_is_left_out_and_the_run_goes_on():
         assert torch.isfinite(result.state).all()
 
 
+@pytest.mark.parametrize("optimizer", [lab.adam(), lab.sgd(learning_rate=0.05, momentum=0.9)], ids=["adam", "momentum"])
+def test_what_a_client_keeps_of_its_optimiser_is_of_its_own_steps(optimizer):
+    """Not of those for which it waits while others of its stack still train, nor of those after its failure."""
+    local = lab.Local(epochs=1, batch=8, optimizer=optimizer, keep_optimizer=True)
+    crash = lab.crash(nodes=["c2"], at_step=1)
+    e = experiment(local=local, partition=lab.dirichlet(0.3), faults=[crash])
+    site = Site.of(e)
+    start = site.layout.flat(site.module)
+
+    def kept(*nodes):
+        with Engine(site, "stacked", workers=1) as engine:
+            for number in range(2):
+                list(engine.train([Task(number, (node,), start) for node in nodes], NullObserver()))
+            return engine._desk.kept
+
+    together = kept(*e.nodes)
+    assert len({steps for _, steps in together.values()}) > 2
+    assert together["c2"][1] == 2  # one step in each round
+    for node in e.nodes:
+        moments, steps = kept(node)[node]
+        assert together[node][1] == steps
+        torch.testing.assert_close(together[node][0], moments, rtol=1e-4, atol=1e-6)
+
+
 class _Dying:
     """A model of the user's own that kills its process when it meets its time."""
 

@@ -174,6 +174,8 @@ def test_the_command_line_answers_wrong_use(tmp_path):
         (["--set", "clients"], "NAME=VALUE"),
         (["--set", "clints=5"], "Did you mean 'clients'"),
         (["--engine", "fast"], "Unknown engine"),
+        (["--precision", "half"], "'half' is not one of 'float32', 'tf32', 'bfloat16'"),
+        (["--precision", "tf32"], "The precision 'tf32' is for CUDA"),
         (["--resume"], "nothing to resume"),
     ):
         done = CliRunner().invoke(app, ["lab", path, *arguments, *store])

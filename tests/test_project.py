@@ -50,6 +50,39 @@ for module in sys.argv[1:]:
         traceback.print_exc()
 """
 
+NO_TRITON = """
+import sys, traceback
+
+ASKED = []
+
+class Absent:  # torch asks for Triton by itself, when an optimiser is made: what counts is who of us does
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            asking = [f.filename for f in traceback.extract_stack() if "importlib" not in f.filename][:-1]
+            ASKED.append(asking[-1])
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+sys.meta_path.insert(0, Absent())
+import fedvitals as fv
+from fedvitals import lab
+from fedvitals.cli.main import main
+from fedvitals.testing import MemorySink
+
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+assert not ASKED, ASKED
+experiment = lab.Experiment(dataset="digits", model="cnn", clients=3, rounds=1, local=lab.Local(iterations=2))
+for engine in ("sequential", "stacked"):
+    with fv.Monitor(None, sinks=[MemorySink()], probes="deep", strict=True) as monitor:
+        lab.run(experiment, monitor, engine=engine, workers=1)
+for file in ASKED:
+    assert not file.startswith(fv.__path__[0]), file
+for name in ("kernels.device_kernels", "kernels.stacked_conv", "kernels.stacked_optimizer", "lab.stacked_cuda"):
+    assert f"fedvitals.{name}" not in sys.modules, name
+"""
+
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
@@ -82,6 +115,13 @@ def test_torch_blocker_blocks():
     result = python(NO_TORCH, "fedvitals.records", "torch")
     assert result.stdout.split() == ["torch"]
     assert "torch was imported" in result.stderr
+
+
+@pytest.mark.thorough
+def test_nothing_of_ours_wants_triton_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = python(NO_TRITON)
+    assert result.returncode == 0, result.stderr
 
 
 def test_unknown_name_is_answered_with_what_exists():

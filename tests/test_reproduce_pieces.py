@@ -192,7 +192,7 @@ def test_pieces_go_on_where_they_stopped_and_are_merged(tmp_path, monkeypatch, c
         (name, repeat, True) for name in ("initial-rings-clipped", "initial-rings-unclipped") for repeat in (0, 1)
     )
     (other,) = out.glob(reproduce_bundle.PATTERN)
-    assert len(reproduce_bundle.read(other)) == 3
+    assert len(reproduce_bundle.read(other)[0]) == 3
     capsys.readouterr()
     with pytest.raises(SystemExit) as done:
         main(

@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 @click.option("--superlink", metavar="NAME", help="Engine flower: a connection of your Flower's, in place of Ray.")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Engine flower: of a round's answers. Default: an hour.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or cuda (engine stacked).")
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "tf32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Of products, on cuda: tf32 and bfloat16 are quicker and coarser.",
+)
 @click.option("--probes", default="standard", show_default=True, help="What is measured: light, standard, deep.")
 @click.option("--run", "named", metavar="NAME", help="The run's name. Default: the experiment's, else the file's.")
 @click.option("--resume", is_flag=True, help="Go on where this experiment was interrupted.")

@@ -29,6 +29,7 @@ def check(
     unwatched: bool,
     resume: bool,
     device: str,
+    precision: str,
     workers: int | None,
     superlink: str | None,
     timeout: float | None,
@@ -43,6 +44,8 @@ def check(
     check_installed(simulation=superlink is None)
     if device != "cpu":
         raise ConfigError(f"The engine 'flower' trains on CPUs; on '{device}' use the engine 'stacked'.")
+    if precision != "float32":
+        raise ConfigError(f"The precision '{precision}' is for CUDA; the engine 'flower' trains on CPUs, in float32.")
     if unwatched:
         raise ConfigError("The engine 'flower' tells its results through the store: leave --unwatched out.")
     if superlink is not None and resume:

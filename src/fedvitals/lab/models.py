@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.datasets import Dataset
@@ -303,6 +302,8 @@ def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.flo
 
     A product and its sum are two operations. Tokens need `dtype=torch.int64`. `backward=False`: only the way forward.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - imports Triton, where it is installed
+
     training, weights = module.training, [p for p in module.parameters() if p.requires_grad]
     onednn = torch.backends.mkldnn.enabled
     with FlopCounterMode(display=False) as counter, torch.enable_grad():

@@ -38,6 +38,7 @@ class Crew:
         iterations = [task.iterations for task in tasks for _ in task.nodes]
         counts = zip(self.settings, self.samples.tolist(), iterations, strict=True)
         self.steps = torch.tensor([given or local.steps(samples) for local, samples, given in counts])
+        self.taken = self.steps.clone()  # as long as nobody fails
         self.failed: dict[Node, BaseException] = {}
         self.spoilers = {
             row: spoil
@@ -114,14 +115,14 @@ class Crew:
         self.losses[step] = losses
         if self.stop_at_nonfinite:
             self.stop_where_not_finite(losses, step)
-        active = self.before_step(step)
+        resting = self.before_step(step)
         if self.proximal is not None:
             self.gradients.addcmul_(self.states - self.starts, self.proximal)
         if self.local.clip is not None:
             clip(self.gradients, self.layers, self.local.clip)
         if watcher is not None:
             watcher.stack_step(step, self.gradients, losses)
-        self._optimize(step, active)
+        self._optimize(step, resting)
 
     def stop_where_not_finite(self, losses: Tensor, step: int) -> None:
         for row in (~losses.isfinite()).nonzero().flatten().tolist():
@@ -129,10 +130,13 @@ class Crew:
                 try:
                     stop_if_not_finite(losses[row], step)
                 except FloatingPointError as error:
-                    self.failed[self.nodes[row]] = error
+                    self._fail(row, step, error)
 
-    def before_step(self, step: int) -> Tensor | None:
-        """Faults that act at a step; gives who takes part in it, or None for all."""
+    def _fail(self, row: int, step: int, error: BaseException) -> None:
+        self.failed[self.nodes[row]], self.taken[row] = error, step
+
+    def before_step(self, step: int) -> Tensor:
+        """Faults that act at a step; gives the rows of those who do not take part in it: done already, or failed."""
         e = self.desk.site.experiment
         for row, spoil in self.spoilers.items():
             spoil(self.desk.layout.views(self.gradients[row]), step)
@@ -141,16 +145,13 @@ class Crew:
                 if self.nodes[row] not in self.failed:
                     ill.apply_step(e.faults, self.number, self.nodes[row], step)
             except Exception as error:  # noqa: BLE001 - a client that fails is the experiment's result, not its end
-                self.failed[self.nodes[row]] = error
-        active = self.steps > step
-        for row, node in enumerate(self.nodes):
-            if node in self.failed:
-                active[row] = False
-        return None if bool(active.all()) else active.to(self.states.device)
+                self._fail(row, step, error)
+        return (self.taken <= step).nonzero().flatten().to(self.states.device)
 
-    def _optimize(self, step: int, active: Tensor | None) -> None:
-        """The optimiser's formula on the whole matrix; rows that rest are put back."""
-        before = None if active is None else self.states.clone()
+    def _optimize(self, step: int, resting: Tensor) -> None:
+        """The optimiser's formula on the whole matrix; rows that rest are put back, and what they remember, too."""
+        changed = [self.states, *self.moments]
+        before = [matrix[resting] for matrix in changed] if len(resting) else []
         optimizer = self.local.optimizer
         if isinstance(optimizer, SGD):
             direction = self.gradients
@@ -159,8 +160,8 @@ class Crew:
             self.states.sub_(self.rates * direction)
         else:
             self._adam(optimizer, step + 1)
-        if before is not None and active is not None:
-            torch.where(active[:, None], self.states, before, out=self.states)
+        for matrix, rows in zip(changed, before, strict=False):
+            matrix[resting] = rows
 
     def _adam(self, settings: Adam, count: int) -> None:
         first, second = self.moments
@@ -174,7 +175,7 @@ class Crew:
         """The optimisers' states, for the clients' next round."""
         for row, node in enumerate(self.nodes):
             moments = [moment[row].clone() for moment in self.moments]
-            self.desk.kept[node] = (moments, self.before[row] + float(self.steps[row]))
+            self.desk.kept[node] = (moments, self.before[row] + float(self.taken[row]))
 
     def exchange(self) -> None:
         for task, members in zip(self.tasks, self.members(), strict=True):

@@ -19,7 +19,7 @@ from fedvitals.trials import reproduce_standing as standings
 from fedvitals.trials.reproduce_claims import FILE, REHEARSED, WORDS, Choice, Measured, Verdict, read, verdicts
 from fedvitals.trials.reproduce_conditions import CONDITIONS
 from fedvitals.trials.reproduce_figures import FIGURES, Drawn, Figure, coverage, draw, write
-from fedvitals.trials.reproduce_results import Results, as_json, objections
+from fedvitals.trials.reproduce_results import Results, as_json, busy, objections
 
 PAPER = (
     "Bogacka, Danilenka, Wasielewska-Michniewska, «Gradient scale monitoring for federated learning systems», "
@@ -185,6 +185,9 @@ def _facts(results: Results, outcome: Outcome, studied: Sequence[Mapping[str, An
         own = [run for run in trained if str(run["device"]).startswith(device)]
         if own:
             facts[f"{words}, all {len(own)} runs"] = beyond.seconds_words(_seconds(own))
+    if results.pieces:
+        told = f"{beyond.seconds_words(busy(results.pieces))} in {len(results.pieces)} pieces, some at the same time"
+        facts["of the lent machine's clock"] = told
     return facts | {"rounds trained": f"{rounds:,}"}
 
 

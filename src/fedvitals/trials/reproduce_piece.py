@@ -77,6 +77,7 @@ class Piece:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.results: list[Result] = []
+        self._began = time.time()
         self._written = time.perf_counter()
 
     def add(self, result: Result, condition: Condition) -> None:
@@ -86,7 +87,7 @@ class Piece:
         _tidy()
 
     def write(self) -> None:
-        bundle.write(self.path, self.results)
+        bundle.write(self.path, self.results, (self._began, time.time()))
         self._written = time.perf_counter()
 
 

@@ -133,10 +133,33 @@ def _written(value: Any, indent: str) -> str:
 
 
 def spent(folder: Path, device: str) -> tuple[float, int]:
-    """Seconds of all runs on a device, and how many they are; a beginning of another cost nothing."""
+    """Seconds of a device that all runs there took, and how many they are; a beginning of another cost nothing.
+
+    Where runs came in pieces, some of which shared the device, it is the time in which any of them was at work.
+    """
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / "results").glob("*.json"))]
-    own = [run for run in found if run["device"] == device and "beginning_of" not in run]
-    return sum(run["seconds"] for run in own), len(own)
+    own = [run["seconds"] for run in found if run["device"] == device and "beginning_of" not in run]
+    return (busy(pieces_of(folder)) or sum(own)) if own else 0.0, len(own)
+
+
+def busy(pieces: Iterable[tuple[int, int]]) -> float:
+    """Seconds in which any piece was at work."""
+    total, until = 0.0, 0.0
+    for began, ended in sorted(pieces):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total
+
+
+def pieces_of(folder: Path) -> set[tuple[int, int]]:
+    """When each piece that was merged began, and when it ended, in seconds of the clock over there."""
+    path = folder / "pieces.json"
+    return {(began, ended) for began, ended in json.loads(path.read_text("utf-8"))} if path.exists() else set()
+
+
+def keep_pieces(folder: Path, pieces: Iterable[tuple[int, int]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pieces.json").write_text(json.dumps(sorted(pieces)) + "\n", encoding="utf-8")
 
 
 def file_of(folder: Path, name: str, repeat: int) -> Path:
@@ -169,7 +192,8 @@ def load(folder: Path, condition: Condition, repeat: int) -> Result | None:
 class Results:
     """The results of one folder: which repeats there are, and their series."""
 
-    def __init__(self, found: Iterable[Result] = ()) -> None:
+    def __init__(self, found: Iterable[Result] = (), pieces: Iterable[tuple[int, int]] = ()) -> None:
+        self.pieces = sorted(pieces)  # in which the work was done on a lent machine
         self._found: dict[str, dict[int, Result]] = {}
         for result in found:
             self._found.setdefault(result["condition"], {})[result["repeat"]] = result
@@ -182,7 +206,7 @@ class Results:
             for path in sorted((folder / "results").glob(f"{condition.name}.*.json")):
                 result = load(folder, condition, int(path.name.split(".")[-2]))
                 found += [result] if result else []
-        return cls(found)
+        return cls(found, pieces_of(folder))
 
     def __contains__(self, condition: object) -> bool:
         return condition in self._found
