@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 LINEAR, LEAKY, TANH = 0, 1, 2
+_LARGEST = (1 << 31) - 1  # place within a client's part: the kernels count in 32 bits there
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,4 +324,10 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, block: Block, precision: 
 
     `precision`: «ieee», «tf32x3», «tf32» or «bf16» in the products; sums are always float32.
     """
-    return _Convolved.apply(x.contiguous(), weight, bias, block, precision)  # type: ignore[no-any-return]
+    high, wide = pooled(x, block)
+    taps = block.kernel**2 * x.shape[4]
+    most = _LARGEST // max(1, 4 * high * wide * max(taps, weight.shape[1]))
+    parts = [
+        _Convolved.apply(part.contiguous(), weight, bias, block, precision) for part in x.split(max(1, most), dim=1)
+    ]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]  # type: ignore[no-any-return]

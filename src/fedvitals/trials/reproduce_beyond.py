@@ -96,7 +96,7 @@ def _whole_set(results: Results) -> list[Panel]:
         for scenario, colour in SCENARIO_COLOURS.items():
             name = f"extended-{topology}-{scenario}"
             for run in [run for run in results.of(name) if "scale.gsc_whole" in run["series"]][:1]:
-                pair = (("scale.gsc", "few images", False), ("scale.gsc_whole", "whole set", True))
+                pair = (("scale.gsc", "few", False), ("scale.gsc_whole", "all", True))
                 drawn += [
                     Line(f"{scenario}, {words}", results.array(name, each, None, run["repeat"])[None], colour, dashed)
                     for each, words, dashed in pair

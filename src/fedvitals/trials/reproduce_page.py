@@ -184,7 +184,7 @@ def _facts(results: Results, outcome: Outcome, studied: Sequence[Mapping[str, An
     for device, words in (("cpu", "time on CPU"), ("cuda", "time on GPU")):
         own = [run for run in trained if str(run["device"]).startswith(device)]
         if own:
-            facts[f"{words}, all {len(own)} runs"] = beyond.seconds_words(_seconds(own))
+            facts[f"{words}, added up over all {len(own)} runs"] = beyond.seconds_words(_seconds(own))
     if results.pieces:
         told = f"{beyond.seconds_words(busy(results.pieces))} in {len(results.pieces)} pieces, some at the same time"
         facts["of the lent machine's clock"] = told
