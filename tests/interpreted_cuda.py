@@ -102,20 +102,15 @@ def residual():
     def norm(width):
         return nn.GroupNorm(2, width)
 
-    blocks = [
-        nn.Conv2d(1, 4, 3, 1, 1, bias=False),
-        norm(4),
-        nn.ReLU(),
-        Residual(4, 4, 1, norm),
-        Residual(4, 6, 2, norm),
-    ]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+    first = (nn.Conv2d(1, 4, 3, 1, 1, bias=False), norm(4), nn.ReLU())
+    blocks = (Residual(4, 4, 1, norm), Residual(4, 6, 2, norm))
+    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
 
 
 def plans():
     """Every plan gives the gradients of every other."""
-    own = lab.Own(residual, stackable=True)
-    for model in (lab.paper_cnn(channels=(4, 8)), lab.paper_cnn(scenario="vanishing", channels=(2, 4)), own):
+    small_resnet = lab.Own(residual, stackable=True)
+    for model in (lab.paper_cnn(channels=(4, 8)), lab.paper_cnn(scenario="vanishing", channels=(2, 4)), small_resnet):
         site = Site.of(experiment(model))
         x, y = (t[:6].unflatten(0, (2, 3)) for t in (site.dataset.inputs(site.dataset.x), site.dataset.y))
         states = site.layout.flat(site.module) * torch.tensor([[0.9], [1.1]])
@@ -123,7 +118,7 @@ def plans():
         candidates = [Mapped(site.module), Grouped.of(site.module, "float32"), Blocks.of(site.module, "float32")]
         for plan in candidates:
             if plan is None:
-                assert model is own
+                assert model is small_resnet
                 continue
             gradients = torch.zeros_like(states)
             losses = plan.gradients(site.layout.views(states), site.layout.views(gradients), x, y)

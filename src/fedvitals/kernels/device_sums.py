@@ -145,7 +145,10 @@ def sums(tensors: Sequence[Tensor | None], clients: int | None) -> Tensor | None
 
 def listed(kernels: Any, tensors: Sequence[Tensor | None], clients: int | None, tuning: Tuning | None = None) -> Tensor:
     each = clients or 1
-    ready = [None if t is None else layout.flat(t, DTYPES, clients=clients is not None) for t in tensors]
+    ready = [
+        t if t is None or (clients is None and _plain(t)) else layout.flat(t, DTYPES, clients=clients is not None)
+        for t in tensors
+    ]
     (device,) = {tensor.device for tensor in ready if tensor is not None}
     addresses = [0 if t is None else t.data_ptr() for t in ready]
     lengths = tuple(0 if t is None else t.numel() // each for t in ready)
@@ -160,6 +163,13 @@ def listed(kernels: Any, tensors: Sequence[Tensor | None], clients: int | None, 
     rows = torch.empty(each, len(ready), _COLUMNS, dtype=torch.float64, device=device)
     launch(kernels, cut, upload(pointers, device), None, partials_for(cut, device), rows)
     return rows if clients is not None else rows[0]
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether nothing has to be asked further: what this costs, it costs for each of hundreds of tensors."""
+    return (
+        tensor.layout is torch.strided and tensor.dtype in DTYPES and tensor.is_contiguous() and not tensor.is_neg()
+    )
 
 
 @lru_cache(maxsize=256)
