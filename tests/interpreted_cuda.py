@@ -18,11 +18,6 @@ from fedvitals.lab.work import Task
 from fedvitals.protocols import NullObserver
 
 
-class AtOnce:
-    def __init__(self, work):
-        self.replay = work
-
-
 def convolution():
     torch.manual_seed(0)
     for side, inside, outside, kernel, padding, kind, slope in (
@@ -141,7 +136,7 @@ class Watcher(NullObserver):
 
 def crew():
     """Rooms and tables give what plain steps give: unequal clients, groups, faults, fewer clients than before."""
-    stacked_cuda.captured = lambda work, warm_up, pool: (warm_up(), AtOnce(work))[1]
+    stacked_cuda.captured = lambda work, warm_up, pool: (warm_up(), stacked_cuda.AtOnce(work))[1]
     stacked_cuda._seconds = lambda graph: 1.0
     # The statistics' kernels have tests of their own, and would take most of the time here.
     device_loading.loaded = lambda: device_loading.Loaded(None, "the test asks for it")
@@ -191,10 +186,22 @@ def crew():
         torch.testing.assert_close(watcher.sums[..., 2], norms, atol=1e-12, rtol=1e-5)
 
 
+def rooms():
+    """Cohorts of ever other sizes do not pile up: a room goes where another can stand in for it."""
+    site = Site.of(experiment(lab.MLP(hidden=(6,))))
+    made = stacked_cuda.Rooms(Engine(site, "stacked", workers=1)._desk)
+    made.largest = lambda members: members
+    for clients in (9, 10, 11, 12, 40, 41, 3, 4, 5, 30):
+        assert made.fitting(clients, 3) is made.fitting(clients, 2)
+    assert sorted(room.clients for room in made._made) == [5, 12, 41]
+    assert made.fitting(12, 17).steps == 32
+    assert sorted(room.clients for room in made._made) == [5, 12, 41]
+
+
 def _sizes(site):
     return [view.numel() for view in site.layout.views(site.layout.flat(site.module)).values()]
 
 
 if __name__ == "__main__":
-    for check in (convolution, optimizer, plans, crew):
+    for check in (convolution, optimizer, plans, crew, rooms):
         check()

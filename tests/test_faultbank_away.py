@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault bank on a machine that is lent: packed, run in time, brought home; and processes that die or run late."""
 
+import io
 import json
 import math
 import operator
 import os
+import tarfile
 import time
 import zipfile
 from dataclasses import replace
@@ -20,7 +22,7 @@ from fedvitals.lab.data_files import FashionMNIST
 from fedvitals.lab.data_gtsrb import GTSRB
 from fedvitals.lab.data_small import Synthetic
 from fedvitals.lab.datasets import Dataset
-from fedvitals.trials import faultbank_away, faultbank_bundle, faultbank_pack, gpu_sharing
+from fedvitals.trials import faultbank_away, faultbank_bundle, faultbank_pack, gpu_sharing, unpacked
 from fedvitals.trials.faultbank_beside import read_other, verdict
 from fedvitals.trials.faultbank_cases import read_bank
 from fedvitals.trials.faultbank_examine import sources
@@ -137,6 +139,29 @@ def test_a_bundle_of_another_bank_or_none_at_all_is_refused(bank, tmp_path):
         faultbank_bundle.merge(read_bank(bank), [bank], tmp_path / "home")
 
 
+def test_a_bundle_that_is_damaged_or_means_harm_is_refused(bank, tmp_path, monkeypatch):
+    assert away(bank, tmp_path, "--workers", 1, "--minutes", 1e-9) == 0
+    (good,) = (tmp_path / "out").iterdir()
+    content = good.read_bytes()
+    damaged = tmp_path / "damaged.tar.gz"
+    for bad in (content[: len(content) // 2], content[:40] + bytes(8) + content[48:]):
+        damaged.write_bytes(bad)
+        with pytest.raises(ConfigError, match="cannot be read as a bundle"):
+            faultbank_bundle.merge(read_bank(bank), [damaged], tmp_path / "home")
+    evil = tmp_path / "evil.tar.gz"
+    with tarfile.open(evil, "w:gz") as archive:
+        for name, text in (("../outside", b"x"), (f"{tmp_path}/outside", b"x"), (faultbank_bundle.FACTS, b"[]")):
+            about = tarfile.TarInfo(name)
+            about.size = len(text)
+            archive.addfile(about, io.BytesIO(text))
+    with pytest.raises(ConfigError, match="cannot be read as a bundle"):
+        faultbank_bundle.merge(read_bank(bank), [evil], tmp_path / "home")
+    assert not [*tmp_path.rglob("outside")]
+    monkeypatch.setattr(unpacked, "MOST", 100)
+    with pytest.raises(ConfigError, match="more than 100 bytes"):
+        faultbank_bundle.merge(read_bank(bank), [good], tmp_path / "home")
+
+
 def test_bundles_are_as_large_as_may_travel_and_no_more_than_may(tmp_path, monkeypatch):
     bank = read_bank("quick")
     for case in bank.cases:
@@ -239,9 +264,10 @@ def test_without_the_service_processes_take_turns(monkeypatch):
     with gpu_sharing.shared() as together:
         assert not together
     monkeypatch.setattr(gpu_sharing, "CONTROL", "false")  # it is there, and does not work
+    monkeypatch.setenv(gpu_sharing.VARIABLES[0], "/of/somebody")
     with gpu_sharing.shared() as together:
         assert not together
-        assert not any(name in os.environ for name in gpu_sharing.VARIABLES)
+        assert [os.environ.get(name) for name in gpu_sharing.VARIABLES] == ["/of/somebody", None]
 
 
 # -- two sets ---------------------------------------------------------------------------------------------------------
@@ -285,4 +311,4 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_runs(bank, tmp_path, ca
     assert code == 2
     assert "'cuda' was asked for" in told
     assert faultbank_away.main(["--bank", str(bank)]) == 2
-    assert "finds no GPU" in capsys.readouterr().out
+    assert "There is no GPU here: PyTorch" in capsys.readouterr().out

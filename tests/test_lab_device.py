@@ -33,6 +33,7 @@ def alike(a, b):
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.thorough  # quick each, and many
 @pytest.mark.parametrize("name", CASES)
 def test_what_lies_on_a_device_stays_there(name):
     e = experiment(name)

@@ -176,6 +176,7 @@ def test_the_command_line_answers_wrong_use(tmp_path):
         (["--engine", "fast"], "Unknown engine"),
         (["--precision", "half"], "'half' is not one of 'float32', 'tf32', 'bfloat16'"),
         (["--precision", "tf32"], "The precision 'tf32' is for CUDA"),
+        (["--device", "gpu"], "An NVIDIA GPU is 'cuda'"),
         (["--resume"], "nothing to resume"),
     ):
         done = CliRunner().invoke(app, ["lab", path, *arguments, *store])

@@ -2,6 +2,7 @@
 """The study in pieces: a pack for a bare machine, minutes that suffice or not, results that travel and are merged."""
 
 import dataclasses
+import hashlib
 import json
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data_gtsrb import PACKED
 from fedvitals.lab.datasets import Dataset, load
-from fedvitals.trials import reproduce_bundle, reproduce_data, reproduce_piece
+from fedvitals.trials import gpu_pack_run, reproduce_bundle, reproduce_data, reproduce_piece
 from fedvitals.trials.gpu_pack import pack
 from fedvitals.trials.reproduce import measure_all, plan
 from fedvitals.trials.reproduce_claims import read, verdicts
 from fedvitals.trials.reproduce_conditions import BY_NAME, CONDITIONS, richly
+from fedvitals.trials.reproduce_conditions import quick as in_quick
 from fedvitals.trials.reproduce_results import Results, save
 from fedvitals.trials.reproduce_results import load as load_result
 from fedvitals.trials.reproduce_standing import sentences, stand_ins
@@ -97,8 +99,43 @@ def test_the_command_packs_gtsrb(tmp_path, wheel, capsys, monkeypatch):
     with pytest.raises(SystemExit) as done:
         main(["reproduce", "gsc", "--pack", f"{tmp_path}/p", "--data", f"{tmp_path}", "--wheel", str(wheel)])
     assert done.value.code == 0
-    assert "code/run.py --minutes 8 --out DIR" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "by Python 3.12: " in told
+    assert "code/run.py --minutes 8 --out OUT" in told
+    assert "--merge OUT" in told
     assert {f.name for f in (tmp_path / "p" / "data0").iterdir()} == {f"{name}.0" for name in PACKED}
+
+
+def test_a_pack_that_cannot_be_made_says_why_and_leaves_nothing(tmp_path, wheel, data):
+    target = tmp_path / "pack"
+    (tmp_path / "bad.whl").write_text("no wheel")
+    for given, said in (("absent.whl", "No such file"), ("bad.whl", "not a zip file")):
+        with pytest.raises(ConfigError, match=said):
+            pack(target, data=data, entry=ENTRY, wheels=[tmp_path / given])
+        assert not target.exists()
+    with pytest.raises(ConfigError, match="is a file"):
+        pack(wheel, data=data, entry=ENTRY, wheels=[wheel])
+
+
+def test_a_pack_for_another_python_says_so(tmp_path, wheel, data):
+    made = pack(tmp_path / "pack", data=data, entry="compiled:main", wheels=[wheel], python="9.9")
+    (made.code / "compiled.py").write_text("def main(arguments):\n    import compiled_for_another_python\n")
+    done = run(made.script)
+    assert done.returncode == 1
+    assert "This pack is for Python 9.9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rehearsal_does_not_take_the_place_of_the_study(tmp_path):
+    small = in_quick("gtsrb")[0]
+    out, home = tmp_path / "out", tmp_path / "home"
+    reproduce_bundle.write(out / "results-1.json.gz", [reproduce_bundle.described(invented.measure(small, 0), small)])
+    with pytest.raises(ConfigError, match="merged with --quick"):
+        reproduce_bundle.merge(home, [out], CONDITIONS)
+    assert not home.exists()
+    assert reproduce_bundle.merge(home, [out], in_quick("gtsrb")) == 1  # a folder of files will do
+    with pytest.raises(ConfigError, match="There is no results-"):
+        reproduce_bundle.merge(home, [home])
 
 
 def test_images_are_packed_so_that_they_come_back(tmp_path):
@@ -215,6 +252,35 @@ def test_a_results_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "results-1.json.gz").write_bytes(b"none")
     with pytest.raises(ConfigError, match="cannot be read as results"):
         reproduce_bundle.read(tmp_path / "results-1.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"described": {"name": "../../outside"}, "condition": "../../outside"}, "Unknown condition"),
+        ({"repeat": "../../outside"}, "expected a number"),
+        ({"repeat": -1}, "expected a number"),
+        ({"series": 3}, "cannot be read as results"),
+        ({"described": {"channels": 3}}, "cannot be read as results"),
+    ],
+)
+def test_results_that_mean_harm_are_refused(tmp_path, change, said):
+    condition = BY_NAME["initial-rings-clipped"]
+    good = reproduce_bundle.described(invented.measure(condition, 0), condition)
+    path = tmp_path / "in" / "results-1.json.gz"
+    described = {**good["described"], **change.get("described", {})}
+    reproduce_bundle.write(path, [{**good, **change, "described": described}])
+    with pytest.raises(ConfigError, match=said):
+        reproduce_bundle.merge(tmp_path / "home", [path])
+    assert not [*tmp_path.rglob("outside*")]
+
+
+def test_data_of_an_earlier_pack_are_not_taken_for_todays(tmp_path):
+    (tmp_path / "data0").mkdir()
+    for content in (b"old", b"new"):
+        (tmp_path / "data0" / "a.0").write_bytes(content)
+        files = [{"name": "a", "pieces": ["data0/a.0"], "sha256": hashlib.sha256(content).hexdigest()}]
+        assert (gpu_pack_run.joined(tmp_path, files) / "a").read_bytes() == content
 
 
 def test_iterations_are_kept_with_fewer_digits(tmp_path):

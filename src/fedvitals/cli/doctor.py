@@ -146,6 +146,10 @@ def environment() -> list[Sign]:
         on_gpu = device_backend()
         if on_gpu is not None:
             signs.append(Sign("kernel on GPU", "fine" if on_gpu.name == "triton" else "note", str(on_gpu)))
+        else:
+            from fedvitals.lab.cuda import why_no_cuda
+
+            signs.append(Sign("GPU", "fine", f"none: {why_no_cuda()}"))
     signs.append(_sqlite())
     if importlib.util.find_spec("flwr") is not None:
         signs.append(_flower())

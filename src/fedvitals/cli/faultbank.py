@@ -14,8 +14,8 @@ from fedvitals.cli.options import json_option, print_json
 
 if TYPE_CHECKING:
     from fedvitals.trials.faultbank import Taken
-    from fedvitals.trials.faultbank_cases import Bank
     from fedvitals.trials.faultbank_pool import Done
+    from fedvitals.trials.gpu_pack import Packed
 
 MOST_ON_ONE_GPU = 16  # processes
 TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause")
@@ -26,7 +26,7 @@ TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause"
     "--bank", default=None, metavar="NAME|FILE", help="held-out (default), held-out-large, tune, quick, or a TOML file."
 )
 @click.option("--quick", is_flag=True, help="The bank «quick»: small cases, a few minutes on two cores.")
-@click.option("--out", default=None, metavar="DIR", help="Where runs, outcomes and page go. Default: faultbank.")
+@click.option("--out", default=None, metavar="DIR", help="Where runs, outcomes and page go. Default: faultbank[-BANK].")
 @click.option("--data", default=None, metavar="DIR", help="Where data sets lie; else FEDVITALS_DATA, ../shared/data.")
 @click.option(
     "--workers", type=click.IntRange(1), default=None, help="Processes. Default: one per core; on cuda, ≤ 16."
@@ -36,6 +36,7 @@ TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause"
     "--minutes", type=click.FloatRange(0, min_open=True), default=None, help="Train no longer; then the page."
 )
 @click.option("--pack", "pack_to", default=None, metavar="DIR", help="Run nothing: pack it for a machine with a GPU.")
+@click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
 @click.option("--wheel", "wheels", multiple=True, metavar="FILE", help="With --pack: instead of downloading msgspec.")
 @click.option("--merge", multiple=True, metavar="FILE|DIR", help="Train nothing: the page of what a pack brought home.")
 @click.option("--beside", default=None, metavar="FILE|DIR", help="Another page's summary.json, to compare with.")
@@ -51,6 +52,7 @@ def command(
     device: str,
     minutes: float | None,
     pack_to: str | None,
+    python: str,
     wheels: tuple[str, ...],
     merge: tuple[str, ...],
     beside: str | None,
@@ -63,13 +65,16 @@ def command(
     Every run is kept: stopped at any moment, the same command goes on where it was. When detectors change, only the
     examination is done anew. A bank in TOML can be given from outside: see docs/faultbank.md.
 
-    On a machine that is lent for minutes: --pack there, its run.py trains and examines, --merge here.
+    On a machine that is lent for minutes: --pack here; the pack's run.py there, which trains and
+    examines; --merge here.
     """
     from fedvitals.trials.faultbank import How, listing, take, take_home, usable_cores
     from fedvitals.trials.faultbank_cases import path_of, read_bank
 
     if quick and bank is not None:
         raise click.UsageError("--quick is a bank of its own: give --quick or --bank, not both.")
+    if wheels and pack_to is None:
+        raise click.UsageError("--wheel goes with --pack.")
     if pack_to is not None and merge:
         raise click.UsageError("--pack sends a bank away and --merge takes it home: give one of them.")
     name = "quick" if quick else bank or "held-out"
@@ -79,7 +84,10 @@ def command(
         _list(listing(chosen), as_json)
         return 0
     if pack_to is not None:
-        _pack(chosen, path_of(name), Path(pack_to), where, [Path(wheel) for wheel in wheels])
+        from fedvitals.trials.faultbank_pack import pack_bank
+
+        packed = pack_bank(chosen, path_of(name), Path(pack_to), where, python, [Path(wheel) for wheel in wheels])
+        _tell_pack(packed, name, python, as_json)
         return 0
     folder = Path(out or ("faultbank" if chosen.name == "held-out" else f"faultbank-{chosen.name}"))
     other = Path(beside) if beside else None
@@ -102,15 +110,18 @@ def command(
     return int(bool(taken.failed) or (judge and missed))
 
 
-def _pack(bank: Bank, source: Path, folder: Path, data: Path | None, wheels: list[Path]) -> None:
-    from fedvitals.trials.faultbank_pack import pack_bank
+def _tell_pack(packed: Packed, bank: str, python: str, as_json: bool) -> None:
     from fedvitals.trials.gpu_pack import size
 
-    packed = pack_bank(bank, source, folder, data, wheels=wheels)
-    for part in (packed.code, *packed.parts):
-        click.echo(f"{part}: {size(part) / 1e6:.1f} MB")
-    click.echo(f"There: python {packed.script} --device cuda --minutes 6 --out OUT")
-    click.echo(f"Then here: fedvitals faultbank --bank {source.stem.replace('_', '-')} --merge OUT")
+    told = {str(part): size(part) for part in (packed.code, *packed.parts)}
+    if as_json:
+        print_json("faultbank", {"pack": told, "script": str(packed.script)})
+        return
+    for path, count in told.items():
+        click.echo(f"{count / 1e6:7.1f} MB  {path}")
+    there = f"python {packed.script} --device cuda --minutes 6 --out OUT"
+    click.echo(f"There, with all of it in place, by Python {python}: {there}")
+    click.echo(f"Then here: fedvitals faultbank --bank {bank} --merge OUT")
 
 
 def _list(found: dict[str, Any], as_json: bool) -> None:

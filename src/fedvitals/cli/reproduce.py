@@ -27,11 +27,18 @@ if TYPE_CHECKING:
 @click.option("--repeats", type=int, default=None, help="Runs of each condition. Default: 3; quick: 1.")
 @click.option("--page-only", is_flag=True, help="Run nothing: draw the page again from what is there.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Where to train. Default: cpu.")
-@click.option("--minutes", type=float, default=None, help="Begin no run that would not fit into so many minutes.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    help="Begin no run that would not fit into so many minutes.",
+)
 @click.option("--pack", default=None, metavar="DIR", help="Run nothing: write what a GPU machine without us needs.")
 @click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
 @click.option("--wheel", multiple=True, metavar="FILE", help="With --pack: a wheel to take, where pip has no network.")
-@click.option("--merge", multiple=True, metavar="FILE", help="Take in the results of a pack's run; then draw the page.")
+@click.option(
+    "--merge", multiple=True, metavar="FILE|DIR", help="Take in the results of a pack's run; then draw the page."
+)
 @json_option
 def command(
     study: str,
@@ -57,6 +64,10 @@ def command(
     For a GPU that is lent for minutes, with torch, Triton and numpy on it: --pack writes a folder to carry there,
     its run.py works in pieces, and --merge brings their results home.
     """
+    if pack is not None and (merge or page_only):
+        raise click.UsageError("--pack sends the study away, --merge and --page-only draw its page: give one of them.")
+    if wheel and pack is None:
+        raise click.UsageError("--wheel goes with --pack.")
     if pack is not None:
         _pack(Path(pack), Path(data) if data else None, python, [Path(each) for each in wheel], as_json=as_json)
         return
@@ -67,13 +78,13 @@ def command(
 
     folder = Path(out or ("reproduction-quick" if quick else "reproduction"))
     place = Path(data) if data else None
-    everything = in_quick(_dataset(folder, place, page_only)) if quick else CONDITIONS
+    everything = in_quick(_dataset(folder, place, page_only or bool(merge))) if quick else CONDITIONS
     conditions = chosen(everything, only)
     failed: list[str] = []
     if merge:
         from fedvitals.trials import reproduce_bundle
 
-        count = reproduce_bundle.merge(folder, [Path(each) for each in merge])
+        count = reproduce_bundle.merge(folder, [Path(each) for each in merge], everything)
         click.echo(f"{count} results taken into {folder / 'results'}", err=True)
     elif not page_only:
         failed = _run(folder, conditions, repeats or (1 if quick else 3), place, device, minutes)
@@ -92,14 +103,14 @@ def command(
         sys.exit(1)
 
 
-def _dataset(folder: Path, data: Path | None, page_only: bool) -> str:
+def _dataset(folder: Path, data: Path | None, nothing_to_run: bool) -> str:
     """GTSRB where it is there, else digits; of a folder that has results already, theirs."""
     import json
 
     before = sorted((folder / "results").glob("*.json"))
     if before:
         return str(json.loads(before[0].read_text(encoding="utf-8"))["dataset"])
-    if page_only:
+    if nothing_to_run:  # a pack is of GTSRB
         return "gtsrb"
     from fedvitals.trials.reproduce import has_gtsrb
 
@@ -118,7 +129,8 @@ def _pack(folder: Path, data: Path | None, python: str, wheels: list[Path], *, a
         return
     for path, count in told.items():
         click.echo(f"{count / 1e6:7.1f} MB  {path}")
-    click.echo(f"There, with all of it in place: python {made.script} --minutes 8 --out DIR")
+    click.echo(f"There, with all of it in place, by Python {python}: python {made.script} --minutes 8 --out OUT")
+    click.echo("Then here: fedvitals reproduce gsc --merge OUT")
 
 
 def _run(
@@ -139,6 +151,10 @@ def _run(
     if not planned.todo:
         click.echo(f"All {len(planned.done)} runs are there: {folder / 'results'}", err=True)
         return []
+    if where != "cpu":
+        from fedvitals.lab.cuda import device_of
+
+        device_of(where)  # before anything is announced
     guess = " (a guess until the first is done)" if planned.guessed else ""
     click.echo(
         f"{len(planned.todo)} runs to do, {len(planned.done)} done; about {in_words(planned.seconds)}{guess}. "

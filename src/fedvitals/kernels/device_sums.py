@@ -167,9 +167,7 @@ def listed(kernels: Any, tensors: Sequence[Tensor | None], clients: int | None, 
 
 def _plain(tensor: Tensor) -> bool:
     """Whether nothing has to be asked further: what this costs, it costs for each of hundreds of tensors."""
-    return (
-        tensor.layout is torch.strided and tensor.dtype in DTYPES and tensor.is_contiguous() and not tensor.is_neg()
-    )
+    return tensor.layout is torch.strided and tensor.dtype in DTYPES and tensor.is_contiguous() and not tensor.is_neg()
 
 
 @lru_cache(maxsize=256)

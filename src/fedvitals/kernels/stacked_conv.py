@@ -330,4 +330,4 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor, block: Block, precision: 
     parts = [
         _Convolved.apply(part.contiguous(), weight, bias, block, precision) for part in x.split(max(1, most), dim=1)
     ]
-    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]  # type: ignore[no-any-return]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

@@ -17,7 +17,7 @@ SIZE, WARPS = 4096, 8
 
 @triton.jit
 def _step(
-    states, gradients, first, second, table, counter, clients, weights, row, beta1, beta2, epsilon,
+    states, gradients, first, second, table, counter, clients, weights, row, beta1, beta2, rest1, rest2, epsilon,
     KIND: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
@@ -34,8 +34,8 @@ def _step(
     if KIND == "adam":
         m = tl.load(first + own, mask=there)
         v = tl.load(second + own, mask=there)
-        m += (gradient - m) * (1.0 - beta1)
-        v = v * beta2 + gradient * gradient * (1.0 - beta2)
+        m += (gradient - m) * rest1
+        v = v * beta2 + gradient * gradient * rest2
         tl.store(first + own, m, mask=there)
         tl.store(second + own, v, mask=there)
         state -= rate * (m / (tl.sqrt_rn(v) * tl.load(line + 1) + epsilon))
@@ -83,6 +83,7 @@ def step(
     clients, weights = gradients.shape
     first, second = (*moments, gradients, gradients)[:2]
     _step[(triton.cdiv(weights, SIZE), clients)](
-        states, gradients, first, second, table, counter, clients, weights, states.stride(0), *betas, epsilon,
+        states, gradients, first, second, table, counter, clients, weights, states.stride(0),
+        *betas, 1 - betas[0], 1 - betas[1], epsilon,  # 1 − β here: in float32 it would lose its last digits
         kind, SIZE, num_warps=WARPS,
     )  # fmt: skip

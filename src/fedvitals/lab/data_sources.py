@@ -52,7 +52,7 @@ def places(folder: str | os.PathLike[str] | None = None) -> list[Path]:
 
 def missing(name: str, page: str, files: str, looked: Sequence[Path], download: bool = True) -> ConfigError:
     """The answer to a data set that is not there: where it was sought, where to get it, where to put it."""
-    offer = " or let fedvitals fetch it with --download," if download else ""
+    offer = " or let `fedvitals lab` fetch it with --download," if download else ""
     return ConfigError(
         f"The data set {name} was not found in {', '.join(map(str, looked))}. Get it from {page},{offer} and put "
         f"{files} into one of these folders, or into one that you name with --data or {VARIABLE}."

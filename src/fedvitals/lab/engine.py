@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.cuda import check_precision, device_of
 from fedvitals.lab.desk import ClientByClient, Desk, Examination
 from fedvitals.lab.pool import Pool
 from fedvitals.lab.site import Site
@@ -78,9 +79,8 @@ class Engine:
             )
         if name not in (*ENGINES, "auto"):
             raise ConfigError(unknown("engine", name, (*ENGINES, FLOWER, "auto")))
-        device = _device(device)
-        if device == "cpu" and precision != "float32":
-            raise ConfigError(f"The precision '{precision}' is for CUDA; on a CPU it is float32.")
+        device = device_of(device)
+        check_precision(precision, device)
         self.fallback: str | None = None  # why it is not done as asked, and how instead
         if device != "cpu" and name in ("auto", "stacked") and not suits(site):
             self.fallback = (
@@ -217,15 +217,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _device(name: str) -> str:
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(unknown("device", name, ("cpu", "cuda")))
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("The device 'cuda' was asked for, and PyTorch finds none here. Use 'cpu'.")
-    return name
 
 
 def _workers(name: str, wanted: int | None, device: str) -> int:

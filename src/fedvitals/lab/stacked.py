@@ -76,7 +76,7 @@ class Stacked:
         self.rooms = _rooms(self) if self.device.type == "cuda" else None
 
     def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
-        with numbers(self.precision):
+        with self._there(), numbers(self.precision):
             return self._train(tasks, watcher, out)
 
     def _train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
@@ -103,8 +103,13 @@ class Stacked:
     def largest(self, members: int) -> int:
         """How many of so many clients make one stack."""
         if self.rooms is not None:
-            return int(self.rooms.largest(members))
+            with self._there():
+                return int(self.rooms.largest(members))
         return stack_size(members) if self.device.type == "cpu" else members
+
+    def _there(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton and captured graphs go to the current device, wherever the tensors lie."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
         with numbers("float32"), torch.no_grad():

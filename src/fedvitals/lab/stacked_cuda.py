@@ -62,12 +62,12 @@ class AtOnce:
 
 def captured(work: Callable[[], None], warm_up: Callable[[], None], pool: Any) -> Replayed:
     """The work as a CUDA graph. Other threads may use CUDA meanwhile: a monitor's, a tape's."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    now, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(now)
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UPS):
             warm_up()
-    torch.cuda.current_stream().wait_stream(stream)
+    now.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     gc.collect()
     collecting = gc.isenabled()
@@ -78,6 +78,7 @@ def captured(work: Callable[[], None], warm_up: Callable[[], None], pool: Any) -
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 work()
     finally:
+        torch.cuda.set_stream(now)  # a capture that breaks off leaves its own behind
         if collecting:
             gc.enable()
     return graph
@@ -162,8 +163,12 @@ class Rooms:
         e = self.desk.site.experiment
         usual = min(max(1, round(e.clients * e.participation)), self.largest(e.clients))
         wide = usual if clients <= usual <= 2 * clients else clients  # a cohort from which some drop out fits, too
-        room = Room(self.desk, wide, max(16, 1 << (steps - 1).bit_length()))
-        self._made = [old for old in self._made if old.clients != wide]
+        long = max(16, 1 << (steps - 1).bit_length())
+        # One that this one can stand in for is given up: else cohorts of ever other sizes would fill the memory.
+        self._made = [
+            old for old in self._made if not old.clients <= wide <= max(8, 2 * old.clients) or old.steps > long
+        ]
+        room = Room(self.desk, wide, long)
         self._made.append(room)
         return room
 
@@ -188,7 +193,13 @@ class Rooms:
         rows = firsts[:1].to(x.device).expand(_FEW * room.rows.shape[2])
         shape = (_FEW, room.rows.shape[2])
         samples = (x.index_select(0, rows).unflatten(0, shape), y.index_select(0, rows).view(shape))
-        self.plans[0].gradients(room.weights, room.layers, *samples)
+        for plan in self.plans:
+            try:
+                plan.gradients(room.weights, room.layers, *samples)
+            except Exception as error:  # noqa: BLE001 - whatever a compiler says; the simplest plan needs none
+                _LOG.warning("The plan «%s» cannot be used here: %s", plan.name, error)
+            else:
+                break
         torch.cuda.synchronize(desk.device)
         return (torch.cuda.max_memory_allocated(desk.device) - before) / _FEW
 
@@ -381,8 +392,8 @@ class DeviceCrew(Crew):
                 desk.plan = plan
                 try:
                     times[plan.name] = _seconds(captured(self._differentiate, self._differentiate, _pool(desk.device)))
-                except (RuntimeError, Warning):  # it does not fit into memory, or into a graph
-                    continue
+                except Exception as error:  # noqa: BLE001 - no memory, no graph of it, or Triton cannot compile it
+                    _LOG.info("The plan '%s' cannot be used here: %s", plan.name, error)
             _chosen[key] = _clearly_quickest(times) if times else found[-1].name
         return next(plan for plan in found if plan.name == _chosen[key])
 

@@ -28,8 +28,8 @@ from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
 from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, SUM, SUM_SQUARES, Array
 
-# Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
 _ROUNDING = 1e-6  # of a sum of squares
+# Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
 _CANCELLED = 1e-3
 _TOGETHER = 32 << 20  # bytes of updates that are compared in one go
 _TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals import lab
-from fedvitals.errors import ConfigError
 from fedvitals.lab.aggregators import FedAvg
+from fedvitals.lab.cuda import need_cuda
 from fedvitals.lab.engine import Engine
 from fedvitals.lab.site import Site
 from fedvitals.lab.work import Task
@@ -39,8 +39,7 @@ BAR_STATISTICS = 3.0  # per cent
 
 def bench_gpu(*, quick: bool = False, tell: Tell = lambda _: None, only: Collection[str] = ()) -> list[Row]:
     """A row for each bar. `only`: some of PARTS."""
-    if not torch.cuda.is_available():
-        raise ConfigError("`fedvitals bench gpu` needs a CUDA device, and PyTorch finds none here.")
+    need_cuda("`fedvitals bench gpu` needs a CUDA device")
     repeats = 5 if quick else 25
     parts = [part for part in PARTS if not only or part in only]
     rows: list[Row] = [_row("device", "", torch.cuda.get_device_name(), "")]

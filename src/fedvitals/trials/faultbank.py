@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedvitals.diagnosis.issues import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
+from fedvitals.lab.cuda import device_of
 from fedvitals.lab.data_sources import places
 from fedvitals.lab.description import kind_of
 from fedvitals.report.markup import literal
@@ -96,8 +95,7 @@ class How:
 def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) -> Taken:
     """Run a bank. What is in the folder already is not run again; stopped at any moment, it goes on where it was."""
     other = None if how.beside is None else read_other(how.beside)
-    if how.device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"The device '{how.device}' was asked for, and PyTorch finds none here. Use 'cpu'.")
+    device_of(how.device)
     cases, absent = without_absent(bank.cases, data)
     if not cases:
         raise ConfigError("\n".join([f"No case of the bank {bank.name} can be run.", *(a.words for a in absent)]))

@@ -25,11 +25,12 @@ import torch
 
 import fedvitals
 from fedvitals.lab import datasets
+from fedvitals.lab.cuda import why_no_cuda
 from fedvitals.lab.data_sources import places
 from fedvitals.trials import faultbank_bundle as bundle
 from fedvitals.trials.faultbank_cases import Bank, Case, read_bank
 from fedvitals.trials.faultbank_examine import examine, is_examined, sources
-from fedvitals.trials.faultbank_pool import Training, is_there, load_about, longest_first, refused, train
+from fedvitals.trials.faultbank_pool import Training, file_of, is_there, load_about, longest_first, refused, train
 from fedvitals.trials.faultbank_workers import Ended, in_processes
 from fedvitals.trials.gpu_commit import commit
 from fedvitals.trials.gpu_sharing import shared
@@ -53,8 +54,10 @@ def train_and_examine(pair: Pair) -> dict[str, str]:
     """What went wrong, by case."""
     failed = {}
     runs, outcomes = pair.work / bundle.RUNS, pair.work / bundle.OUTCOMES
+    unseen = any(not is_examined(outcomes, case) for case in pair.cases)
     for case in pair.cases:
-        if not is_there(runs, case):
+        # Of what a bundle brought there is no recording, and whoever examines one of a pair needs both.
+        if not is_there(runs, case) or (unseen and not file_of(runs, case, "npz").exists()):
             error = train(Training(case, runs, None, pair.device))
             if error is not None:
                 failed[case.name] = error
@@ -83,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_args(arguments)
     began = time.monotonic()
     if asked.device != "cpu" and not torch.cuda.is_available():
-        _say("PyTorch finds no GPU here: --device cpu, or another machine.")
+        _say(f"There is no GPU here: {why_no_cuda()}. Say --device cpu, or take another machine.")
         return 2
     bank = read_bank(asked.bank)
     work = Path(asked.work)
@@ -156,7 +159,7 @@ def _work(pairs: Sequence[Pair], workers: int, seconds: float | None, failed: di
 def _facts(asked: argparse.Namespace, seconds: float, together: bool) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if asked.device != "cpu" else "cpu",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "commit": commit(),
         "processes": asked.workers,

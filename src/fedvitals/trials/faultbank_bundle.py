@@ -8,18 +8,20 @@ large: whoever changes detectors trains again. Bundles of several calls add up, 
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from fedvitals.errors import ConfigError
 from fedvitals.trials.faultbank_cases import Bank
 from fedvitals.trials.faultbank_examine import file_of as outcome_of
 from fedvitals.trials.faultbank_pool import file_of as run_of
 from fedvitals.trials.faultbank_pool import is_there
+from fedvitals.trials.unpacked import unpacked
 
 LARGEST = 14 << 20  # bytes of one file: 16 MiB may travel, and what gzip holds back is not counted
 MOST = 8  # files
@@ -27,6 +29,15 @@ PREFIX, SUFFIX = "bank-", ".tar.gz"
 LEVEL = 6  # of gzip: more takes long, and saves little
 FACTS = "facts.json"
 RUNS, OUTCOMES = "runs", "outcomes"
+WHAT = "a bundle of cases"
+
+
+class Facts(msgspec.Struct):
+    """Of the first file: which bank it is, what its calls were like, and which cases went wrong."""
+
+    bank: str
+    calls: list[dict[str, Any]]
+    failed: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ def write(
     """All finished cases below `work`, in as few files as go; what does not fit in `MOST` files is left out."""
     out.mkdir(parents=True, exist_ok=True)
     members = [*_members(bank, work)]
-    first = [(FACTS, json.dumps({"bank": bank.digest, "calls": [*calls], "failed": dict(failed)}).encode())]
+    first = [(FACTS, msgspec.json.encode(Facts(bank.digest, [dict(call) for call in calls], dict(failed))))]
     files: list[Path] = []
     packed = _Packed(out)
     for group in [first, *members]:
@@ -68,13 +79,15 @@ def merge(bank: Bank, sources: Sequence[Path], folder: Path) -> Merged:
     for file in _bundles(sources):
         for name, content in _content(file):
             if name == FACTS:
-                told = json.loads(content)
-                if told["bank"] != bank.digest:
-                    raise ConfigError(f"{file} is of another bank ({told['bank']}) than {bank.name} ({bank.digest}).")
-                failed |= told["failed"]
-                calls += [call for call in told["calls"] if call not in calls]
-            elif name in known:
-                known[name].write_bytes(content)
+                told = _facts(file, content)
+                if told.bank != bank.digest:
+                    raise ConfigError(f"{file} is of another bank ({told.bank}) than {bank.name} ({bank.digest}).")
+                failed |= told.failed
+                calls += [call for call in told.calls if call not in calls]
+            elif name in known:  # by the names that we expect, never by theirs
+                draft = known[name].with_suffix(".draft")
+                draft.write_bytes(content)
+                draft.replace(known[name])
                 cases.add(PurePosixPath(name).stem)
     there = {case.name for case in bank.cases if is_there(folder / RUNS, case)}
     return Merged(len(cases), {name: why for name, why in failed.items() if name not in there}, calls)
@@ -130,11 +143,19 @@ def _bundles(sources: Sequence[Path]) -> Iterator[Path]:
 
 
 def _content(file: Path) -> Iterator[tuple[str, bytes]]:
+    content = unpacked(file, WHAT)
     try:
-        with tarfile.open(file, "r:gz") as archive:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
             for member in archive:
                 opened = archive.extractfile(member) if member.isfile() else None
                 if opened is not None:
                     yield member.name, opened.read()
     except (OSError, tarfile.TarError, EOFError) as error:
-        raise ConfigError(f"{file} cannot be read as a bundle of cases: {error}. Fetch it again.") from error
+        raise ConfigError(f"{file} cannot be read as {WHAT}: {error}. Fetch it again.") from error
+
+
+def _facts(file: Path, content: bytes) -> Facts:
+    try:
+        return msgspec.json.decode(content, type=Facts)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} cannot be read as {WHAT}: {error}. Fetch it again.") from error

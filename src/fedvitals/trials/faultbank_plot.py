@@ -16,15 +16,15 @@ from fedvitals.trials.faultbank_report import Confusion, Curve
 DASHES = ("", "6 3", "2 2", "8 3 2 3", "4 4", "1 3")
 LEFT, TOP, WIDE, HIGH = 44, 26, 230, 180  # of a panel's axes, in points
 LINE_GAP = 13  # between two labels
+LETTER = 6.6  # points that a letter is wide, at most on average: a label's place is reserved by it
 CELL, ROW = 40, 20  # of a matrix
 PAGE = 832  # points that a page is wide: a narrow picture is not blown up to that
 
 
 def delay_curves(panels: Sequence[tuple[str, Sequence[Curve]]], title: str) -> str:
     """Share of targets found by the n-th participation; panels side by side."""
-    step = LEFT + WIDE + 160
-    parts = []
-    for place, (name, curves) in enumerate(panels):
+    parts, left = [], 0
+    for name, curves in panels:
         points = max((len(curve.shares) for curve in curves), default=2)
         across = [LEFT + WIDE * at / max(1, points - 1) for at in range(points)]
         body = [_axes(name, "participation after the onset", [(x, str(at + 1)) for at, x in enumerate(across)])]
@@ -35,8 +35,9 @@ def delay_curves(panels: Sequence[tuple[str, Sequence[Curve]]], title: str) -> s
             colour = COLOURS[number % len(COLOURS)]
             body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
         body += _labels(drawn)
-        parts.append(f'<g transform="translate({place * step},0)">{"".join(body)}</g>')
-    return _svg(step * len(panels), TOP + HIGH + 40, title, "".join(parts))
+        parts.append(f'<g transform="translate({left},0)">{"".join(body)}</g>')
+        left += LEFT + WIDE + 20 + round(LETTER * max((len(_named(curve)) for curve in drawn), default=0))
+    return _svg(left, TOP + HIGH + 40, title, "".join(parts))
 
 
 def reliability(bins: Sequence[Bin], title: str) -> str:
@@ -59,8 +60,8 @@ def reliability(bins: Sequence[Bin], title: str) -> str:
 
 def matrix(confusion: Confusion, title: str) -> str:
     """Rows: what it was; columns: what it was called. Shade is the share of the row, the number how often."""
-    left = 8 + 6 * max((len(kind) for kind in confusion.kinds), default=8)
-    head = 14 + 4.6 * max((len(cause) for cause in confusion.causes), default=8)
+    left = 8 + round(LETTER * max((len(kind) for kind in confusion.kinds), default=8))
+    head = 14 + 0.77 * LETTER * max((len(cause) for cause in confusion.causes), default=8)
     body = []
     for column, cause in enumerate(confusion.causes):
         x = left + CELL * column + CELL / 2
@@ -109,8 +110,12 @@ def _labels(curves: Sequence[Curve]) -> list[str]:
         curve, end = curves[number], _height(curves[number].shares[-1])
         at = heights[number] + lift
         parts.append(_line(LEFT + WIDE + 2, end, LEFT + WIDE + 14, at - 4, COLOURS[number % len(COLOURS)]))
-        parts.append(f'<text x="{LEFT + WIDE + 17}" y="{at:.0f}">{_words(f"{curve.label} ({curve.targets})")}</text>')
+        parts.append(f'<text x="{LEFT + WIDE + 17}" y="{at:.0f}">{_words(_named(curve))}</text>')
     return parts
+
+
+def _named(curve: Curve) -> str:
+    return f"{curve.label} ({curve.targets})"
 
 
 def _line(

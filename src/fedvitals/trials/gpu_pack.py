@@ -56,16 +56,23 @@ def pack(
     `entry` names what run.py calls with its arguments, as «module:function»: a function from list[str] to an exit code.
     `wheels`: files to unpack, of msgspec at least, where pip cannot download it for that version of Python.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: a pack is a folder. Name another, or one that is not there yet.")
     if any(folder.glob("*")) and not (folder / "code" / "manifest.json").exists():
         raise ConfigError(f"{folder} is not empty, and no pack. Name another folder, or an empty one.")
+    with tempfile.TemporaryDirectory() as downloads:
+        unpacked = Path(downloads) / "unpacked"  # before anything is touched: here it may fail
+        for wheel in wheels or _download(Path(downloads), python):
+            _unpack(wheel, unpacked)
+        return _write(folder, unpacked, data=data, entry=entry, python=python, part_bytes=part_bytes)
+
+
+def _write(folder: Path, unpacked: Path, *, data: Sequence[Path], entry: str, python: str, part_bytes: int) -> Packed:
     for old in [folder / "code", *folder.glob("data[0-9]*")]:
         shutil.rmtree(old, ignore_errors=True)
     code = folder / "code"
     shutil.copytree(Path(fedvitals.__file__).parent, code / "fedvitals", ignore=shutil.ignore_patterns(*LEFT_OUT))
-    with tempfile.TemporaryDirectory() as downloads:
-        for wheel in wheels or _download(Path(downloads), python):
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(code)
+    shutil.copytree(unpacked, code, dirs_exist_ok=True)
     parts, files = _cut(folder, data, part_bytes)
     manifest = {"entry": entry, "commit": commit(), "python": python, "files": files}
     (code / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -82,6 +89,18 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def _unpack(wheel: Path, folder: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    except (OSError, zipfile.BadZipFile) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{wheel} cannot be read as a wheel: {why}. On a machine with a network, `pip download {' '.join(WHEELS)} "
+            f"--no-deps --only-binary=:all: --python-version 3.12 --platform {PLATFORM}` fetches the one to name."
+        ) from None
+
+
 def _download(folder: Path, python: str) -> list[Path]:
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder),
@@ -92,7 +111,7 @@ def _download(folder: Path, python: str) -> list[Path]:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(
             f"pip could not download {', '.join(WHEELS)} for Python {python} ({why}). Where there is no network, name "
-            "the wheels: --wheel FILE."
+            "its wheel: --wheel FILE; another version of Python over there: --python."
         )
     return sorted(folder.glob("*.whl"))
 

@@ -16,18 +16,22 @@ def joined(folder: Path, files: list[dict[str, Any]]) -> Path:
     target.mkdir(exist_ok=True)
     for file in files:
         path = target / file["name"]
-        if path.exists():
+        if path.exists() and _digest(path.read_bytes()) == file["sha256"]:  # else of an earlier pack
             continue
         missing = [piece for piece in file["pieces"] if not (folder / piece).exists()]
         if missing:
             sys.exit(f"{file['name']} is not complete: {', '.join(missing)} has not arrived in {folder}.")
         content = b"".join((folder / piece).read_bytes() for piece in file["pieces"])
-        if hashlib.sha256(content).hexdigest() != file["sha256"]:
+        if _digest(content) != file["sha256"]:
             sys.exit(f"{file['name']} was damaged on its way: its checksum differs. Carry its parts again.")
         half = path.with_suffix(".half")
         half.write_bytes(content)
         half.replace(path)
     return target
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def main() -> None:
@@ -38,7 +42,17 @@ def main() -> None:
         os.environ["FEDVITALS_DATA"] = str(joined(code.parent, manifest["files"]))
     sys.path.insert(0, str(code))
     module, _, function = manifest["entry"].partition(":")
-    sys.exit(getattr(importlib.import_module(module), function)(sys.argv[1:]))
+    try:
+        code_of_exit = getattr(importlib.import_module(module), function)(sys.argv[1:])
+    except ImportError as error:  # what is compiled is for one version of Python
+        here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        if here == manifest["python"]:
+            raise
+        sys.exit(
+            f"{error}. This pack is for Python {manifest['python']}, and this is {here}: run it with the other one, or "
+            f"pack it again with --python {here}."
+        )
+    sys.exit(code_of_exit)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -30,20 +30,22 @@ def shared(wanted: bool = True) -> Iterator[bool]:
     if not wanted or control is None:
         yield False
         return
+    before = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         for name in VARIABLES:
             os.environ[name] = str(Path(folder) / name.lower())
             Path(os.environ[name]).mkdir()
+        begun = True
         try:
-            works = _begun(control)
-            if not works:
+            begun = _begun(control)
+            if not begun:
                 _end(control)
-                _forget()
-            yield works
+                _put_back(before)
+            yield begun
         finally:
-            if VARIABLES[0] in os.environ:
+            if begun:
                 _end(control)
-                _forget()
+            _put_back(before)
 
 
 def _begun(control: str) -> bool:
@@ -63,6 +65,7 @@ def _end(control: str) -> None:
         subprocess.run([control], check=False, input=words, text=True, capture_output=True, timeout=20)  # noqa: S603
 
 
-def _forget() -> None:
+def _put_back(before: Mapping[str, str]) -> None:
     for name in VARIABLES:
         os.environ.pop(name, None)
+    os.environ.update(before)

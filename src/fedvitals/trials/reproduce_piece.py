@@ -47,11 +47,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     began = time.time()
-    conditions = chosen(quick("gtsrb") if given.quick else CONDITIONS, given.only)
+    everything = quick("gtsrb") if given.quick else CONDITIONS
+    conditions = chosen(everything, given.only)
     if given.arrays or given.device != "cpu":
         conditions = tuple(map(richly, conditions))
     work = given.work or Path(sys.argv[0]).resolve().parent.parent / "work"
-    bundle.merge(work, given.have)
+    bundle.merge(work, given.have, everything)
     piece = Piece(given.out / f"results-{int(began)}.json.gz")
     try:
         failed = measure_all(
