@@ -98,6 +98,12 @@ def command(
         how = How(processes, device, None if minutes is None else 60 * minutes, other)
         with _bars() as stage:
             taken = take(chosen, folder, where, how, stage)
+    _tell(taken, as_json)
+    missed = any(bar.verdict == "missed" for bar in taken.summary.bars)
+    return int(bool(taken.failed) or (judge and missed))
+
+
+def _tell(taken: Taken, as_json: bool) -> None:
     for name, error in taken.failed:
         click.echo(f"fedvitals: the case {name} failed: {error.strip().splitlines()[-1]}", err=True)
     for absent in taken.absent:
@@ -106,8 +112,6 @@ def command(
         print_json("faultbank", _facts(taken))
     else:
         _print(taken)
-    missed = any(bar.verdict == "missed" for bar in taken.summary.bars)
-    return int(bool(taken.failed) or (judge and missed))
 
 
 def _tell_pack(packed: Packed, bank: str, python: str, as_json: bool) -> None:

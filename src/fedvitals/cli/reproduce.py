@@ -82,10 +82,7 @@ def command(
     conditions = chosen(everything, only)
     failed: list[str] = []
     if merge:
-        from fedvitals.trials import reproduce_bundle
-
-        count = reproduce_bundle.merge(folder, [Path(each) for each in merge], everything)
-        click.echo(f"{count} results taken into {folder / 'results'}", err=True)
+        _merge(folder, merge, everything)
     elif not page_only:
         failed = _run(folder, conditions, repeats or (1 if quick else 3), place, device, minutes)
         if not quick and not failed and minutes is None and not (folder / "costs.json").exists():
@@ -115,6 +112,13 @@ def _dataset(folder: Path, data: Path | None, nothing_to_run: bool) -> str:
     from fedvitals.trials.reproduce import has_gtsrb
 
     return "gtsrb" if has_gtsrb(data) else "digits"
+
+
+def _merge(folder: Path, files: Sequence[str], conditions: Sequence[Condition]) -> None:
+    from fedvitals.trials import reproduce_bundle
+
+    count = reproduce_bundle.merge(folder, [Path(file) for file in files], conditions)
+    click.echo(f"{count} results taken into {folder / 'results'}", err=True)
 
 
 def _pack(folder: Path, data: Path | None, python: str, wheels: list[Path], *, as_json: bool) -> None:

@@ -292,8 +292,8 @@ def _again() -> list[Block]:
                 "fedvitals reproduce gsc --device cuda --minutes 8  # on a GPU, in pieces",
                 "fedvitals reproduce gsc --page-only              # draw again what is there",
                 "# where the GPU is lent and has torch, Triton and numpy only:",
-                "fedvitals reproduce gsc --pack .gpu/pack         # carry it there, then: python code/run.py --out DIR",
-                "fedvitals reproduce gsc --merge DIR/results-*.json.gz --out docs/reproduction",
+                "fedvitals reproduce gsc --pack PACK  # carry it there; there: python PACK/code/run.py --out OUT",
+                "fedvitals reproduce gsc --merge OUT --out docs/reproduction",
             )
         ),
         Text(
