@@ -46,10 +46,13 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def averaging(config: Mapping[str, Any]) -> FedAvg:
+    share, awaited = float(config["fraction-train"]), int(config["min-nodes"])
     return InOrder(
-        fraction_train=float(config["fraction-train"]),
+        fraction_train=share,
         fraction_evaluate=float(config["fraction-evaluate"]),
-        min_available_nodes=int(config["min-nodes"]),
+        # Where all are asked: Flower takes the share of those who are there before it waits for the others.
+        min_train_nodes=awaited if share == 1 else 2,
+        min_available_nodes=awaited,
     )
 
 
