@@ -196,7 +196,7 @@ class Loop:
 
 
 def _watched(repeats: int, tell: Tell) -> list[Row]:
-    """Rounds with and without statistics in turns, and the share of the device's time inside the graphs."""
+    """Whole rounds with and without statistics, in turns: what is taken home, and the host's part, count too."""
     found = []
     for precision in BAR_ROUND:
         stack, observers = Federated(precision=precision), (Taking(), NullObserver())
