@@ -30,6 +30,7 @@ from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.errors import ConfigError
+from fedvitals.kernels.sketch_hash import VERSION as SKETCH_VERSION
 from fedvitals.loop_tape import LoopTape
 from fedvitals.parts import edge_span
 from fedvitals.probes.results import Results
@@ -127,7 +128,7 @@ class Chart:
             if table is not None:
                 record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
-            record.sketch(scope, tuple(results.sketch.tolist()))
+            record.sketch(scope, tuple(results.sketch.tolist()), SKETCH_VERSION)
         for name, message, data in results.remarks:
             record.event(scope, "info", name, message, data)
 
