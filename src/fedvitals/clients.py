@@ -160,7 +160,7 @@ class Clients:
 
     def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
         node = opened.scope.node or ""
-        view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
+        view = self._kit.view(model, round=opened.scope.round, node=node, data=data, loss=loss)
         if not self._kit.preset.brief:
             tables = tables_of(self._kit, view)
             self._chart.know(tables)

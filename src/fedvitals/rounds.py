@@ -18,7 +18,7 @@ from fedvitals.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments, tables_of
-from fedvitals.probes.view import View, flatten
+from fedvitals.probes.view import flatten
 from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
@@ -60,7 +60,7 @@ class Rounds:
         self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
         if model is None:
             return
-        self._kit.updates.begin_round(number, [*model.parameters()])
+        self._kit.updates.begin_round(number, self._kit.view(model).parameters)
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._chart.continued:
             self._first_model(model)
@@ -92,7 +92,7 @@ class Rounds:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
         if model is not None:
-            self._chart.know(tables_of(self._kit, View(model)))
+            self._know_layers(model)
         for (node, group), results in cohort.receive(opened.sent):
             self._chart.tell(replace(scope, node=node, group=group), results)
         self._arrivals.close_round(scope, cohort)
@@ -125,7 +125,7 @@ class Rounds:
         """The stretch in which an edge node, cluster or ring does its share."""
         guard = self._chart.guard
         opened: OpenScope | None = guard("opening an edge", lambda: OpenScope(*self._chart.enter(name, group=name)))
-        before = None if model is None else guard("reading a model", lambda: flatten([*model.parameters()]))
+        before = None if model is None else guard("reading a model", lambda: flatten(self._kit.view(model).parameters))
         try:
             yield
         except BaseException as error:
@@ -138,7 +138,7 @@ class Rounds:
     def _leave_edge(self, opened: OpenScope, model: Any, before: torch.Tensor | None) -> None:
         self._chart.leave(opened.scope, opened.token)
         if before is not None:
-            change = (flatten([*model.parameters()]) - before).double()
+            change = (flatten(self._kit.view(model).parameters) - before).double()
             results = Results(clients=0 if self.open is None else self.open.cohort.clients_of(opened.scope.node))
             results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
             self._chart.tell(opened.scope, results)
@@ -148,9 +148,16 @@ class Rounds:
             self._ledger.told_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
+    def _know_layers(self, model: torch.nn.Module) -> None:
+        """The layers that train, and all layers: what clients send may be the whole model, frozen parts included."""
+        view = self._kit.view(model)
+        if view.frozen:
+            self._chart.know({"parameter": self._kit.table("parameter", [*model.named_parameters()])})
+        self._chart.know(tables_of(self._kit, view))
+
     def _first_model(self, model: torch.nn.Module) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
-        self._kit.initial = flatten([*model.parameters()])
-        self._chart.know(tables_of(self._kit, View(model)))
+        self._kit.initial = flatten(self._kit.view(model).parameters)
+        self._know_layers(model)
         for layer, remark in check_initialisation(model):
             self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})

@@ -100,6 +100,7 @@ class WorkerObserver:
     initial: bytes | None  # the run's first model, float32
     profile: bool = True  # whether to tell what a client's time went to
     capture: Capture | None = None
+    trained: frozenset[str] = frozenset()  # names of the layers that train, as far as the parent knows
 
     def profiling(self) -> dict[str, Any]:
         return {"profile": self.profile, "capture": self.capture}
@@ -232,6 +233,7 @@ class WorkerObserver:
             desk = desks[self.run, self.policy] = _Desk(self)
         if desk.kit.initial is None and self.initial is not None:
             desk.kit.initial = torch.frombuffer(bytearray(self.initial), dtype=torch.float32)
+        desk.kit.trained |= self.trained
         desk.parcel.known.update(self.known)
         return desk
 
@@ -269,6 +271,7 @@ class Arrivals:
             trace=chart.trace,
             span=None if here is None else here.span,
             known=frozenset(chart.tables),
+            trained=kit.trained,
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
             capture=self._capture,

@@ -63,7 +63,7 @@ def _check(kernels: Any) -> None:
 
     gpu = torch.cuda.is_available()
     strict = torch.cuda.get_sync_debug_mode() if gpu else 0
-    if gpu:
+    if strict:  # setting it makes torch warn, so only where the user has set it
         torch.cuda.set_sync_debug_mode(0)
     try:
         clean = torch.arange(-3.0, 300.0, device="cuda" if gpu else "cpu")
@@ -72,7 +72,7 @@ def _check(kernels: Any) -> None:
         found = device_sums.listed(kernels, [clean, spoilt], None).tolist()
         sketches = [measure(clean[None]).tolist() for measure in (sketch.by_triton, sketch.by_torch)]
     finally:
-        if gpu:
+        if strict:
             torch.cuda.set_sync_debug_mode(strict)
     numbers = [float(value) for value in range(-3, 300)]
     total = [sum(numbers), sum(x * x for x in numbers), sum(map(abs, numbers))]  # all of them exact in float32

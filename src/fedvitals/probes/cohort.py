@@ -135,7 +135,7 @@ class Cohort:
             text = "Updates exceed update_memory: cosines are estimated from sketches, standard error 0.06."
             whole.remarks.append(("updates.approximate", text, {}))
         if model is not None:
-            found.append((("server", None), _of_model(View(model))))
+            found.append((("server", None), _of_model(kit.view(model))))
         return [*found, ((None, None), whole)]
 
     def _of_update(self, update: Update, kit: Instruments) -> tuple[Key, Results]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedvitals.catalog import CATALOG, public_name
@@ -36,6 +36,7 @@ from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
 
 LABEL_ROUNDS = 5
+UNFROZEN_SHOWN = 10  # names of layers in one event
 
 
 class Clock(Protocol):
@@ -65,9 +66,17 @@ class Instruments:
         self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False
         self.initial: Tensor | None = None
+        self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
+        self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
         self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
         self._tables: dict[Any, LayerTable] = {}
+
+    def view(self, model: nn.Module, **about: Any) -> View:
+        """A view of the layers of a model that train in it or in any other model of this run seen so far."""
+        view = View(model, trained=self.trained, **about)
+        self.trained |= {name for name, parameter in view.named_parameters if parameter.requires_grad}
+        return view
 
     def table(self, rows: str, tensors: Sequence[tuple[str, Tensor]]) -> LayerTable:
         key = (rows, *((name, t.shape, t.dtype) for name, t in tensors))
@@ -157,6 +166,7 @@ class ClientSession:
             rows = np.asarray(torch.as_tensor(sums(split(update, view.parameters))).cpu())
             results.take(movement(rows, view.before, now, kit.initial))
             results.matrices.append(("update", rows, None))
+        self._tell_unfrozen()
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
         kit.fit.settle(self._fit_cost, training)
@@ -190,6 +200,18 @@ class ClientSession:
         self._results.take(found)
         if self._differences and self._steps:
             self._difference(self._steps - 1)
+
+    def _tell_unfrozen(self) -> None:
+        """Layers that began to train after the scope was opened: nothing was measured of them in this round."""
+        names = [name for name, parameter in self._view.frozen if parameter.requires_grad]
+        if names:
+            shown = ", ".join(names[:UNFROZEN_SHOWN]) + (", ..." if len(names) > UNFROZEN_SHOWN else "")
+            text = (
+                f"{len(names)} layers were unfrozen inside the client's scope and are measured from its next round on: "
+            )
+            self._results.remarks.append(
+                ("layers.unfrozen", f"{text}{shown}.", {"layers": names[:UNFROZEN_SHOWN], "count": len(names)})
+            )
 
     # -- at each step -------------------------------------------------------------------------------------------------
 
@@ -261,10 +283,15 @@ class ClientSession:
         self._kit.costs[index] += time.perf_counter() - started
 
     def _run(self, index: int, planned: Planned) -> Mapping[str, Any]:
-        started = time.perf_counter()
+        """What the probe measures; nothing if it failed, or has said before that it cannot measure such models."""
+        started, kind = time.perf_counter(), (index, type(self._view.model))
+        if kind in self._kit.unsuited:
+            return {}
         try:
             return planned.probe(self._view)
         except Exception as error:  # noqa: BLE001 - a user's probe may do anything
+            if isinstance(error, ConfigError):
+                self._kit.unsuited.add(kind)
             self._report(error, f"the probe '{_name(planned.probe)}'")
             return {}
         finally:
