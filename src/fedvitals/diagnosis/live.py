@@ -41,7 +41,8 @@ class LiveDetectors:
     def write(self, records: Sequence[Record], /) -> None:
         self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
         for record in records:
-            if isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.round is not None:
+            of_whole = isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.node is None
+            if of_whole and record.where.round is not None:
                 self._examine(record.where.round)
 
     def _examine(self, number: int) -> None:

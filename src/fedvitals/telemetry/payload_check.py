@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks on the records of a payload before they enter a run, and quotas that each sender has for itself.
+
+A sender that brings too much costs its own telemetry; it never uses up what the other senders need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from fedvitals.errors import RecordError
+from fedvitals.parts import of_the_whole
+from fedvitals.protocols import Node
+from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, is_important, run_of
+from fedvitals.telemetry.outlet import SOURCE
+from fedvitals.telemetry.sender import OF_CLIENTS, Sender
+
+# A run is written again, with all its layer tables, whenever it gets a new one. A model has up to four tables.
+TABLES = 1_000  # of the run's own models and worker processes
+TABLES_OF_SENDER, LAYERS_OF_SENDER = 50, 100_000  # that no one else has brought before
+TABLES_OF_ALL = 5_000  # a hundred senders would have to use up their quota
+
+SOURCES, SOURCES_OF_SENDER = 10_000, 100  # processes whose deliveries are remembered: of our own workers, of a sender
+BULK_OF_PAYLOAD, IMPORTANT_OF_PAYLOAD = (
+    20_000,
+    500,
+)  # records of a sender; a sink's queue has room for 5 and 20 times that
+
+
+def tables_of_payload(records: Sequence[Record], run: str, known: Mapping[str, LayerTable]) -> dict[str, LayerTable]:
+    """Return the layer tables that a payload brings, by digest.
+
+    Raises a RecordError unless all records are of this run, of kinds that a worker may send, and about layers that are
+    known or come with them.
+    """
+    tables: dict[str, LayerTable] = {}
+    for record in records:
+        if run_of(record) != run:
+            raise RecordError(f"A payload of run '{run_of(record)[:80]}' was given to run '{run}'.")
+        if record.source == "" or record.source.startswith(SOURCE):
+            raise RecordError(f"A payload has records of source '{record.source}', which is no worker's.")
+        if not isinstance(record, (*OF_CLIENTS, Run, Transfer)):
+            raise RecordError(f"A payload has a {type(record).__name__}, which is not a worker's to tell.")
+        if isinstance(record, Span | Metric) and of_the_whole(record):
+            described = f"{type(record).__name__} '{record.name[:80]}'"
+            raise RecordError(f"A payload has the {described} of the whole round, which is not a worker's to tell.")
+        if isinstance(record, Run):
+            tables |= {table.digest: table for table in record.tables}
+        elif isinstance(record, LayerStats):
+            table = tables.get(record.table) or known.get(record.table)
+            if table is None or len(table.layers) != len(record.matrix):
+                rows = f"{len(record.matrix)} layers of table '{record.table[:80]}'"
+                raise RecordError(f"A payload has statistics of {rows}, which no run record tells of.")
+    return tables
+
+
+class TableQuota:
+    """Counts the layer tables that each sender has brought to a run."""
+
+    def __init__(self) -> None:
+        self._brought: dict[Node, tuple[int, int]] = {}  # by sender: tables, and layers in them
+
+    def charge(
+        self, sender: Sender | None, tables: Mapping[str, LayerTable], known: Collection[str], own: Collection[str]
+    ) -> None:
+        """Count the tables of a payload that are new to the run, or raise a RecordError if they are too many.
+
+        `known`: digests of all tables of the run; `own`: of those that no sender brought. Without a sender, the payload
+        comes from a worker process of our own.
+        """
+        if sender is None:
+            if len({*own, *tables}) > TABLES:
+                raise RecordError(f"A payload brings layer tables beyond the {TABLES} that a run may have.")
+            return
+        new = [table for digest, table in tables.items() if digest not in known]
+        if not new:
+            return
+        count, layers = self._brought.get(sender.node, (0, 0))
+        count, layers = count + len(new), layers + sum(len(table.layers) for table in new)
+        if count > TABLES_OF_SENDER or layers > LAYERS_OF_SENDER:
+            raise RecordError(
+                f"Telemetry of '{sender.node}' brings layer tables beyond the {TABLES_OF_SENDER} (with "
+                f"{LAYERS_OF_SENDER} layers in all) that one client may have."
+            )
+        if len(known) + len(new) > TABLES_OF_ALL:
+            raise RecordError(f"Telemetry of '{sender.node}' brings a layer table beyond the {TABLES_OF_ALL} of a run.")
+        self._brought[sender.node] = count, layers
+
+
+def within_quota(records: Sequence[Record]) -> list[Record]:
+    """Return as many records as a sender's payload may put into the queues; those of single steps go first."""
+    important = [record for record in records if is_important(record)]
+    bulk = [record for record in records if not is_important(record)]
+    if len(important) <= IMPORTANT_OF_PAYLOAD and len(bulk) <= BULK_OF_PAYLOAD:
+        return [*records]
+    bulk.sort(key=lambda record: not isinstance(record, Run) and record.where.step is not None)  # stable
+    return [*bulk[:BULK_OF_PAYLOAD], *important[:IMPORTANT_OF_PAYLOAD]]
