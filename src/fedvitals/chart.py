@@ -97,6 +97,7 @@ class Chart:
         self._closed = False
         self._lock = threading.RLock()
         self._reported: dict[Node | None, set[str]] = {}  # causes, by the node that they are about
+        self._causes: set[str] = set()  # all of them
         self._stop: Callable[[], None] = lambda: None
         self._machine: MachineSampler | None = None
 
@@ -374,29 +375,40 @@ class Chart:
     def attempt(
         self, doing: str, work: Callable[[], Any], node: Node | None = None, *, here: Callable[[Node | None], Scope]
     ) -> Any:
-        """As `guard`, of work that is about one node or about none: `here` gives the scope of either."""
-        return self.guard(doing, work, here(node))
+        """As `guard`, of work that is about one node or about none; `here` gives the scope of either.
 
-    def report(self, error: Exception, doing: str, scope: Scope | None = None) -> None:
-        """Say once per cause what failed on our side (in `scope`, if not where the caller stands).
+        What fails is told of each node for which it does.
+        """
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - as in `guard`
+            self.report(error, doing, here(node), each=True)
+            return None
 
-        Each client has causes of its own, so that one whose data fail in ever new ways silences nobody else's.
+    def report(self, error: Exception, doing: str, scope: Scope | None = None, *, each: bool = False) -> None:
+        """Say once per cause (`each`: and node) what failed on our side, in `scope`, if not where the caller stands.
+
+        Each client has a number of causes of its own: one whose data fail in ever new ways silences nobody else's.
         """
         if self.strict:
             raise error
         kind = type(error).__name__
         cause = f"{doing}: {kind}: {error}"[:1000]
         place, data = where(scope or self.here()), {"doing": doing, "exception": kind}
-        reported = self._reported.setdefault(place.node, set())
-        if cause in reported or len(reported) >= (CAUSES_REPORTED if place.node in SERVER else CAUSES_OF_CLIENT):
+        own = self._reported.setdefault(place.node, set())
+        first = cause not in self._causes
+        most = CAUSES_REPORTED if place.node in SERVER else CAUSES_OF_CLIENT
+        if len(own) >= most or cause in own or not (first or each):
             return
-        reported.add(cause)
+        own.add(cause)
+        self._causes.add(cause)
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.
         told = released(event, self._policy, stray=self._stray())
         text = told.message if isinstance(told, Event) else doing
         about = "" if place.node in SERVER else f" (client '{place.node}')"
-        logger.warning("fedvitals could not finish %s%s; training goes on.", text, about)
+        if first:
+            logger.warning("fedvitals could not finish %s%s; training goes on.", text, about)
         if self._outlet is not None:
             self.emit(event)
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvitals.catalog import from_update
+from fedvitals.catalog import HOSTS, from_update
 from fedvitals.chart import Chart
 from fedvitals.clients import Clients
 from fedvitals.errors import ConfigError, RecordError
@@ -292,8 +292,9 @@ class Arrivals:
             new = [record if record.at <= now else replace(record, at=now) for record in new]
             new = self._without_known_labels(new)
             if sender is not None and cohort is not None:
-                self._claims.setdefault(sender.node, []).extend(record for record in new if from_update(record))
-                new = [record for record in new if not from_update(record)]
+                # Kept back: where the server has the update itself, what it measures stands alone.
+                self._claims.setdefault(sender.node, []).extend(record for record in new if _is_claim(record))
+                new = [record for record in new if not _is_claim(record)]
             self._chart.admit(new)
             self._join(new, cohort, sender)
             self._tell_size(new, len(payload))
@@ -316,7 +317,7 @@ class Arrivals:
         self._chart.know(tables, own=sender is None)
         node, most = (None, SOURCES) if sender is None else (sender.node, SOURCES_OF_SENDER)
         delivered = self._delivered.setdefault(node, {})
-        new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run)]
+        new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run) and not _is_empty(r)]
         while len(delivered) > most:
             delivered.pop(next(iter(delivered)))
         return new
@@ -431,6 +432,16 @@ class Arrivals:
         going = functools.partial(self._chart.guard, "for_worker()")
         probes = tuple(planned for planned in preset.probes if going(functools.partial(_goes, planned)))
         return preset if len(probes) == len(preset.probes) else replace(preset, probes=probes)
+
+
+def _is_claim(record: Record) -> bool:
+    """Whether the server measures the same of a client's update, if it holds that."""
+    return from_update(record) and not (isinstance(record, Metric) and record.name in HOSTS)
+
+
+def _is_empty(record: Record) -> bool:
+    """Whether it is statistics of no layer at all, which say nothing and which no store could give back."""
+    return isinstance(record, LayerStats) and not len(record.matrix)
 
 
 def _by_our_clock(record: Record, ledger: Ledger) -> Record:

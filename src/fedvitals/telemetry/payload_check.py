@@ -6,6 +6,7 @@ A sender that brings too much costs its own telemetry; it never uses up what the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from fedvitals.errors import RecordError
@@ -14,6 +15,12 @@ from fedvitals.protocols import Node
 from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, is_important, run_of
 from fedvitals.telemetry.outlet import SOURCE
 from fedvitals.telemetry.sender import OF_CLIENTS, Sender
+
+# What one layer table may hold: far more than any model has, and little enough that a sum or a product of sizes fits
+# into 64 bits and into a float without rounding.
+ROW_KINDS = ("parameter", "buffer", "module", "model")
+LAYERS, DIMENSIONS = 100_000, 64
+LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 
 # A run is written again, with all its layer tables, whenever it gets a new one. A model has up to four tables.
 TABLES = 1_000  # of the run's own models and worker processes
@@ -45,13 +52,34 @@ def tables_of_payload(records: Sequence[Record], run: str, known: Mapping[str, L
             described = f"{type(record).__name__} '{record.name[:80]}'"
             raise RecordError(f"A payload has the {described} of the whole round, which is not a worker's to tell.")
         if isinstance(record, Run):
-            tables |= {table.digest: table for table in record.tables}
+            for table in record.tables:
+                check_table(table)
+                tables[table.digest] = table
         elif isinstance(record, LayerStats):
             table = tables.get(record.table) or known.get(record.table)
             if table is None or len(table.layers) != len(record.matrix):
                 rows = f"{len(record.matrix)} layers of table '{record.table[:80]}'"
                 raise RecordError(f"A payload has statistics of {rows}, which no run record tells of.")
     return tables
+
+
+def check_table(table: LayerTable) -> None:
+    """Raise a RecordError unless this could be the layer table of a model: its kind, number of layers and shapes."""
+    if table.rows not in ROW_KINDS:
+        raise RecordError(f"A layer table has rows of the kind '{table.rows[:80]}'. Known: {', '.join(ROW_KINDS)}.")
+    if len(table.layers) > LAYERS:
+        raise RecordError(f"A layer table has {len(table.layers)} layers; {LAYERS} are the limit.")
+    total = 0
+    for layer in table.layers:
+        if len(layer.shape) > DIMENSIONS:
+            raise RecordError(
+                f"The layer '{layer.name[:80]}' has {len(layer.shape)} dimensions; {DIMENSIONS} are the limit."
+            )
+        values = math.prod(layer.shape)
+        total += values
+        if min((0, *layer.shape)) < 0 or max((values, *layer.shape)) > LAYER_VALUES or total > TABLE_VALUES:
+            shape = " × ".join(map(str, layer.shape))[:120]
+            raise RecordError(f"The layer '{layer.name[:80]}' has the shape {shape}, which no model's layer can have.")
 
 
 class TableQuota:

@@ -8,7 +8,6 @@ repeats is a word: a number in `wire_words.WORDS`, or past its end in the payloa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,17 +15,10 @@ from typing import Annotated, Any
 from msgspec import Meta, Raw, Struct
 
 from fedvitals.errors import RecordError
-from fedvitals.records import LayerTable
 from fedvitals.stats import FAMILIES, STATISTICS
 
 WORD_CHARACTERS, TEXT_CHARACTERS = 1024, 1 << 16
 DEPTH = 16  # of free-form data
-
-# What one layer table may hold: far more than any model has, and little enough that a sum or a product of sizes fits
-# into 64 bits and into a float without rounding.
-ROW_KINDS = ("parameter", "buffer", "module", "model")
-LAYERS, DIMENSIONS = 100_000, 64
-LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 
 # All families of nine sums are packed alike, and so in one go, as if they were one of them.
 ANY_SUMS = "gradient"
@@ -188,25 +180,6 @@ class Limits:
 def check_size(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise RecordError(f"The payload has {size} {what}; {limit} are the limit.")
-
-
-def check_table(table: LayerTable) -> None:
-    """Raise a RecordError unless this could be the layer table of a model: its kind, number of layers and shapes."""
-    if table.rows not in ROW_KINDS:
-        raise RecordError(f"A layer table has rows of the kind '{table.rows[:80]}'. Known: {', '.join(ROW_KINDS)}.")
-    if not 0 < len(table.layers) <= LAYERS:
-        raise RecordError(f"A layer table has {len(table.layers)} layers; from 1 to {LAYERS} are possible.")
-    total = 0
-    for layer in table.layers:
-        if len(layer.shape) > DIMENSIONS:
-            raise RecordError(
-                f"The layer '{layer.name[:80]}' has {len(layer.shape)} dimensions; {DIMENSIONS} are the limit."
-            )
-        values = math.prod(layer.shape)
-        total += values
-        if any(size < 0 for size in layer.shape) or max((values, *layer.shape)) > LAYER_VALUES or total > TABLE_VALUES:
-            shape = " × ".join(map(str, layer.shape))[:120]
-            raise RecordError(f"The layer '{layer.name[:80]}' has the shape {shape}, which no model's layer can have.")
 
 
 def text(value: str, characters: int = TEXT_CHARACTERS) -> str:

@@ -32,17 +32,7 @@ from fedvitals.records import (
 )
 from fedvitals.stats import FAMILIES, STATISTICS, Array, unpack
 from fedvitals.telemetry import wire_fields as fields
-from fedvitals.telemetry.wire_fields import (
-    ANY_SUMS,
-    HOLDS_SUMS,
-    Entry,
-    Head,
-    Limits,
-    Place,
-    check_plain,
-    check_size,
-    check_table,
-)
+from fedvitals.telemetry.wire_fields import ANY_SUMS, HOLDS_SUMS, Entry, Head, Limits, Place, check_plain, check_size
 from fedvitals.telemetry.wire_words import WORDS
 
 _DATA = msgspec.msgpack.Decoder(dict[str, Any])
@@ -204,8 +194,6 @@ def _run_record(r: Reader, e: fields.Runs, at: _At, identity: _Identity) -> Reco
         LayerTable(r.word(rows), tuple(Layer(r.word(name), tuple(shape), r.word(kind)) for name, shape, kind in layers))
         for rows, layers in e.tables
     )
-    for table in tables:
-        check_table(table)
     versions = {name: str(version) for name, version in r.data(e.versions).items()}
     about = (e.name, r.word(e.host), e.topology, r.data(e.config), e.seed)
     return Run(at[0].run, *about, e.started, e.finished, versions, tables, *identity)
