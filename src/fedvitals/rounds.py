@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Token
@@ -29,7 +30,7 @@ from fedvitals.records import LayerStats, Span
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.timing import new_span_id
-from fedvitals.worker import Arrivals
+from fedvitals.worker import Arrivals, is_claim
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
@@ -127,19 +128,32 @@ class Rounds:
     def _tell_updates(self, opened: OpenScope, attempt: Attempt) -> None:
         """What the server measured of the updates that it got. A sender's own word counts only where there is none."""
         cohort, sent = opened.cohort, opened.sent
-        records = self._arrivals.take_claims()
+        held = self._arrivals.take_held()
         claims = {
             node: [r for r in own if isinstance(r, LayerStats) and r.family == "update" and r.where.step is None]
-            for node, own in records.items()
+            for node, own in held.items()
         }
         found = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
         if found is None:  # because of somebody: each by itself, so that it costs nobody else
             apart = [(node, partial(cohort.receive, {node: rows}, claims)) for node, rows in sent.items()]
             found = [one for node, work in apart for one in attempt("measuring an update", work, node) or ()]
-        self._tell_all(opened.scope, found, attempt)
-        for node, own in records.items():
-            stands = own if node not in sent else self._usable(claims[node], sent[node])
+        others = [r for own in held.values() for r in own if isinstance(r, LayerStats) and not is_claim(r)]
+        attempt("taking in statistics of layers", lambda: self._chart.admit(self._by_acceptance(others)))
+        for node, own in held.items():
+            stands = filter(is_claim, own) if node not in sent else self._usable(claims[node], sent[node])
             attempt("taking in what a client tells of its update", partial(self._chart.admit, stands), node)
+        self._tell_all(opened.scope, found, attempt)
+
+    def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:
+        """Statistics by senders, those last whose layer table the server or most of them have.
+
+        A history calls a family's layers what the newest table does: no client may rename them for all.
+        """
+        nodes: dict[tuple[str, str], set[Node | None]] = defaultdict(set)
+        for record in statistics:
+            nodes[record.family, record.table].add(record.where.node)
+        own = self._chart.own_tables
+        return sorted(statistics, key=lambda r: (r.table in own, len(nodes[r.family, r.table])))
 
     def _usable(self, claims: Sequence[LayerStats], rows: Array) -> Sequence[LayerStats]:
         """A sender's own sums, where ours are of layers that we have no names for and its are the same."""

@@ -47,13 +47,20 @@ from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
 from fedvitals.store.delivered import Intervals, fresh
 from fedvitals.telemetry.parcel import LOST, Parcel
-from fedvitals.telemetry.payload_check import SOURCES, SOURCES_OF_SENDER, TableQuota, tables_of_payload, within_quota
+from fedvitals.telemetry.payload_check import (
+    SOURCES,
+    SOURCES_OF_SENDER,
+    TableQuota,
+    is_possible,
+    tables_of_payload,
+    within_quota,
+)
 from fedvitals.telemetry.privacy import Policy
 from fedvitals.telemetry.sender import Sender, as_seen
 from fedvitals.telemetry.traceparent import arrived
 from fedvitals.telemetry.wire import decode
 
-__all__ = ["Arrivals", "Sender", "WorkerObserver"]
+__all__ = ["Arrivals", "Sender", "WorkerObserver", "is_claim"]
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
 
@@ -250,7 +257,7 @@ class Arrivals:
         self._capture = capture
         self._delivered: dict[Node | None, dict[tuple[str, str], Intervals]] = {}  # by sender; None: our own workers
         self._quota = TableQuota()
-        self._claims: dict[Node, list[Record]] = {}  # what senders say of their updates in the open round
+        self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, None] = {}
         self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
 
@@ -291,11 +298,14 @@ class Arrivals:
             # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
             new = [record if record.at <= now else replace(record, at=now) for record in new]
             new = self._without_known_labels(new)
-            if sender is not None and cohort is not None:
-                # Kept back: where the server has the update itself, what it measures stands alone.
-                self._claims.setdefault(sender.node, []).extend(record for record in new if _is_claim(record))
-                new = [record for record in new if not _is_claim(record)]
-            self._chart.admit(new)
+            if sender is None or cohort is None:
+                self._chart.admit(new)
+            else:
+                self._held.setdefault(sender.node, []).extend(
+                    r for r in new if isinstance(r, LayerStats) or is_claim(r)
+                )
+                self._chart.admit(r for r in new if not (isinstance(r, LayerStats) or is_claim(r)))
+                new = [record for record in new if not is_claim(record)]
             self._join(new, cohort, sender)
             self._tell_size(new, len(payload))
 
@@ -326,11 +336,13 @@ class Arrivals:
         """At times that the server saw, and no more of them than one sender may bring."""
         seen = None if self._ledger is None else self._ledger.seen(sender.node)
         seen = seen or (self._chart.run.started, time.time())
-        kept = within_quota(records)
+        kept = [record for record in within_quota(records) if is_possible(record)]
         if len(kept) < len(records):
             gone, here = len(records) - len(kept), self._chart.round or self._chart.here()
             self._chart.missed += gone
-            text = f"Telemetry of '{sender.node}' has {len(records)} records; {gone} of them found no room."
+            text = (
+                f"{gone} of {len(records)} records of '{sender.node}' were left out: too many, or impossible numbers."
+            )
             self._chart.record.event(replace(here, node=sender.node), "warning", LOST, text, {"records": gone})
         return [as_seen(record, seen) for record in kept]
 
@@ -344,14 +356,18 @@ class Arrivals:
             self._chart.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
 
     def forget(self) -> None:
-        """Nobody is expected any more, and what senders said of their updates is dropped."""
-        self._expected, self._claims = {}, {}
+        """Nobody is expected any more, and what was kept back is dropped."""
+        self._expected, self._held = {}, {}
 
-    def take_claims(self) -> dict[Node, list[Record]]:
-        """What the senders of the open round say of their updates, by node; to be told where the server has none."""
+    def take_held(self) -> dict[Node, list[Record]]:
+        """What the senders of the open round said of layers and updates, by node; the round's end decides on it.
+
+        Where the server has an update itself, what it measures stands alone; and a run's layers are called what most
+        clients call them.
+        """
         with self._lock:
-            claims, self._claims = self._claims, {}
-        return claims
+            held, self._held = self._held, {}
+        return held
 
     def close_round(self, scope: Scope, cohort: Cohort) -> None:
         """Clients that were handed out and did not come home, each with a word of it."""
@@ -434,7 +450,7 @@ class Arrivals:
         return preset if len(probes) == len(preset.probes) else replace(preset, probes=probes)
 
 
-def _is_claim(record: Record) -> bool:
+def is_claim(record: Record) -> bool:
     """Whether the server measures the same of a client's update, if it holds that."""
     return from_update(record) and not (isinstance(record, Metric) and record.name in HOSTS)
 

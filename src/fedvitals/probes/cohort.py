@@ -153,7 +153,7 @@ class Cohort:
 
         for update in kit.updates.close_round(attempt):
             step("measuring an update", partial(self._of_update, update, kit), update.node)
-        for kind, members in self._matrices.items():
+        for kind, members in self._by_members():
             step(f"adding up '{kind[0]}'", partial(_merged, kind, members, least))
         step("adding up groups", self._of_groups)
         for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
@@ -163,6 +163,14 @@ class Cohort:
         if model is not None:
             step("measuring the global model", lambda: [(("server", None), _of_model(View(model)))])
         return found
+
+    def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[tuple[str, Array]]]]]:
+        """What is to be added up, by family; of one family, the layers that most clients have come last.
+
+        A history calls a family's layers what the newest table does.
+        """
+        families = {family: i for i, family in enumerate(dict.fromkeys(kind[0] for kind in self._matrices))}
+        return sorted(self._matrices.items(), key=lambda item: (families[item[0][0]], sum(map(len, item[1].values()))))
 
     def _of_groups(self) -> list[tuple[Key, Results]]:
         found: list[tuple[Key, Results]] = []
@@ -212,13 +220,13 @@ def agreeing_claims(claims: Sequence[LayerStats], sent: Array) -> list[LayerStat
 def _alike(own: Array, got: Array) -> npt.NDArray[np.bool_]:
     """Whether nine sums and nine sums are of the same update; [clients, layers, 9] → [clients].
 
-    Sums are compared by the size of what they sum: they may cancel to nearly nothing.
+    Sums are compared by the size of what they sum, as it arrived: they may cancel to nearly nothing.
     """
     counts = [COUNT, NANS, INFS]
     alike: npt.NDArray[np.bool_] = (own[..., counts] == got[..., counts]).all(axis=(1, 2))
-    size = own[..., SUM_MAGNITUDES]
-    largest = np.abs(np.where(np.isfinite(own[..., [MIN, MAX]]), own[..., [MIN, MAX]], 0.0)).max(axis=2)
-    limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, own[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
+    size = got[..., SUM_MAGNITUDES]
+    largest = np.abs(np.where(np.isfinite(got[..., [MIN, MAX]]), got[..., [MIN, MAX]], 0.0)).max(axis=2)
+    limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, got[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
     for column, limit in limits:
         alike &= np.isclose(got[..., column], own[..., column], rtol=0, atol=ROUNDING * limit).all(axis=1)
     return alike
@@ -227,9 +235,10 @@ def _alike(own: Array, got: Array) -> npt.NDArray[np.bool_]:
 def _merged(kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int) -> list[tuple[Key, Results]]:
     """client + client = edge; edge + edge = round; each with the number of clients that it speaks for."""
     family, _, tables = kind
-    sums = {group: merge(family, [matrix for _, matrix in found]) for group, found in members.items()}
+    with np.errstate(all="ignore"):  # what clients say may be infinite
+        sums = {group: merge(family, [matrix for _, matrix in found]) for group, found in members.items()}
+        whole = merge(family, [*sums.values()])
     clients = speaking_for({group: contributors(found) for group, found in members.items()}, least)
-    whole = merge(family, [*sums.values()])
     found = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
     return [
         (key, Results(matrices=[(family, matrix, None)], tables=dict(tables), clients=number))

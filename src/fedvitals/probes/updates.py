@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,11 +35,14 @@ _CANCELLED = 1e-3
 _TOGETHER = 32 << 20  # bytes of updates that are compared in one go
 _TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price
 
-Attempt = Callable[[str, Callable[[], Any], str | None], Any]
-"""Does a piece of work, described in words, about a node or None; gives its result, or None if it failed."""
+
+class Attempt(Protocol):
+    """Does a piece of work, described in words, about a node or None; gives its result, or None if it failed."""
+
+    def __call__(self, doing: str, work: Callable[[], Any], node: str | None = None, /) -> Any: ...
 
 
-def unguarded(doing: str, work: Callable[[], Any], node: str | None = None) -> Any:  # noqa: ARG001 - as an Attempt
+def unguarded(doing: str, work: Callable[[], Any], node: str | None = None, /) -> Any:  # noqa: ARG001 - as an Attempt
     """Do the work and let it raise."""
     return work()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
 from fedvitals.parts import of_the_whole
 from fedvitals.protocols import Node
@@ -26,6 +27,11 @@ LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 TABLES = 1_000  # of the run's own models and worker processes
 TABLES_OF_SENDER, LAYERS_OF_SENDER = 50, 100_000  # that no one else has brought before
 TABLES_OF_ALL = 5_000  # a hundred senders would have to use up their quota
+
+COUNTING = frozenset(  # units of what is counted or timed, and is never NaN or infinite
+    ("samples", "steps", "values", "clients", "seconds", "rounds", "bytes", "bytes/s", "samples/s", "percent")
+)
+LARGEST_COUNT = 2.0**60
 
 SOURCES, SOURCES_OF_SENDER = 10_000, 100  # processes whose deliveries are remembered: of our own workers, of a sender
 BULK_OF_PAYLOAD, IMPORTANT_OF_PAYLOAD = (
@@ -56,8 +62,8 @@ def tables_of_payload(records: Sequence[Record], run: str, known: Mapping[str, L
                 check_table(table)
                 tables[table.digest] = table
         elif isinstance(record, LayerStats):
-            table = tables.get(record.table) or known.get(record.table)
-            if table is None or len(table.layers) != len(record.matrix):
+            described_by = tables.get(record.table) or known.get(record.table)
+            if described_by is None or len(described_by.layers) != len(record.matrix):
                 rows = f"{len(record.matrix)} layers of table '{record.table[:80]}'"
                 raise RecordError(f"A payload has statistics of {rows}, which no run record tells of.")
     return tables
@@ -113,6 +119,14 @@ class TableQuota:
         if len(known) + len(new) > TABLES_OF_ALL:
             raise RecordError(f"Telemetry of '{sender.node}' brings a layer table beyond the {TABLES_OF_ALL} of a run.")
         self._brought[sender.node] = count, layers
+
+
+def is_possible(record: Record) -> bool:
+    """Whether a metric can be so: a number of bytes, seconds or samples is finite, and fits into 64 bits."""
+    measure = CATALOG.get(record.name) if isinstance(record, Metric) else None
+    if not isinstance(record, Metric) or measure is None or measure.unit not in COUNTING:
+        return True
+    return abs(record.value) <= LARGEST_COUNT
 
 
 def within_quota(records: Sequence[Record]) -> list[Record]:
