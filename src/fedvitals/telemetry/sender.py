@@ -15,10 +15,9 @@ from fedvitals.telemetry.parcel import LOST
 from fedvitals.telemetry.wire import LIMITS
 
 OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
-OF_SERVERS = (  # events that tell of all, or of what the server saw of a client
-    "aggregation.failed", "cohort", "groups", "initialisation", "round.failed", "round.unclosed", "client.busy",
-    "client.answered_late", "client.dropped_out", "client.unserved", "telemetry.refused", "update.late",
-    "update.left_out", "update.lost", "update.refused", "updates.approximate",
+OF_SERVERS = (  # events that tell of all, or in our own words of what the server saw of a client
+    "aggregation.failed", "cohort", "groups", "initialisation", "client.answered_late", "client.busy",
+    "client.unserved", "round.unclosed", "telemetry.refused", "update.late", "update.left_out", "updates.approximate",
 )  # fmt: skip
 
 
