@@ -421,6 +421,18 @@ def test_what_a_client_claims_to_have_lost_or_cost_is_bounded_and_in_our_words()
     assert [(f.where.node, f.message) for f in lost] == [(LIAR, "100000 records of a worker found no room.")]
 
 
+def test_one_message_is_one_training_on_a_clock_that_is_real():
+    """The liar says that it trained often, and by a virtual clock, which would be the whole run's."""
+    about = {"clock": "virtual", "failed": False}
+    often = [Span(HERE, 1.0, "client", math.nan, "0" * 32, f"{i:016x}", attributes=about) for i in range(2000)]
+    found = run(lambda _: often)
+    spans = found.sink.of(Span, "client", node=LIAR)
+    assert len(spans) == ROUNDS
+    assert not [span for span in spans if "clock" in span.attributes or not span.seconds >= 0]
+    telemetry = [t for t in found.sink.of(Transfer, node=LIAR) if t.kind == "telemetry"]
+    assert len(telemetry) == ROUNDS
+
+
 def test_impossible_counts_are_left_out_and_no_detector_fails():
     names = ("steps", "samples", "memory.limit", "memory.peak", "memory.activations", "memory.batch", "time.client")
     values = (math.nan, math.inf, -math.inf, 1e308)

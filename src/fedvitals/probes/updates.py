@@ -129,8 +129,9 @@ class Updates:
         update.metrics["update.norm"] = math.sqrt(update.squares) if update.finite else _finite_norm(vector, rows)
         if update.squares == 0:
             update.metrics["update.zero"] = 1.0
-        if not update.finite:
-            update.metrics["update.nonfinite"] = float((~torch.isfinite(vector)).sum())
+        lost = 0 if update.finite else int((~torch.isfinite(vector)).sum())
+        if lost:
+            update.metrics["update.nonfinite"] = float(lost)
         size = vector.numel() * vector.element_size()
         with self._lock:
             self._release(self._round.get(node))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
-from fedvitals.parts import of_the_whole
+from fedvitals.parts import CLIENT, of_the_whole
 from fedvitals.protocols import Node
 from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, is_important, run_of
 from fedvitals.telemetry.outlet import SOURCE
@@ -131,9 +131,12 @@ def is_possible(record: Record) -> bool:
 
 def within_quota(records: Sequence[Record]) -> list[Record]:
     """Return as many records as a sender's payload may put into the queues; those of single steps go first."""
+    trained = [i for i, record in enumerate(records) if isinstance(record, Span) and record.name == CLIENT]
+    surplus = set(trained[:-1])  # one message is one training
+    records = [record for i, record in enumerate(records) if i not in surplus]
     important = [record for record in records if is_important(record)]
     bulk = [record for record in records if not is_important(record)]
     if len(important) <= IMPORTANT_OF_PAYLOAD and len(bulk) <= BULK_OF_PAYLOAD:
-        return [*records]
+        return records
     bulk.sort(key=lambda record: not isinstance(record, Run) and record.where.step is not None)  # stable
     return [*bulk[:BULK_OF_PAYLOAD], *important[:IMPORTANT_OF_PAYLOAD]]

@@ -69,7 +69,9 @@ def as_seen(record: Any, seen: tuple[float, float]) -> Record:
     at = record.at if sent <= record.at <= returned else returned if record.at > returned else sent
     if isinstance(record, Span):
         seconds = record.seconds if math.isfinite(record.seconds) else 0.0
-        return replace(record, at=at, seconds=min(max(seconds, 0.0), returned - at))
+        # No client has a virtual clock: where one says so, the whole run would be shown by it.
+        own = {key: value for key, value in record.attributes.items() if key != "clock"}
+        return replace(record, at=at, seconds=min(max(seconds, 0.0), returned - at), attributes=own)
     return cast("Record", record if at == record.at else replace(record, at=at))
 
 
