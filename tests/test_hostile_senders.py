@@ -7,18 +7,14 @@ same with Flower's own messages.
 
 import math
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import fedvitals as fv
-from fedvitals.chart import Chart
 from fedvitals.kernels import sums
-from fedvitals.probes.cohort import Cohort
 from fedvitals.records import (
     Action,
     Event,
@@ -35,116 +31,27 @@ from fedvitals.records import (
     Where,
     stamped,
 )
-from fedvitals.stats import COUNT, MAX, MIN, NANS, SUM_MAGNITUDES, SUM_SQUARES, empty_sums
 from fedvitals.store import open_reader
 from fedvitals.telemetry.sender import Sender
 from fedvitals.telemetry.wire import encode
 from fedvitals.testing import MemorySink
-
-LIAR, HONEST = "liar", ("ann", "bob", "cid", "dan", "eve")
-THERE = "their-run"  # what the clients call the run
-ROUNDS = 5
-HERE = Where(THERE, None, LIAR)
-SPAN = {"trace": "0" * 32, "id": "0" * 16}
-ONE_LAYER = LayerTable("parameter", (Layer("0.weight", (8, 8), "float32"),))
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-OF_MODEL = LayerTable("parameter", tuple(Layer(n, tuple(p.shape), "float32") for n, p in model().named_parameters()))
-
-
-def update_statistics(table=ONE_LAYER, *, nans=0.0, where=HERE, at=None, family="update"):
-    """Sums of an update that is small and healthy, unless it is said to have NaNs."""
-    rows = empty_sums(len(table.layers))
-    rows[:, COUNT] = [math.prod(layer.shape) for layer in table.layers]
-    rows[:, NANS], rows[:, SUM_SQUARES], rows[:, SUM_MAGNITUDES] = nans, 0.01, 0.3
-    rows[:, MIN], rows[:, MAX] = -0.1, 0.1
-    return LayerStats(where, time.time() if at is None else at, family, rows, table.digest)
-
-
-def tables(*brought):
-    return Run(THERE, "theirs", tables=brought)
-
-
-def measured(node, number):
-    """What an honest client tells of a round."""
-    where, now = Where(THERE, None, node), time.time()
-    numbers = {"gradient.norm": 1.0, "steps": 10.0, "loss": 1 / (1 + number) + 0.001 * len(node), "weight.norm": 2.0}
-    metrics = [Metric(where, now, name, value) for name, value in numbers.items()]
-    return [*metrics, Span(where, now, "client", 0.001, **SPAN, attributes={"failed": False})]
-
-
-def payload(records, source):
-    return encode([stamped(replace(record), source, i) for i, record in enumerate(records)])
-
-
-class Federation:
-    """Rounds of a server that holds the updates; `lies(number)` gives what the liar adds to its telemetry."""
-
-    def __init__(self, monitor, sink, lies, *, ill=(), brings=None):
-        self.monitor, self.sink, self.lies, self.ill = monitor, sink, lies, ill
-        self.brings = brings or (lambda _: [])  # what honest clients add
-        self.model = model()
-        self.stream = torch.Generator().manual_seed(0)
-
-    def update_of(self, node, number):
-        drawn = [torch.randn(p.shape, generator=self.stream) * 0.01 + 0.01 for p in self.model.parameters()]
-        return [torch.full_like(values, math.nan) for values in drawn] if node in self.ill and number > 1 else drawn
-
-    def round(self, number, *, first=False):
-        self.monitor.round_begin(number, self.model)
-        for node in (LIAR, *HONEST) if first else (*HONEST, LIAR):
-            sent = time.time()
-            self.monitor.exchange(node, sent, sent, sent, sent + 0.01)
-            added = self.lies(number) if node == LIAR else self.brings(node)
-            own = [*measured(node, number), *added]
-            self.monitor.absorb(payload(own, f"{node}-{number}"), Sender(node, THERE))
-            self.monitor.updates(number, {node: self.update_of(node, number)})
-        self.monitor.round_end(number, self.model, {"loss": 1 / (1 + number), "accuracy": 1 - 1 / (2 + number)})
-
-    def check_others(self, rounds=ROUNDS):
-        """All rounds are complete, and so are the honest clients' numbers; none of these is refused or accused."""
-        sink = self.sink
-        assert [m.where.round for m in sink.metrics("time.round")] == [*range(rounds)]
-        for node in HONEST:
-            for name in ("loss", "gradient.norm", "update.norm", "update.cosine_mean"):
-                healthy = [n for n in range(rounds) if not (node in self.ill and n > 1 and "cosine" in name)]
-                assert [m.where.round for m in sink.metrics(name, node=node)] == healthy, (node, name)
-            assert len(sink.of(LayerStats, "update", node=node)) == rounds
-            assert not sink.events("telemetry.refused", node=node)
-        accused = {f.where.node for f in sink.of(Finding)} | {s.node for f in sink.of(Finding) for s in f.suspects}
-        assert accused <= {None, LIAR, *self.ill}, [f.message for f in sink.of(Finding)]
-        assert {r.where.group for r in sink.records if not isinstance(r, Run)} == {None}
-
-    def refusals(self):
-        return [(event.where.node, event.where.round) for event in self.sink.events("telemetry.refused")]
-
-    def nan_updates(self):
-        """The clients and rounds that a critical NAN_UPDATE names."""
-        found = [f for f in self.sink.of(Finding, "NAN_UPDATE") if f.severity == "critical"]
-        return sorted((f.where.node, f.where.round) for f in found)
-
-
-@contextmanager
-def federation(lies, *, ill=(), brings=None, store=None, **settings):
-    sink = MemorySink()
-    with fv.Monitor(store, sinks=[sink], machine=False, **settings) as monitor:
-        monitor.hosted("flower", {})
-        yield Federation(monitor, sink, lies, ill=ill, brings=brings)
-
-
-def run(lies, *, first=False, rounds=ROUNDS, **settings):
-    with federation(lies, **settings) as found:
-        for number in range(rounds):
-            found.round(number, first=first)
-    found.check_others(rounds)
-    assert not found.sink.events("monitor.error")
-    return found
-
+from hostile_federation import (
+    HERE,
+    HONEST,
+    LIAR,
+    OF_MODEL,
+    ONE_LAYER,
+    ROUNDS,
+    SPAN,
+    THERE,
+    federation,
+    measured,
+    model,
+    payload,
+    run,
+    tables,
+    update_statistics,
+)
 
 ILL = [("bob", number) for number in range(2, ROUNDS)]  # when another client really sends NaN
 NAN_LIAR = [(LIAR, number) for number in range(2, ROUNDS)]
@@ -399,6 +306,16 @@ def test_a_flood_of_records_pushes_out_nobodys():
     assert [(event.where.node, event.where.round) for event in lost] == [(LIAR, 1)]
 
 
+def test_names_of_metrics_are_counted_per_sender():
+    """Exporters take a few hundred names in all."""
+    many = [Metric(HERE, 1.0, f"user.{i}", 1.0) for i in range(2_000)]
+    honest = lambda node: [Metric(Where(THERE, None, node), 1.0, f"user.of-{node}", 1.0)]  # noqa: E731
+    found = run(lambda _: many, first=True, rounds=3, brings=honest)
+    assert len({m.name for m in found.sink.metrics(node=LIAR) if m.name.startswith("user.")}) == 200
+    for node in HONEST:
+        assert len(found.sink.metrics(f"user.of-{node}", node=node)) == 3
+
+
 def test_a_sender_with_many_sources_lets_no_other_be_counted_twice():
     with federation(lambda _: []) as found:
         found.monitor.round_begin(0, found.model)
@@ -455,75 +372,3 @@ def test_one_client_whose_errors_all_differ_silences_nobody_elses():
     told = [event.where.node for event in sink.events("monitor.error")]
     assert told.count("c0") == 10
     assert told.count("c1") == 1
-
-
-# -- closing a round --------------------------------------------------------------------------------------------------
-
-
-def test_an_update_that_cannot_be_read_costs_its_client_alone(caplog):
-    """In one call with the others, as a plain loop hands them over."""
-    sink, network = MemorySink(), model()
-    with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
-        for number in range(2):
-            with monitor.round(number, network):
-                updates = {node: [torch.full_like(p, 0.01) for p in network.parameters()] for node in HONEST}
-                monitor.updates(number, {"ann": updates["ann"], LIAR: [object()] * 4, **updates})
-    assert {m.where.node for m in sink.metrics("update.norm", round=1)} == {*HONEST}
-    assert {event.where.node for event in sink.events("monitor.error")} == {LIAR}
-    assert f"(client '{LIAR}')" in caplog.text
-    assert [m.where.round for m in sink.metrics("time.round")] == [0, 1]
-
-
-def test_a_metric_that_is_no_number_does_not_keep_a_round_open():
-    sink = MemorySink()
-    with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
-        monitor.round_begin(0, model())
-        monitor.round_end(0, model(), {"loss": "low", "accuracy": 0.5})
-    assert sink.value("accuracy", node=None) == 0.5
-    assert len(sink.metrics("time.round")) == 1
-
-
-@pytest.mark.parametrize(("owner", "name"), [(Cohort, "_of_update"), (Chart, "tell")])
-def test_a_step_that_fails_for_one_client_costs_that_client_alone(owner, name, monkeypatch):
-    """No data is known that would make it fail: so it is made to."""
-    plain = getattr(owner, name)
-
-    def fails(self, about, *more, **named):
-        if about.node == "bob":
-            raise OverflowError("of bob's")
-        return plain(self, about, *more, **named)
-
-    monkeypatch.setattr(owner, name, fails)
-    with federation(lambda _: [], ill=("eve",)) as found:
-        for number in range(ROUNDS):
-            found.round(number)
-    sink = found.sink
-    assert [m.where.round for m in sink.metrics("time.round")] == [*range(ROUNDS)]
-    assert {event.where.node for event in sink.events("monitor.error")} == {"bob"}
-    for node in {*HONEST} - {"bob", "eve"}:
-        assert len(sink.metrics("update.norm", node=node)) == len(sink.metrics("update.cosine_mean", node=node)) == 5
-    assert ("eve", 2) in found.nan_updates()
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "fedvitals.probes.cohort.Cohort.receive",
-        "fedvitals.probes.cohort.Cohort.close",
-        "fedvitals.probes.updates.Updates._align_exactly",
-        "fedvitals.probes.updates._count_duplicates",
-        "fedvitals.probes.updates.Updates.know",
-        "fedvitals.worker.Arrivals.close_round",
-        "fedvitals.profiling.ledger.Ledger.close",
-    ],
-)
-def test_whatever_step_fails_the_round_is_closed(broken, monkeypatch):
-    def fails(*_, **__):
-        raise OverflowError("of somebody's")
-
-    monkeypatch.setattr(broken, fails)
-    with federation(lambda _: []) as found:
-        for number in range(3):
-            found.round(number)
-    assert [m.where.round for m in found.sink.metrics("time.round")] == [0, 1, 2]
-    assert len([e for e in found.sink.events("monitor.error") if "OverflowError" in e.message]) >= 1

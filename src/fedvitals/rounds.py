@@ -29,8 +29,9 @@ from fedvitals.protocols import Node
 from fedvitals.records import LayerStats, Span
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
+from fedvitals.telemetry.payload_check import is_claim
 from fedvitals.telemetry.timing import new_span_id
-from fedvitals.worker import Arrivals, is_claim
+from fedvitals.worker import Arrivals
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvitals.catalog import HOSTS, from_update
 from fedvitals.chart import Chart
 from fedvitals.clients import Clients
 from fedvitals.errors import ConfigError, RecordError
@@ -50,7 +49,10 @@ from fedvitals.telemetry.parcel import LOST, Parcel
 from fedvitals.telemetry.payload_check import (
     SOURCES,
     SOURCES_OF_SENDER,
+    NameQuota,
     TableQuota,
+    is_claim,
+    is_empty,
     is_possible,
     tables_of_payload,
     within_quota,
@@ -60,7 +62,7 @@ from fedvitals.telemetry.sender import Sender, as_seen
 from fedvitals.telemetry.traceparent import arrived
 from fedvitals.telemetry.wire import decode
 
-__all__ = ["Arrivals", "Sender", "WorkerObserver", "is_claim"]
+__all__ = ["Arrivals", "Sender", "WorkerObserver"]
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
 
@@ -256,7 +258,7 @@ class Arrivals:
         self._lock = threading.Lock()
         self._capture = capture
         self._delivered: dict[Node | None, dict[tuple[str, str], Intervals]] = {}  # by sender; None: our own workers
-        self._quota = TableQuota()
+        self._quota, self._names = TableQuota(), NameQuota()
         self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, None] = {}
         self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
@@ -327,7 +329,7 @@ class Arrivals:
         self._chart.know(tables, own=sender is None)
         node, most = (None, SOURCES) if sender is None else (sender.node, SOURCES_OF_SENDER)
         delivered = self._delivered.setdefault(node, {})
-        new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run) and not _is_empty(r)]
+        new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run) and not is_empty(r)]
         while len(delivered) > most:
             delivered.pop(next(iter(delivered)))
         return new
@@ -336,7 +338,7 @@ class Arrivals:
         """At times that the server saw, and no more of them than one sender may bring."""
         seen = None if self._ledger is None else self._ledger.seen(sender.node)
         seen = seen or (self._chart.run.started, time.time())
-        kept = [record for record in within_quota(records) if is_possible(record)]
+        kept = [r for r in within_quota(records) if is_possible(r) and self._names.admits(sender, r)]
         if len(kept) < len(records):
             gone, here = len(records) - len(kept), self._chart.round or self._chart.here()
             self._chart.missed += gone
@@ -448,16 +450,6 @@ class Arrivals:
         going = functools.partial(self._chart.guard, "for_worker()")
         probes = tuple(planned for planned in preset.probes if going(functools.partial(_goes, planned)))
         return preset if len(probes) == len(preset.probes) else replace(preset, probes=probes)
-
-
-def is_claim(record: Record) -> bool:
-    """Whether the server measures the same of a client's update, if it holds that."""
-    return from_update(record) and not (isinstance(record, Metric) and record.name in HOSTS)
-
-
-def _is_empty(record: Record) -> bool:
-    """Whether it is statistics of no layer at all, which say nothing and which no store could give back."""
-    return isinstance(record, LayerStats) and not len(record.matrix)
 
 
 def _by_our_clock(record: Record, ledger: Ledger) -> Record:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, HOSTS, from_update
 from fedvitals.errors import RecordError
 from fedvitals.parts import CLIENT, of_the_whole
 from fedvitals.protocols import Node
@@ -27,6 +27,8 @@ LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 TABLES = 1_000  # of the run's own models and worker processes
 TABLES_OF_SENDER, LAYERS_OF_SENDER = 50, 100_000  # that no one else has brought before
 TABLES_OF_ALL = 5_000  # a hundred senders would have to use up their quota
+
+NAMES_OF_SENDER = 200  # of metrics, that no one else has brought before
 
 COUNTING = frozenset(  # units of what is counted or timed, and is never NaN or infinite
     ("samples", "steps", "values", "clients", "seconds", "rounds", "bytes", "bytes/s", "samples/s", "percent")
@@ -121,6 +123,25 @@ class TableQuota:
         self._brought[sender.node] = count, layers
 
 
+class NameQuota:
+    """Counts the names of metrics that each sender has brought to a run: exporters take a few hundred of them."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set(CATALOG)
+        self._brought: dict[Node, int] = {}
+
+    def admits(self, sender: Sender, record: Record) -> bool:
+        """Whether a record has a name that is known, or one of the new names that this sender may still bring."""
+        if not isinstance(record, Metric) or record.name in self._known:
+            return True
+        count = self._brought.get(sender.node, 0)
+        if count >= NAMES_OF_SENDER:
+            return False
+        self._known.add(record.name)
+        self._brought[sender.node] = count + 1
+        return True
+
+
 def is_possible(record: Record) -> bool:
     """Whether a metric can be so: a number of bytes, seconds or samples is finite, and fits into 64 bits."""
     measure = CATALOG.get(record.name) if isinstance(record, Metric) else None
@@ -140,3 +161,13 @@ def within_quota(records: Sequence[Record]) -> list[Record]:
         return records
     bulk.sort(key=lambda record: not isinstance(record, Run) and record.where.step is not None)  # stable
     return [*bulk[:BULK_OF_PAYLOAD], *important[:IMPORTANT_OF_PAYLOAD]]
+
+
+def is_claim(record: Record) -> bool:
+    """Whether the server measures the same of a client's update, if it holds that."""
+    return from_update(record) and not (isinstance(record, Metric) and record.name in HOSTS)
+
+
+def is_empty(record: Record) -> bool:
+    """Whether it is statistics of no layer at all, which say nothing and which no store could give back."""
+    return isinstance(record, LayerStats) and not len(record.matrix)
