@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,17 @@ _ROUNDING = 1e-6  # of a sum of squares
 _CANCELLED = 1e-3
 _TOGETHER = 32 << 20  # bytes of updates that are compared in one go
 _TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price
+
+
+class Attempt(Protocol):
+    """Does a piece of work, described in words, about a node or None; gives its result, or None if it failed."""
+
+    def __call__(self, doing: str, work: Callable[[], Any], node: str | None = None, /) -> Any: ...
+
+
+def unguarded(doing: str, work: Callable[[], Any], node: str | None = None, /) -> Any:  # noqa: ARG001 - as an Attempt
+    """Do the work and let it raise."""
+    return work()
 
 
 @dataclass(slots=True)
@@ -78,6 +90,15 @@ def measured(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor,
     return found
 
 
+def measured_apart(updates: Mapping[str, Sequence[Tensor]], attempt: Attempt) -> list[tuple[str, Tensor, Array]]:
+    """As `measured`; where that fails, those updates that can be read, each tried by itself."""
+    try:
+        return measured(updates)
+    except Exception:  # noqa: BLE001 - because of somebody, and the attempts below say who that is
+        found = [attempt("updates()", partial(measured, {node: own}), node) for node, own in updates.items()]
+        return [one for own in found for one in own or ()]
+
+
 class Updates:
     """The updates of a run, round by round: `add` as they come, `close_round` when all are in."""
 
@@ -106,6 +127,9 @@ class Updates:
         update.metrics["update.norm"] = math.sqrt(update.squares) if update.finite else _finite_norm(vector, rows)
         if update.squares == 0:
             update.metrics["update.zero"] = 1.0
+        lost = 0 if update.finite else int((~torch.isfinite(vector)).sum())
+        if lost:
+            update.metrics["update.nonfinite"] = float(lost)
         size = vector.numel() * vector.element_size()
         with self._lock:
             self._release(self._round.get(node))
@@ -130,27 +154,36 @@ class Updates:
                 sizes = tuple(math.prod(layer.shape) for layer in table.layers)
                 self._layouts[table.digest] = sizes, layout_of(table)
 
-    def close_round(self) -> list[Update]:
-        """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
+    def close_round(self, attempt: Attempt = unguarded) -> list[Update]:
+        """The round's updates with their cosines and duplicates; they become the clients' previous ones.
+
+        `attempt`: does each comparison by itself. Where one fails, its cosines are missing and nothing else.
+        """
         with self._lock:
             closing, self._round = self._round, {}
-        _fetch_sketches(closing.values())
+        attempt("fetching sketches", lambda: _fetch_sketches(closing.values()), None)
         cohorts: dict[tuple[int, ...], list[Update]] = defaultdict(list)
         for update in closing.values():
-            _share(update)
+            attempt("sharing an update out", partial(_share, update), update.node)
             if not self._brief:
                 update.peers = np.full((1, len(PEER_COLUMNS)), np.nan)
             if update.finite:
                 cohorts[tuple(update.sizes)].append(update)  # only updates of equal models can be compared
         for cohort in cohorts.values():
-            vectors = [update.vector for update in cohort if update.vector is not None]
-            if len(vectors) == len(cohort):
-                self._align_exactly(cohort, vectors)
-            else:
-                self._align_by_sketch(cohort)
-        _count_duplicates(closing.values())
+            if not attempt("comparing updates", partial(self._align, cohort), None):
+                attempt("comparing sketches", partial(self._align_by_sketch, cohort), None)
+        attempt("looking for equal updates", lambda: _count_duplicates(closing.values()), None)
         self._keep(closing)
         return list(closing.values())
+
+    def _align(self, cohort: list[Update]) -> bool:
+        """True, once it is done."""
+        vectors = [update.vector for update in cohort if update.vector is not None]
+        if len(vectors) == len(cohort):
+            self._align_exactly(cohort, vectors)
+        else:
+            self._align_by_sketch(cohort)
+        return True
 
     def _align_exactly(self, cohort: list[Update], vectors: list[Tensor]) -> None:
         """Cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous one.
