@@ -40,14 +40,22 @@ with fv.Monitor(store, probes=probes, strict=True) as monitor:
                         optimizer.step()
                         if kind == "graph":
                             kept.append(cross_entropy(local(x[c]), y[c]))
-                        elif kind == "tensors":
-                            kept.append(torch.randn(150, 150))
+                        elif kind == "freed graph":
+                            kept.append((loss, torch.randn(100, 100)))
+                        elif kind == "outputs":
+                            kept.append(local(x[c].repeat(6, 1)).detach().numpy())
+                        elif kind == "unseen":
+                            kept.append(torch.randn(256, 256))
                         elif kind == "one" and c == 2:
-                            kept.append(torch.randn(300, 300))
+                            kept.append(torch.randn(400, 400))
                         elif kind == "garbage":
                             ring = [torch.randn(100, 100)]
                             ring.append(ring)
-            shared.load_state_dict(local.state_dict())
+                if kind == "models":
+                    kept.append(local.state_dict())
+                elif kind == "cycle":
+                    local.itself = [local]
+            shared.load_state_dict(shared.state_dict() if kind == "cycle" else local.state_dict())
     found = [f for f in monitor.findings() if f.issue == "MEMORY_LEAK"]
 print(json.dumps([[f.where.round, f.where.node, f.message] for f in found]))
 """
