@@ -175,7 +175,9 @@ def _leak(
     if group is not None:
         text += _tensor_words(group)
     elif _is_outside_of_what_was_seen(history, number):
-        text += " It is outside of the tensors that fedvitals sees: inputs, outputs, parameters and gradients of models."
+        text += (
+            " It is outside of the tensors that fedvitals sees: inputs, outputs, parameters and gradients of models."
+        )
     limit = _newest(history, "memory.limit", number)
     if limit is not None and now < limit:
         text += f" The {size_words(limit)} that there are last for {(limit - now) / grown.per_round:,.0f} more rounds."
@@ -203,7 +205,7 @@ def _tensor_words(row: Mapping[str, Any]) -> str:
     if row.get("graph"):
         text = f" The graphs of {each} {kind}s {tensors} are alive after each: losses or outputs are kept with them."
     if not row["collected"]:
-        text += " No full garbage collection ran since: if `gc.collect()` frees them, they are in reference cycles."
+        text += " No full garbage collection ran since: if `gc.collect()` frees them, they were in reference cycles."
     return text
 
 

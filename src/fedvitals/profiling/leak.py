@@ -27,20 +27,22 @@ CENSUS = "memory.census"
 WARM_UP = 3  # rounds in which allocators, kernels and caches settle
 BASELINE = 2  # rounds after these, whose least is compared with
 SUSPICIOUS = 8 << 20  # bytes above it
-APART = 3  # rounds from the suspicion to the first census, and to the second; then twice as many each time
+APART = 3  # rounds from the suspicion to the first census, and to the second; then twice as many each time. In as many
+# rounds from one census to the next tensors are recorded, so that a long run is hardly ever hooked.
 MOST = 8  # censuses of a process in a run
 LAPSE = 20  # rounds after which a suspicion ends, if the process has not grown by half of SUSPICIOUS since
 PILED_UP = 0.6  # of the rounds: a pile holds tensors of as many; less are things that live long
+SMALL = 0.05  # of the growth: tensors that are less are not reported, unless they have graphs
 GROUPS = 12  # reported in an event
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """The state of the process when it had grown suspiciously."""
+    """The round in which tensors began to be recorded, which is not a complete one."""
 
     round_index: int
-    resident: int
-    collections: int  # full runs of the garbage collector
+    position: int  # among the rounds in which clients trained here
+    collections: int  # full runs of the garbage collector until then
 
 
 class LeakWatch:
@@ -54,6 +56,7 @@ class LeakWatch:
         self._due = WARM_UP + BASELINE + 1  # how many rounds must have passed
         self._taken = 0
         self._seen = SeenTensors()
+        self._recorded: list[int] = []  # rounds since the suspicion in which tensors were recorded
         self._clients = self._clients_before = 0  # of this round, of the one before
 
     @property
@@ -61,13 +64,20 @@ class LeakWatch:
         return self._suspicion is not None
 
     def watch(self, model: Any, parameters: Sequence[Tensor], round_index: int | None) -> ClientSights | None:
-        """Hooks that record the tensors of a client that begins; None unless the process is suspected."""
+        """Hooks that record the tensors of a client that begins; None unless it is a round for that."""
         self._clients += 1
         if self._suspicion is None or self._taken >= MOST or round_index is None:
             return None
+        fresh = not self._rounds or self._rounds[-1] != round_index
+        position = len(self._rounds) if fresh else len(self._rounds) - 1
+        stride = 2 ** max(0, self._taken - 1)
+        if (position - self._suspicion.position) % stride:
+            return None
+        if round_index not in self._recorded[-1:]:
+            self._recorded.append(round_index)
         every = max(1, self._clients_before // GRAPHS_MEASURED)
         measure_graph = (self._clients + round_index) % every == 0
-        return ClientSights(self._seen, model, parameters, round_index, measure_graph=measure_graph)
+        return ClientSights(self._seen, model, parameters, round_index, rounds=stride, measure_graph=measure_graph)
 
     def note(self, round_index: int | None, resident: int) -> dict[str, Any] | None:
         """The data of a census, if it is time for one and the process has grown."""
@@ -90,16 +100,17 @@ class LeakWatch:
             self._usual = min(self._lows[WARM_UP : WARM_UP + BASELINE])
         if self._suspicion is None:
             if now - self._usual >= SUSPICIOUS and self._taken < MOST:
-                self._suspicion = Suspicion(round_index, now, _full_collections())
+                self._suspicion = Suspicion(round_index, len(self._rounds), _full_collections())
                 self._due = len(self._rounds) + 1 + APART
             return None
         if self._taken >= MOST:
             return None
-        if now - self._suspicion.resident < SUSPICIOUS // 2:
-            if sum(number > self._suspicion.round_index for number in self._rounds[-LAPSE:]) >= LAPSE:
+        grown = now - self._lows[self._suspicion.position]
+        if grown < SUSPICIOUS // 2:
+            if len(self._rounds) - self._suspicion.position > LAPSE:
                 self._end_suspicion(now)
             return None
-        census = self._census(self._suspicion, now)
+        census = self._census(self._suspicion, grown)
         self._taken += 1
         self._due = len(self._rounds) + APART * 2 ** max(0, self._taken - 1)
         if self._taken >= MOST:
@@ -108,23 +119,25 @@ class LeakWatch:
 
     def _end_suspicion(self, resident: int) -> None:
         """The process has levelled off: nothing is recorded until it grows again."""
-        self._suspicion, self._usual = None, resident
+        self._suspicion, self._usual, self._recorded = None, resident, []
         self._seen.clear()
 
-    def _census(self, suspicion: Suspicion, resident: int) -> dict[str, Any]:
+    def _census(self, suspicion: Suspicion, grown: int) -> dict[str, Any]:
         """Groups of tensors that were seen since the suspicion, of which some of most rounds are still alive."""
         since, until = suspicion.round_index, self._rounds[-1]
-        rounds = sum(since < number <= until for number in self._rounds)
+        rounds = len({number for number in self._recorded if since < number <= until})
         piles = self._seen.alive(after=since, until=until)
         rows = [_row(group, pile) for group, pile in piles.items() if len(pile.rounds) >= PILED_UP * rounds]
         # An output whose graph holds most holds the others as well.
         graphs = sorted((row for row in rows if row["graph"]), key=_held_most, reverse=True)
-        tensors = sorted((row for row in rows if not row["graph"]), key=_largest, reverse=True)
+        tensors = [row for row in rows if not row["graph"] and row["more_bytes"] >= SMALL * grown]
+        tensors.sort(key=_largest, reverse=True)
         return {
             "since": since,
             "until": until,
-            "grown_bytes": resident - suspicion.resident,
+            "grown_bytes": grown,
             "groups": [*graphs[: GROUPS // 2], *tensors][:GROUPS],
+            "rounds_seen": rounds,
             "collections": _full_collections() - suspicion.collections,
         }
 
@@ -135,11 +148,12 @@ def _full_collections() -> int:
 
 
 def _row(group: Group, pile: Pile) -> dict[str, Any]:
+    kind, shape, dtype, graph = group
     return {
-        "kind": group.kind,
-        "shape": list(group.shape),
-        "type": str(group.dtype).removeprefix("torch."),
-        "graph": group.graph,
+        "kind": kind,
+        "shape": list(shape),
+        "type": str(dtype).removeprefix("torch."),
+        "graph": graph,
         "more": pile.count,
         "more_bytes": pile.bytes,
         "held_bytes": int(median(pile.held)) if pile.held else 0,
@@ -158,6 +172,8 @@ def _largest(row: dict[str, Any]) -> tuple[int, int]:
 def in_words(census: dict[str, Any]) -> str:
     """The event's sentence."""
     growth = f"Memory grew by {census['grown_bytes'] / 2**20:.1f} MiB from round {census['since']} to {census['until']}"
+    if not census["rounds_seen"]:
+        return f"{growth}. fedvitals saw no tensors in these rounds."
     if not census["groups"]:
         return (
             f"{growth}. None of the tensors seen by fedvitals (inputs, outputs, parameters and gradients of the "

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,27 +28,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fedvitals.model_hooks import Hook, can_be_hooked
 from fedvitals.profiling.tensors import graph_nodes, storage_bytes, tensors_in, tensors_saved_by
 
-MOST_RECORDS = 4096  # alive, of a process; beyond that every second one is dropped, and the others count twice
-MOST_FORWARDS = 32  # recorded of one client in one round; beyond that every second one is dropped
+MOST_RECORDS = 4096  # alive, of a process; beyond that half of them are dropped, and the others count twice
+MOST_FORWARDS = 32  # recorded of one client in one round; beyond that the same
 TENSORS = 4  # recorded of one forward pass: as many inputs, as many outputs
 PARAMETERS, GRADIENTS = 16, 4  # the largest, recorded at the end of a client
-GRAPHS_MEASURED = 8  # in a round: whose saved tensors are recorded
+GRAPHS_MEASURED = 2  # in a round: whose saved tensors are recorded
 GRAPH_NODES = 1000  # of a graph that is measured
 SAVED = 64  # storages recorded of a graph that is measured, the largest first
 MARK = "fedvitals"  # in the metadata of a node
 
-
-class Group(NamedTuple):
-    """What tensors have in common that are counted together."""
-
-    kind: str  # "output", "input", "parameter" or "gradient"
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    graph: bool  # whether graphs of such outputs are counted, and not the tensors
+# What tensors have in common that are counted together: "output", "input", "parameter" or "gradient"; shape and type;
+# and whether graphs of such outputs are counted, and not the tensors.
+Group = tuple[str, tuple[int, ...], torch.dtype, bool]
 
 
 class _Mark:
     __slots__ = ("__weakref__",)
+
+
+class _Gone(weakref.ref[_Mark]):
+    """Whether a mark is gone."""
+
+    __slots__ = ()
+
+    def __call__(self) -> bool:  # type: ignore[override]
+        return super().__call__() is None
 
 
 @dataclass(slots=True)
@@ -85,6 +90,7 @@ class SeenTensors:
         self._storages: dict[int, Record] = {}  # by address, which is not used again while there is a weak reference
         self._graphs: list[Record] = []
         self._lock = threading.RLock()  # a finalizer may close another client on the thread that holds it
+        self.random = random.Random(0)  # noqa: S311 - which to drop: every second one might be all of one kind
 
     def __len__(self) -> int:
         return len(self._storages) + len(self._graphs)
@@ -109,7 +115,7 @@ class SeenTensors:
             self._graphs = [record for record in self._graphs if not record.expired()]
             storages = [record for record in self._storages.values() if not record.expired()]
             while len(storages) + len(self._graphs) > MOST_RECORDS:
-                self._graphs, storages = _half(self._graphs), _half(storages)
+                self._graphs, storages = self._half(self._graphs), self._half(storages)
             self._storages = {record.storage: record for record in storages if record.storage is not None}
 
     def alive(self, after: int, until: int) -> dict[Group, Pile]:
@@ -128,24 +134,31 @@ class SeenTensors:
                         pile.held.append(record.held_bytes())
         return piles
 
-
-def _half(records: list[Record]) -> list[Record]:
-    kept = records[::2]
-    for record in kept:
-        record.weight *= 2
-    return kept
+    def _half(self, records: list[Record]) -> list[Record]:
+        kept = self.random.sample(records, len(records) // 2)
+        for record in kept:
+            record.weight *= 2
+        return kept
 
 
 class ClientSights:
     """What is seen of one client while it trains; `close` hands the records over, and leaves nothing on the model."""
 
     def __init__(
-        self, seen: SeenTensors, model: Any, parameters: Sequence[Tensor], round_index: int, *, measure_graph: bool
+        self,
+        seen: SeenTensors,
+        model: Any,
+        parameters: Sequence[Tensor],
+        round_index: int,
+        *,
+        rounds: int = 1,
+        measure_graph: bool = False,
     ) -> None:
-        self._seen, self._parameters, self._round_index = seen, parameters, round_index
+        """`rounds`: how many this one stands for. `measure_graph`: whether to record what the first graph saves."""
+        self._seen, self._parameters, self._round_index, self._rounds = seen, parameters, round_index, rounds
         self._measure_graph = measure_graph
-        self._forwards, self._stride = 0, 1
-        self._records: list[list[Record]] = []  # of every `stride`th forward pass
+        self._stride = 1  # one forward pass of so many is recorded
+        self._records: list[list[Record]] = []  # of each of them
         self._handle: Any = None
         if can_be_hooked(model):
             hook = Hook(self._after_forward, self._failed)
@@ -156,11 +169,14 @@ class ClientSights:
         self._remove_hook()
         records, self._records = self._records, []
         for record in itertools.chain.from_iterable(records):
-            record.weight = self._stride
+            record.weight = self._stride * self._rounds
         largest = heapq.nlargest(PARAMETERS, self._parameters, key=Tensor.numel)
         self._parameters = ()
         gradients = [parameter.grad for parameter in largest[:GRADIENTS] if parameter.grad is not None]
-        records.append([*_storages("parameter", largest), *_storages("gradient", gradients)])
+        at_end = [*_storages("parameter", largest), *_storages("gradient", gradients)]
+        for record in at_end:
+            record.weight = self._rounds
+        records.append(at_end)
         for record in itertools.chain.from_iterable(records):
             record.round_index = self._round_index
         self._seen.add(itertools.chain.from_iterable(records))
@@ -175,58 +191,65 @@ class ClientSights:
         self._remove_hook()
 
     def _after_forward(self, model: Any, inputs: Any, named: Any, output: Any) -> None:
-        number = self._forwards
-        self._forwards += 1
-        if number % self._stride:
+        if self._stride > 1 and self._seen.random.random() * self._stride >= 1:
             return
-        outputs = list(itertools.islice(tensors_in(output), TENSORS))
-        records = [*_storages("input", itertools.islice(tensors_in((inputs, named)), TENSORS))]
-        records += [*_storages("output", outputs), *_graphs(outputs)]
-        if self._measure_graph and any(record.group.graph for record in records):
+        outputs = [output] if type(output) is Tensor else list(itertools.islice(tensors_in(output), TENSORS))
+        received = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        graphs = _graphs(outputs)
+        if self._measure_graph and graphs:
             self._measure_graph = False
-            next(record for record in records if record.group.graph).saved = _saved_for_backward(model, outputs)
-        self._records.append(records)
+            graphs[0].saved = _saved_for_backward(model, outputs, received)
+        self._records.append([*_storages("input", received[:TENSORS]), *_storages("output", outputs), *graphs])
         if len(self._records) >= MOST_FORWARDS:
-            self._records, self._stride = self._records[::2], 2 * self._stride
+            half = self._seen.random.sample(self._records, MOST_FORWARDS // 2)
+            self._records, self._stride = half, 2 * self._stride
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its storage tells what it takes: not for subclasses, which may compute, nor sparse or empty ones."""
-    plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-    return plain and tensor.layout is torch.strided and tensor.device.type != "meta"
+    """Whether its storage tells what it takes: not for subclasses, which may compute, nor where there is no memory."""
+    kind = type(tensor)
+    return (kind is Tensor or kind is torch.nn.Parameter) and not tensor.is_meta
 
 
-def _storages(kind: str, tensors: Iterable[Tensor]) -> Iterator[Record]:
+def _storages(kind: str, tensors: Iterable[Tensor]) -> list[Record]:
+    records = []
     for tensor in tensors:
         if _is_plain(tensor):
             try:
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
-            except (RuntimeError, NotImplementedError):  # a tensor of torch.func has none
+            except (RuntimeError, NotImplementedError):  # sparse, or a tensor of torch.func
                 continue
-            group = Group(kind, tuple(tensor.shape), tensor.dtype, graph=False)
-            yield Record(group, storage.nbytes(), reference.expired, reference.cdata)
+            group = (kind, tensor.shape, tensor.dtype, False)
+            records.append(Record(group, storage.nbytes(), reference.expired, reference.cdata))
+    return records
 
 
-def _graphs(outputs: Iterable[Tensor]) -> Iterator[Record]:
+def _graphs(outputs: Iterable[Tensor]) -> list[Record]:
+    records = []
     for tensor in outputs:
         node = tensor.grad_fn if _is_plain(tensor) else None
         if node is not None:
-            mark = weakref.ref(node.metadata.setdefault(MARK, _Mark()))
-            group = Group("output", tuple(tensor.shape), tensor.dtype, graph=True)
-            yield Record(group, 0, lambda mark=mark: mark() is None)
+            mark = node.metadata.setdefault(MARK, _Mark())
+            records.append(Record(("output", tensor.shape, tensor.dtype, True), 0, _Gone(mark)))
+    return records
 
 
-def _saved_for_backward(model: Any, outputs: Iterable[Tensor]) -> list[tuple[StorageWeakRef, int]]:
-    """The largest storages that the graph of these outputs keeps, without those of the model itself."""
-    of_model: set[int] = set()
-    storage_bytes(model.parameters(), of_model)
-    storage_bytes(model.buffers(), of_model)
+def _saved_for_backward(
+    model: Any, outputs: Iterable[Tensor], inputs: Iterable[Tensor]
+) -> list[tuple[StorageWeakRef, int]]:
+    """The largest storages that the graph of these outputs keeps, without those of the model and of its inputs.
+
+    An input is often a part of the data set, which lives on when the graph has long been freed.
+    """
+    others: set[int] = set()
+    for tensors in (model.parameters(), model.buffers(), inputs):
+        storage_bytes(tensors, others)
     saved: dict[int, tuple[StorageWeakRef, int]] = {}
     for node in itertools.islice(graph_nodes(outputs), GRAPH_NODES):
         for tensor in tensors_saved_by(node):
-            if _is_plain(tensor):
+            if _is_plain(tensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in of_model and storage.data_ptr() not in saved:
+                if storage.data_ptr() not in others and storage.data_ptr() not in saved:
                     saved[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
     return heapq.nlargest(SAVED, saved.values(), key=lambda pair: pair[1])
