@@ -250,7 +250,7 @@ class Own(torch.Tensor):
         lambda y: y.to_sparse(),
         lambda y: y.as_subclass(Own),
         lambda y: torch.empty(3, device="meta"),
-        lambda y: torch.func.vmap(lambda row: row * 2)(y),
+        torch.func.vmap(lambda row: row * 2),
         lambda y: object(),
     ],
     ids=["nothing", "nested", "sparse", "subclass", "meta", "vmap", "object"],

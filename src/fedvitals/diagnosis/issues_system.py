@@ -144,7 +144,7 @@ SYSTEM = (
             "A list, cache or log of tensors, of batches or of models that nobody empties.",
             "Hooks, closures or exceptions that keep a model of an earlier round alive.",
             "Models or tensors in reference cycles, which Python's garbage collector frees late or never.",
-            "Tensors that fedvitals has not seen, a library's own cache, or memory outside of torch, if none are named.",
+            "If none are named: tensors that fedvitals has not seen, a library's own cache, memory outside of torch.",
         ),
         (
             "Sum `loss.item()` or `loss.detach()`, never `loss`.",
