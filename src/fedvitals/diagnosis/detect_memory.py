@@ -128,7 +128,7 @@ def _counts(event: Event) -> tuple[int, dict[Any, Mapping[str, Any]]] | None:
     if not isinstance(since, int) or not isinstance(until, int) or not isinstance(rows, list | tuple) or until <= since:
         return None
     collected = event.data.get("collections") != 0
-    counts = {
+    counts: dict[Any, Mapping[str, Any]] = {
         (row.get("kind"), tuple(row["shape"]), row["type"], bool(row.get("graph"))): {**row, "collected": collected}
         for row in rows
         if _is_row(row)

@@ -228,7 +228,7 @@ def _storages(kind: str, tensors: Iterable[Tensor]) -> list[Record]:
 def _graphs(outputs: Iterable[Tensor]) -> list[Record]:
     records = []
     for tensor in outputs:
-        node = tensor.grad_fn if _is_plain(tensor) else None
+        node: Any = tensor.grad_fn if _is_plain(tensor) else None
         if node is not None:
             mark = node.metadata.setdefault(MARK, _Mark())
             records.append(Record(("output", tensor.shape, tensor.dtype, True), 0, _Gone(mark)))
