@@ -275,6 +275,30 @@ def test_growth_outside_of_what_hooks_have_seen_is_said_to_be_so():
 
 
 @pytest.mark.parametrize(
+    ("heaps", "found"),
+    [
+        ((7.5, 15), True),
+        ((None, None), False),
+        ((7.5, 8), False),  # did not go on
+        ((2, 4), False),  # the rest is fragmentation
+        ((-3, -6), False),
+        (("7", 15), False),
+    ],
+)
+def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, found):
+    """Tensors that no hook saw: 3 MiB a round, of which the heap in use explains most or not."""
+    nothing = [
+        seen(until, 100)
+        | {"groups": [], "heap_grown_bytes": int(heap * 2**20) if isinstance(heap, int | float) else heap}
+        for until, heap in zip((8, 11), heaps, strict=True)
+    ]
+    findings = told_of(RESIDENT, nothing)
+    assert [finding.issue for finding in findings] == ["MEMORY_LEAK"] * found
+    if found:
+        assert "It is outside of the tensors that fedvitals sees" in findings[0].message
+
+
+@pytest.mark.parametrize(
     "censuses",
     [
         [],

@@ -36,6 +36,8 @@ LEAST_SHARE = 0.02  # of the process: below, nobody has trouble with it
 # Where no tensors are seen to pile up: more is asked for, and what our own history of the run takes is left out.
 BLIND, BLIND_SHARE, BLIND_ROUNDS = 64 << 20, 0.1, 16
 OWN_BYTES = 64 << 10  # per client and round, at most
+# The same where two censuses saw the heap in use grow by this part of the growth: then it is not fragmentation.
+HEAP, HEAP_SHARE, HEAP_PART = 16 << 20, 0.03, 0.5
 EXPLAINED = 0.3  # of the growth, by the tensors that pile up, to name them
 STEADY = 0.7  # of the tensors per round that an earlier census saw, in a later one
 KINDS = ("output", "input", "parameter", "gradient")  # of tensors that hooks have seen
@@ -68,7 +70,7 @@ def leaks(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - th
         if grown is None or points[-1][0] != round:
             continue
         group = _piling_up(history, round, grown)
-        if group is None and not _beyond_doubt(history, grown, points):
+        if group is None and not _beyond_doubt(history, round, grown, points):
             continue
         yield _leak(history, round, grown, group, points[-1][1])
         return
@@ -155,11 +157,23 @@ def _explains(row: Mapping[str, Any], grown: float, rounds: int) -> bool:
     return bool(held >= EXPLAINED * grown or (row.get("graph") and row["more"] >= 5 * rounds))
 
 
-def _beyond_doubt(history: History, grown: Growth, points: Sequence[tuple[int, float]]) -> bool:
+def _beyond_doubt(history: History, number: int, grown: Growth, points: Sequence[tuple[int, float]]) -> bool:
     clients = np.median([len(history.latest("memory.resident", n)) for n, _ in points[-3:]])
-    ours = OWN_BYTES * float(clients) * grown.rounds
-    enough = max(BLIND, BLIND_SHARE * points[0][1])
-    return len(points) >= BLIND_ROUNDS and grown.bytes - ours > enough
+    ours = OWN_BYTES * float(clients)  # per round
+    least, share = (HEAP, HEAP_SHARE) if _heap_grows(history, number, grown, ours) else (BLIND, BLIND_SHARE)
+    enough = max(least, share * points[0][1])
+    return len(points) >= BLIND_ROUNDS and grown.bytes - ours * grown.rounds > enough
+
+
+def _heap_grows(history: History, number: int, grown: Growth, ours: float) -> bool:
+    """Whether the last two censuses agree on how fast the heap in use grows, and that is most of the growth."""
+    rates = []
+    for event in _censuses(history, number)[-2:]:
+        since, until, heap = (event.data.get(key) for key in ("since", "until", "heap_grown_bytes"))
+        if not all(isinstance(figure, int) for figure in (since, until, heap)) or not since < until or heap <= 0:
+            return False
+        rates.append(heap / (until - since))
+    return len(rates) == 2 and rates[1] >= STEADY * rates[0] and rates[1] - ours >= HEAP_PART * grown.per_round
 
 
 def _leak(

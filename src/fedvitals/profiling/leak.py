@@ -4,8 +4,9 @@
 A process whose resident memory keeps rising after its first rounds is suspected, no more: caches fill, too. From then
 on the tensors that the clients' hooks see are recorded by weak references (`profiling.seen_tensors`). Some rounds
 later, those that are still alive are counted by kind, shape and type, and the result is the event `memory.census`.
-Where none of them has piled up, the event says that the growth is outside of what was seen. Whether it is a leak is for
-a detector to say (`diagnosis.detect_memory`), which sees all rounds.
+Where none of them has piled up, the event says that the growth is outside of what was seen. The heap in use, which the
+C library counts, tells growth from fragmentation there. Whether it is a leak is for a detector to say
+(`diagnosis.detect_memory`), which sees all rounds.
 
 Everything here is decided by counts of rounds and bytes, never by elapsed time: a busy machine reports the same.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedvitals.profiling.memory import heap_bytes
 from fedvitals.profiling.seen_tensors import GRAPHS_MEASURED, ClientSights, Group, Pile, SeenTensors
 
 CENSUS = "memory.census"
@@ -43,6 +45,7 @@ class Suspicion:
     round_index: int
     position: int  # among the rounds in which clients trained here
     collections: int  # full runs of the garbage collector until then
+    heap: int | None  # bytes in use then
 
 
 class LeakWatch:
@@ -100,7 +103,7 @@ class LeakWatch:
             self._usual = min(self._lows[WARM_UP : WARM_UP + BASELINE])
         if self._suspicion is None:
             if now - self._usual >= SUSPICIOUS and self._taken < MOST:
-                self._suspicion = Suspicion(round_index, len(self._rounds), _full_collections())
+                self._suspicion = Suspicion(round_index, len(self._rounds), _full_collections(), heap_bytes())
                 self._due = len(self._rounds) + 1 + APART
             return None
         if self._taken >= MOST:
@@ -132,12 +135,14 @@ class LeakWatch:
         graphs = sorted((row for row in rows if row["graph"]), key=_held_most, reverse=True)
         tensors = [row for row in rows if not row["graph"] and row["more_bytes"] >= SMALL * grown]
         tensors.sort(key=_largest, reverse=True)
+        heap = heap_bytes()
         return {
             "since": since,
             "until": until,
             "grown_bytes": grown,
             "groups": [*graphs[: GROUPS // 2], *tensors][:GROUPS],
             "rounds_seen": rounds,
+            "heap_grown_bytes": None if heap is None or suspicion.heap is None else heap - suspicion.heap,
             "collections": _full_collections() - suspicion.collections,
         }
 
