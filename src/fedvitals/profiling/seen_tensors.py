@@ -113,7 +113,7 @@ class SeenTensors:
         """Drop the records of what is gone, and thin out the others where there are too many."""
         with self._lock:
             self._graphs = [record for record in self._graphs if not record.expired()]
-            storages = [record for record in self._storages.values() if not record.expired()]
+            storages = [record for record in list(self._storages.values()) if not record.expired()]
             while len(storages) + len(self._graphs) > MOST_RECORDS:
                 self._graphs, storages = self._half(self._graphs), self._half(storages)
             self._storages = {record.storage: record for record in storages if record.storage is not None}
@@ -123,7 +123,7 @@ class SeenTensors:
         piles: dict[Group, Pile] = {}
         with self._lock:
             self.forget_expired()
-            for record in itertools.chain(self._graphs, self._storages.values()):
+            for record in [*self._graphs, *self._storages.values()]:
                 if after < record.round_index <= until:
                     pile = piles.setdefault(record.group, Pile())
                     pile.count += record.weight
