@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, as a person or a script uses it."""
 
+import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import fedvitals as fv
+from fedvitals.cli import demo
 from fedvitals.cli.main import main
 from verbs import result, run
 
@@ -17,7 +20,7 @@ from verbs import result, run
 def store(tmp_path_factory):
     """A store with one small demo run."""
     pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
-    path = tmp_path_factory.mktemp("cli") / "runs.db"
+    path = tmp_path_factory.mktemp("cli") / "my runs.db"
     with pytest.raises(SystemExit) as done:
         main(["demo", "--quick", "--store", str(path), "--json"])
     assert done.value.code == 0
@@ -57,6 +60,18 @@ def test_demo_finds_the_client_with_wrong_labels(store, capsys):
     card = result(capsys, "show", "demo", "--store", store)
     assert card["clients"][0]["name"] == "c7"
     assert card["clients"][0]["why"] == "other direction"
+
+
+def test_commands_to_copy_quote_a_path_with_a_space(store, capsys):
+    settings = SimpleNamespace(clients=3, rounds=2)
+    demo._closing("r1", str(store), 0.5, 1.0, (), [], settings)
+    lines = [line.split("   ")[0] for line in capsys.readouterr().out.splitlines() if "--store" in line]
+    assert len(lines) == 8
+    _, out, _ = run(capsys, "show", "demo", "--store", store)
+    lines += [line.split("do: ")[1] for line in out.splitlines() if "--store" in line]
+    assert len(lines) == 9
+    for line in lines:
+        assert shlex.split(line)[-2:] == ["--store", str(store)]
 
 
 @pytest.mark.thorough

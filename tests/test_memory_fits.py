@@ -237,6 +237,67 @@ def test_losses_with_their_graph_are_named_though_they_are_small():
     assert "50 more tensors of shape [] (float32) that hold their graph" in found.message
 
 
+def seen(until, each, collections=1, **changes):
+    """A census of tensors that hooks have seen."""
+    data = counted(until, each, **{"kind": "output", "exact": True, **changes})
+    return data | {"collections": collections, "rounds_seen": until - data["since"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "100 more outputs of shape [64, 10] (float32) are alive after each."),
+        ({"exact": False, "kind": "input"}, "about 100 more inputs of shape [64, 10] (float32) are alive after each."),
+        ({"graph": True, "more_bytes": 0}, "The graphs of 100 more outputs of shape [64, 10] (float32) are alive"),
+    ],
+)
+def test_tensors_that_hooks_have_seen_are_named_by_their_kind(changes, words):
+    (finding,) = told_of(RESIDENT, [seen(8, 100, **changes), seen(11, 100, **changes)])
+    assert words in finding.message
+    assert "gc.collect" not in finding.message
+    assert finding.confidence > 0.95
+    assert finding.evidence["tensors"]["kind"] == changes.get("kind", "output")
+
+
+def test_tensors_that_no_collection_has_met_may_be_garbage():
+    (finding,) = told_of(RESIDENT, [seen(8, 100, collections=0), seen(11, 100, collections=0)])
+    assert "if `gc.collect()` frees them, they were in reference cycles" in finding.message
+    assert finding.confidence == 0.9
+
+
+def test_growth_outside_of_what_hooks_have_seen_is_said_to_be_so():
+    grown = {("memory.resident", f"c{i}"): leaking(each=20.0) for i in range(4)}
+    nothing = [seen(8, 100) | {"groups": []}, seen(11, 100) | {"groups": []}]
+    (finding,) = told_of(grown, nothing)
+    assert "It is outside of the tensors that fedvitals sees" in finding.message
+    assert finding.confidence == 0.8
+    assert told_of(RESIDENT, nothing) == []
+
+
+@pytest.mark.parametrize(
+    ("heaps", "found"),
+    [
+        ((7.5, 15), True),
+        ((None, None), False),
+        ((7.5, 8), False),  # did not go on
+        ((2, 4), False),  # the rest is fragmentation
+        ((-3, -6), False),
+        (("7", 15), False),
+    ],
+)
+def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, found):
+    """Tensors that no hook saw: 3 MiB a round, of which the heap in use explains most or not."""
+    nothing = [
+        seen(until, 100)
+        | {"groups": [], "heap_grown_bytes": int(heap * 2**20) if isinstance(heap, int | float) else heap}
+        for until, heap in zip((8, 11), heaps, strict=True)
+    ]
+    findings = told_of(RESIDENT, nothing)
+    assert [finding.issue for finding in findings] == ["MEMORY_LEAK"] * found
+    if found:
+        assert "It is outside of the tensors that fedvitals sees" in findings[0].message
+
+
 @pytest.mark.parametrize(
     "censuses",
     [
@@ -245,6 +306,8 @@ def test_losses_with_their_graph_are_named_though_they_are_small():
         [counted(8, 100), counted(11, 10)],
         [counted(8, 100), counted(11, 100, more_bytes=10)],  # explains nothing
         [counted(8, 100, shape="big"), counted(11, 100, more=math.inf)],  # of a machine that lies
+        [seen(8, 100, kind=["output"]), seen(11, 100, kind=["output"])],
+        [counted(8, 100), seen(11, 100)],  # the heap's, and the hooks': not the same
         [{"since": "a", "until": 9, "groups": 3}, {"since": 9, "until": 8, "groups": []}],
     ],
 )

@@ -170,7 +170,7 @@ class Clients:
         opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
         opened.session = ClientSession(self._kit, view, report, opened.clock)
         if self._profile:
-            opened.memory = self._memory.begin(model, view.parameters, node)
+            opened.memory = self._memory.begin(model, view.parameters, node, opened.scope.round)
         opened.recording = self._captures.begin(node, opened.scope.round, model, report)
 
     def end(self, opened: OpenClient | None, outcome: BaseException | None) -> None:

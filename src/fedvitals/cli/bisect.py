@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -97,7 +98,7 @@ def _print(found: Culprit, store: str | None) -> None:
     console.print(f"\n[bold]{shown(str(found))}[/bold]")
     console.print(f"[dim]Restored means: {shown(found.criterion)}.[/dim]")
     if found.clients:
-        option = "" if store is None else f" --store {store}"
+        option = "" if store is None else f" --store {shown(shlex.quote(store))}"
         console.print(
             f"[dim]Look at it:  fedvitals replay {shown(found.run)}{option} -c 'goto {found.round}'[/dim]",
             soft_wrap=True,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -99,13 +100,13 @@ def _closing(
     from rich.console import Console
 
     from fedvitals.cli import case_cards
-    from fedvitals.cli.screen import number
+    from fedvitals.cli.screen import number, shown
     from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE
 
     console = Console(highlight=False)
-    option = f" --store {store}" if store else ""
+    option = f" --store {shown(shlex.quote(store))}" if store else ""
     # What a person can type here: scripts/demo runs us from an environment that is not on their path.
-    program = "fedvitals" if shutil.which("fedvitals") else os.path.relpath(sys.argv[0])
+    program = "fedvitals" if shutil.which("fedvitals") else shlex.quote(os.path.relpath(sys.argv[0]))
     console.print(
         f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {accuracy:.1%}[/bold], {took:.0f} s"
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,7 @@ def _health(console: Any, card: Card, store: str | None) -> None:
     count = f"{len(card.cases)} case{'s' * (len(card.cases) != 1)}, {there} still there"
     console.print(f"[bold]Health[/bold]: {count}; {card.detectors} detectors looked.")
     print_list(console, card.cases, ROWS, card.labels)
-    where = f" --store {store}" if store else ""
+    where = f" --store {shown(shlex.quote(store))}" if store else ""
     console.print(
         f"[dim]Why, and what to do: fedvitals findings {shown(card.run.id)} --all{where}[/dim]\n", soft_wrap=True
     )

@@ -6,7 +6,8 @@ is made and collected. So the first rounds are left out, and of the rest the low
 raises each of them, the last no less than the ones before.
 
 Clients of one process share its memory. A client is named where the growth happens while it trains, and hardly while
-others do. Which tensors pile up is told by `memory.census` (see `profiling.leak`).
+others do. Which tensors pile up is told by `memory.census` (see `profiling.leak`). Its rows
+count tensors that hooks have seen. Older stores hold censuses of all tensors on the heap, whose rows have no kind.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ LEAST_SHARE = 0.02  # of the process: below, nobody has trouble with it
 # Where no tensors are seen to pile up: more is asked for, and what our own history of the run takes is left out.
 BLIND, BLIND_SHARE, BLIND_ROUNDS = 64 << 20, 0.1, 16
 OWN_BYTES = 64 << 10  # per client and round, at most
+# The same where two censuses saw the heap in use grow by this part of the growth: then it is not fragmentation.
+HEAP, HEAP_SHARE, HEAP_PART = 16 << 20, 0.03, 0.5
 EXPLAINED = 0.3  # of the growth, by the tensors that pile up, to name them
 STEADY = 0.7  # of the tensors per round that an earlier census saw, in a later one
+KINDS = ("output", "input", "parameter", "gradient")  # of tensors that hooks have seen
+SURE, SURE_OF_GARBAGE, SURE_OF_GROWTH = 0.97, 0.9, 0.8  # with tensors; that no collection has met; without any
 OWN_GROWTH = 0.5  # of all growth, that one client has to keep, more than its peers do, to be named
 REAL_PART = 0.2  # of the process, or of what there is: tensors that are less did not fill it
 FILLED = 0.5  # of what there is: who held less was refused one large piece, or others filled the rest
@@ -65,7 +70,7 @@ def leaks(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - th
         if grown is None or points[-1][0] != round:
             continue
         group = _piling_up(history, round, grown)
-        if group is None and not _beyond_doubt(history, grown, points):
+        if group is None and not _beyond_doubt(history, round, grown, points):
             continue
         yield _leak(history, round, grown, group, points[-1][1])
         return
@@ -95,7 +100,7 @@ def _piling_up(history: History, number: int, grown: Growth) -> Mapping[str, Any
 
     Once is not enough: models of the last rounds may wait to be collected. What piles up grows with the rounds.
     """
-    told = [_counts(event) for event in history.events("memory.census") if (event.where.round or 0) <= number]
+    told = [_counts(event) for event in _censuses(history, number)]
     known = [census for census in told if census is not None][-2:]
     if len(known) < 2:
         return None
@@ -109,13 +114,28 @@ def _piling_up(history: History, number: int, grown: Growth) -> Mapping[str, Any
     return None
 
 
+def _censuses(history: History, number: int) -> list[Event]:
+    return [event for event in history.events("memory.census") if (event.where.round or 0) <= number]
+
+
+def _is_outside_of_what_was_seen(history: History, number: int) -> bool:
+    """Whether the newest census of tensors that hooks have seen counted none that piled up."""
+    censuses = _censuses(history, number)
+    return bool(censuses) and "collections" in censuses[-1].data and censuses[-1].data.get("groups") in ([], ())
+
+
 def _counts(event: Event) -> tuple[int, dict[Any, Mapping[str, Any]]] | None:
-    """How many rounds a census looks back on, and what it counted by shape, type and graph; what can be so of it."""
+    """How many rounds a census looks back on, and its valid rows by kind, shape, type and graph."""
     since, until, rows = (event.data.get(key) for key in ("since", "until", "groups"))
     if not isinstance(since, int) or not isinstance(until, int) or not isinstance(rows, list | tuple) or until <= since:
         return None
-    found = {(tuple(row["shape"]), row["type"], bool(row.get("graph"))): row for row in rows if _is_row(row)}
-    return until - since, found
+    collected = event.data.get("collections") != 0
+    counts: dict[Any, Mapping[str, Any]] = {
+        (row.get("kind"), tuple(row["shape"]), row["type"], bool(row.get("graph"))): {**row, "collected": collected}
+        for row in rows
+        if _is_row(row)
+    }
+    return until - since, counts
 
 
 def _is_row(row: Any) -> bool:
@@ -127,6 +147,7 @@ def _is_row(row: Any) -> bool:
         and len(row["shape"]) < 20
         and all(isinstance(side, int) for side in row["shape"])
         and str(row.get("type", "")).isidentifier()
+        and row.get("kind") in (None, *KINDS)
     )
 
 
@@ -136,11 +157,23 @@ def _explains(row: Mapping[str, Any], grown: float, rounds: int) -> bool:
     return bool(held >= EXPLAINED * grown or (row.get("graph") and row["more"] >= 5 * rounds))
 
 
-def _beyond_doubt(history: History, grown: Growth, points: Sequence[tuple[int, float]]) -> bool:
+def _beyond_doubt(history: History, number: int, grown: Growth, points: Sequence[tuple[int, float]]) -> bool:
     clients = np.median([len(history.latest("memory.resident", n)) for n, _ in points[-3:]])
-    ours = OWN_BYTES * float(clients) * grown.rounds
-    enough = max(BLIND, BLIND_SHARE * points[0][1])
-    return len(points) >= BLIND_ROUNDS and grown.bytes - ours > enough
+    ours = OWN_BYTES * float(clients)  # per round
+    least, share = (HEAP, HEAP_SHARE) if _heap_grows(history, number, grown, ours) else (BLIND, BLIND_SHARE)
+    enough = max(least, share * points[0][1])
+    return len(points) >= BLIND_ROUNDS and grown.bytes - ours * grown.rounds > enough
+
+
+def _heap_grows(history: History, number: int, grown: Growth, ours: float) -> bool:
+    """Whether the last two censuses agree on how fast the heap in use grows, and that is most of the growth."""
+    rates = []
+    for event in _censuses(history, number)[-2:]:
+        since, until, heap = (event.data.get(key) for key in ("since", "until", "heap_grown_bytes"))
+        if not all(isinstance(figure, int) for figure in (since, until, heap)) or not since < until or heap <= 0:
+            return False
+        rates.append(heap / (until - since))
+    return len(rates) == 2 and rates[1] >= STEADY * rates[0] and rates[1] - ours >= HEAP_PART * grown.per_round
 
 
 def _leak(
@@ -154,9 +187,11 @@ def _leak(
     who = "Memory" if node is None else f"Memory grows while {node} trains: it"
     text = f"{who} grows by {size_words(grown.per_round)} a round since round {grown.since}, and does not level off."
     if group is not None:
-        graph = " that hold their graph" if group.get("graph") else ""
-        each = group["more"] / group["rounds"]
-        text += f" {each:,.0f} more tensors of shape {group['shape']} ({group['type']}){graph} are alive after each."
+        text += _tensor_words(group)
+    elif _is_outside_of_what_was_seen(history, number):
+        text += (
+            " It is outside of the tensors that fedvitals sees: inputs, outputs, parameters and gradients of models."
+        )
     limit = _newest(history, "memory.limit", number)
     if limit is not None and now < limit:
         text += f" The {size_words(limit)} that there are last for {(limit - now) / grown.per_round:,.0f} more rounds."
@@ -164,13 +199,28 @@ def _leak(
     more: dict[str, Any] = {"bytes_per_round": grown.per_round}
     if group is not None:
         more["tensors"] = {key: group[key] for key in ("shape", "type", "more", "more_bytes", "held_bytes", "rounds")}
-        more["tensors"]["graph"] = bool(group.get("graph"))
+        more["tensors"] |= {"graph": bool(group.get("graph"))} | ({"kind": group["kind"]} if group.get("kind") else {})
     if node is not None:
         more["share_of_growth"] = share
-    sure = 0.97 if group is not None else 0.8
+    sure = SURE_OF_GROWTH if group is None else SURE if group["collected"] else SURE_OF_GARBAGE
     return finding(
         "MEMORY_LEAK", number, text, confidence=sure, since=grown.since, node=node, numbers=numbers, more=more
     )
+
+
+def _tensor_words(row: Mapping[str, Any]) -> str:
+    """Which tensors pile up, as a sentence. `row`: of a census, with the number of `rounds` that it looks back on."""
+    kind, tensors = row.get("kind"), f"of shape {row['shape']} ({row['type']})"
+    each = f"{'about ' if row.get('exact') is False else ''}{row['more'] / row['rounds']:,.0f} more"
+    if kind is None:  # a census of the whole heap
+        graph = " that hold their graph" if row.get("graph") else ""
+        return f" {each} tensors {tensors}{graph} are alive after each."
+    text = f" {each} {kind}s {tensors} are alive after each."
+    if row.get("graph"):
+        text = f" The graphs of {each} {kind}s {tensors} are alive after each: losses or outputs are kept with them."
+    if not row["collected"]:
+        text += " No full garbage collection ran since: if `gc.collect()` frees them, they were in reference cycles."
+    return text
 
 
 def _whose(history: History, number: int, grown: Growth) -> tuple[Node, float] | None:

@@ -137,12 +137,14 @@ SYSTEM = (
         "system",
         "warning",
         "The process that trains, or the server's, holds more after each round, and it does not level off. Where the "
-        "growth happens while one client trains, that client is named; where tensors pile up, so are they.",
+        "growth happens while one client trains, that client is named; where tensors pile up that fedvitals has seen "
+        "(inputs, outputs, parameters and gradients of clients' models, and the graphs of outputs), so are they.",
         (
             "Losses or outputs kept with their graph: `total += loss`, or a list of them.",
             "A list, cache or log of tensors, of batches or of models that nobody empties.",
             "Hooks, closures or exceptions that keep a model of an earlier round alive.",
-            "A library's own cache, or memory outside of torch, if the number of tensors does not grow.",
+            "Models or tensors in reference cycles, which Python's garbage collector frees late or never.",
+            "If none are named: tensors that fedvitals has not seen, a library's own cache, memory outside of torch.",
         ),
         (
             "Sum `loss.item()` or `loss.detach()`, never `loss`.",

@@ -21,6 +21,7 @@ import torch
 
 from fedvitals.profiling.leak import LeakWatch, in_words
 from fedvitals.profiling.memory import heap_bytes, limit_bytes, resident_bytes
+from fedvitals.profiling.seen_tensors import ClientSights
 from fedvitals.profiling.tensors import Activations, StepWatch, shares
 
 LOOK_EVERY = 10  # rounds
@@ -38,6 +39,7 @@ class OpenMemory:
     steps: StepWatch
     device: Any = None  # of CUDA, if the model lay there
     heap: int | None = None  # in use as it began; only while the process is suspected of a leak
+    sights: ClientSights | None = None  # the same
     closed: bool = False
 
 
@@ -86,19 +88,22 @@ class ClientMemory:
         self._open = 0
         self._leak = LeakWatch()
         self._heaps = _Turns()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may close another client on the thread that holds it
 
-    def begin(self, model: Any, parameters: Sequence[Any], node: str = "") -> OpenMemory:
+    def begin(
+        self, model: Any, parameters: Sequence[Any], node: str = "", round_index: int | None = None
+    ) -> OpenMemory:
         device = _cuda_device(parameters)
         if device is not None and not self._open:  # the peak of one that still trains is not ours to forget
             torch.cuda.reset_peak_memory_stats(device)
         steps = self._activations.watch(model, sum(p.numel() for p in parameters if p.requires_grad))
         with self._lock:
+            sights = self._leak.watch(model, parameters, round_index)
             self._begun += 1
             self._open += 1
             alone = self._open == 1
             heap = heap_bytes() if alone and self._leak.suspected and self._heaps.due(node) else None
-            return OpenMemory(model, resident_bytes() if alone else None, self._begun, steps, device, heap)
+            return OpenMemory(model, resident_bytes() if alone else None, self._begun, steps, device, heap, sights)
 
     def close(self, opened: OpenMemory) -> None:
         """Nothing of ours stays on the model. A second call does nothing."""
@@ -107,6 +112,8 @@ class ClientMemory:
             opened.steps.remove()
             with self._lock:
                 self._open -= 1
+            if opened.sights is not None:
+                opened.sights.close()
 
     def end(
         self,
@@ -145,8 +152,8 @@ class ClientMemory:
     def grown(self, round: int | None, resident: float | None) -> tuple[str, dict[str, Any]] | None:  # noqa: A002
         """Words and data of the event `memory.census`, if the process grows and it is time for one."""
         with self._lock:
-            told = None if resident is None else self._leak.note(round, int(resident))
-        return None if told is None else (in_words(told), told)
+            census = None if resident is None else self._leak.note(round, int(resident))
+        return None if census is None else (in_words(census), census)
 
     def _shares(
         self,

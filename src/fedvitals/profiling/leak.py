@@ -1,88 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that grows from round to round, and which tensors it is made of.
 
-A process whose resident memory keeps rising after its first rounds is suspected, no more: caches fill, too. Then the
-living tensors are counted, by shape and type, and some rounds later again. What has grown in between is told as the
-event `memory.census`; whether it is a leak is for a detector to say (`diagnosis.detect_memory`), who sees all rounds.
+A process whose resident memory keeps rising after its first rounds is suspected, no more: caches fill, too. From then
+on the tensors that the clients' hooks see are recorded by weak references (`profiling.seen_tensors`). Some rounds
+later, those that are still alive are counted by kind, shape and type, and the result is the event `memory.census`.
+Where none of them has piled up, the event says that the growth is outside of what was seen. The heap in use, which the
+C library counts, tells growth from fragmentation there. Whether it is a leak is for a detector to say
+(`diagnosis.detect_memory`), which sees all rounds.
+
+Everything here is decided by counts of rounds and bytes, never by elapsed time: a busy machine reports the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fedvitals.profiling.tensors import saved_bytes
+from fedvitals.profiling.memory import heap_bytes
+from fedvitals.profiling.seen_tensors import GRAPHS_MEASURED, ClientSights, Group, Pile, SeenTensors
 
 CENSUS = "memory.census"
 WARM_UP = 3  # rounds in which allocators, kernels and caches settle
 BASELINE = 2  # rounds after these, whose least is compared with
 SUSPICIOUS = 8 << 20  # bytes above it
-APART = 3  # rounds from the first census to the second; then twice as many each time
-MOST = 8  # censuses of a process in a run: each may take a tenth of a second
-SHARE = 1 / 400  # of the time, for censuses; more only where the growth presses
-PRESSING = 24 << 20  # bytes
-EXPECTED = 0.15  # seconds of a census, before one was taken
-GROUPS = 12  # that an event tells of
-SECONDS = 1.0  # that a census may take; one that is not done by then is not used
-
-Group = tuple[tuple[int, ...], str, bool]  # shape, type, whether it holds its graph
-
-
-@dataclass(slots=True)
-class Counted:
-    """Tensors of one group."""
-
-    count: int = 0
-    bytes: int = 0
-    example: Tensor | None = None  # only while the census runs
+APART = 3  # rounds from the suspicion to the first census, and to the second; then twice as many each time. In as many
+# rounds from one census to the next tensors are recorded, so that a long run is hardly ever hooked.
+MOST = 8  # censuses of a process in a run
+LAPSE = 20  # rounds after which a suspicion ends, if the process has not grown by half of SUSPICIOUS since
+PILED_UP = 0.6  # of the rounds: a pile holds tensors of as many; less are things that live long
+SMALL = 0.05  # of the growth: tensors that are less are not reported, unless they have graphs
+GROUPS = 12  # reported in an event
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
-    groups: dict[Group, Counted]
-    complete: bool
-    seconds: float
+class Suspicion:
+    """The round in which tensors began to be recorded, which is not a complete one."""
 
-
-def census(objects: Iterable[Any] | None = None, seconds: float = SECONDS) -> Census:
-    """The living tensors by shape and type, each storage once. Those of C++ alone are not seen: see `_held_by`."""
-    began = time.thread_time()  # of this thread's own work: a busy machine must not end it early
-    groups: dict[Group, Counted] = {}
-    seen: set[int] = set()
-    complete = True
-    if objects is None and gc.isenabled():
-        gc.collect()  # what only waits to be collected is no leak; it would be collected soon in any case
-    for number, one in enumerate(gc.get_objects() if objects is None else objects):
-        if number % 4096 == 0 and time.thread_time() - began > seconds:
-            complete = False
-            break
-        kind = type(one)  # not isinstance: that may run code of the object's own
-        if kind is Tensor or kind is torch.nn.Parameter:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # one of torch.func's, without a storage
-                _count(one, groups, seen)
-    return Census(groups, complete, time.thread_time() - began)
-
-
-def _count(tensor: Tensor, groups: dict[Group, Counted], seen: set[int]) -> None:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return
-    key = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.grad_fn is not None)
-    group = groups.setdefault(key, Counted())
-    group.count += 1
-    if key[2]:
-        group.example = tensor
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() not in seen:
-        seen.add(storage.data_ptr())
-        group.bytes += storage.nbytes()
+    round_index: int
+    position: int  # among the rounds in which clients trained here
+    collections: int  # full runs of the garbage collector until then
+    heap: int | None  # bytes in use then
 
 
 class LeakWatch:
@@ -91,83 +54,138 @@ class LeakWatch:
     def __init__(self) -> None:
         self._rounds: list[int] = []  # in which clients trained here
         self._lows: list[int] = []  # the least at the end of any of them: what was garbage is gone by then
-        self._first: tuple[int, int, dict[Group, tuple[int, int]]] | None = None  # round, resident, count and bytes
-        self._due = 0  # how many rounds must have passed
+        self._usual: int | None = None  # resident bytes that growth is measured from
+        self._suspicion: Suspicion | None = None
+        self._due = WARM_UP + BASELINE + 1  # how many rounds must have passed
         self._taken = 0
-        self._began, self._spent, self._cost = time.perf_counter(), 0.0, EXPECTED
+        self._seen = SeenTensors()
+        self._recorded: list[int] = []  # rounds since the suspicion in which tensors were recorded
+        self._clients = self._clients_before = 0  # of this round, of the one before
 
     @property
     def suspected(self) -> bool:
-        return self._first is not None
+        return self._suspicion is not None
 
-    def note(self, round: int | None, resident: int) -> dict[str, Any] | None:  # noqa: A002 - the domain's word
-        """The data of an event, if there is something to tell."""
-        if round is None:
+    def watch(self, model: Any, parameters: Sequence[Tensor], round_index: int | None) -> ClientSights | None:
+        """Hooks that record the tensors of a client that begins; None unless it is a round for that."""
+        self._clients += 1
+        if self._suspicion is None or self._taken >= MOST or round_index is None:
             return None
-        if self._rounds and self._rounds[-1] == round:
+        fresh = not self._rounds or self._rounds[-1] != round_index
+        position = len(self._rounds) if fresh else len(self._rounds) - 1
+        stride = 2 ** max(0, self._taken - 1)
+        if (position - self._suspicion.position) % stride:
+            return None
+        if round_index not in self._recorded[-1:]:
+            self._recorded.append(round_index)
+        every = max(1, self._clients_before // GRAPHS_MEASURED)
+        measure_graph = (self._clients + round_index) % every == 0
+        return ClientSights(self._seen, model, parameters, round_index, rounds=stride, measure_graph=measure_graph)
+
+    def note(self, round_index: int | None, resident: int) -> dict[str, Any] | None:
+        """The data of a census, if it is time for one and the process has grown."""
+        if round_index is None:
+            return None
+        if self._rounds and self._rounds[-1] == round_index:
             self._lows[-1] = min(self._lows[-1], resident)
             return None
-        found = self._look() if len(self._rounds) >= max(self._due, WARM_UP + BASELINE + 1) else None
-        self._rounds.append(round)
+        self._seen.forget_expired()
+        self._clients, self._clients_before = 0, self._clients
+        census = self._look(round_index) if len(self._rounds) >= self._due else None
+        self._rounds.append(round_index)
         self._lows.append(resident)
-        return found
+        return census
 
-    def _look(self) -> dict[str, Any] | None:
-        """At the begin of a round, when the one before is known."""
-        usual, now = min(self._lows[WARM_UP : WARM_UP + BASELINE]), self._lows[-1]
-        if now - usual < SUSPICIOUS or self._taken >= MOST:
+    def _look(self, round_index: int) -> dict[str, Any] | None:
+        """At the end of a round's first client, when the rounds before it are complete."""
+        now = self._lows[-1]
+        if self._usual is None:
+            self._usual = min(self._lows[WARM_UP : WARM_UP + BASELINE])
+        if self._suspicion is None:
+            if now - self._usual >= SUSPICIOUS and self._taken < MOST:
+                self._suspicion = Suspicion(round_index, len(self._rounds), _full_collections(), heap_bytes())
+                self._due = len(self._rounds) + 1 + APART
             return None
-        if self._first is not None and now - self._first[1] < SUSPICIOUS // 2:
+        if self._taken >= MOST:
             return None
-        elapsed = time.perf_counter() - self._began
-        if now - usual < PRESSING and self._spent + self._cost > SHARE * elapsed:
-            return None  # a few megabytes can wait until the run is long enough to pay for the counting
+        grown = now - self._lows[self._suspicion.position]
+        if grown < SUSPICIOUS // 2:
+            if len(self._rounds) - self._suspicion.position > LAPSE:
+                self._end_suspicion(now)
+            return None
+        census = self._census(self._suspicion, grown)
         self._taken += 1
-        taken = census()
-        self._cost = time.perf_counter() - self._began - elapsed
-        self._spent += self._cost
-        self._due = len(self._rounds) + APART * 2 ** max(0, self._taken - 2)
-        if not taken.complete:
-            return None
-        told = None if self._first is None else _grown(taken, self._first, self._rounds[-1], now)
-        if self._first is None:
-            counts = {key: (group.count, group.bytes) for key, group in taken.groups.items()}
-            self._first = (self._rounds[-1], now, counts)
-        return told
+        self._due = len(self._rounds) + APART * 2 ** max(0, self._taken - 1)
+        if self._taken >= MOST:
+            self._seen.clear()
+        return census
+
+    def _end_suspicion(self, resident: int) -> None:
+        """The process has levelled off: nothing is recorded until it grows again."""
+        self._suspicion, self._usual, self._recorded = None, resident, []
+        self._seen.clear()
+
+    def _census(self, suspicion: Suspicion, grown: int) -> dict[str, Any]:
+        """Groups of tensors that were seen since the suspicion, of which some of most rounds are still alive."""
+        since, until = suspicion.round_index, self._rounds[-1]
+        rounds = len({number for number in self._recorded if since < number <= until})
+        piles = self._seen.alive(after=since, until=until)
+        rows = [_row(group, pile) for group, pile in piles.items() if len(pile.rounds) >= PILED_UP * rounds]
+        # An output whose graph holds most holds the others as well.
+        graphs = sorted((row for row in rows if row["graph"]), key=_held_most, reverse=True)
+        tensors = [row for row in rows if not row["graph"] and row["more_bytes"] >= SMALL * grown]
+        tensors.sort(key=_largest, reverse=True)
+        heap = heap_bytes()
+        return {
+            "since": since,
+            "until": until,
+            "grown_bytes": grown,
+            "groups": [*graphs[: GROUPS // 2], *tensors][:GROUPS],
+            "rounds_seen": rounds,
+            "heap_grown_bytes": None if heap is None or suspicion.heap is None else heap - suspicion.heap,
+            "collections": _full_collections() - suspicion.collections,
+        }
 
 
-def _grown(
-    taken: Census, first: tuple[int, int, dict[Group, tuple[int, int]]], number: int, resident: int
-) -> dict[str, Any]:
-    """What there is more of than at the first census, the largest first."""
-    since, before, counts = first
-    rows: list[dict[str, Any]] = []
-    for key, group in taken.groups.items():
-        count, size = counts.get(key, (0, 0))
-        if group.count > count:
-            shape, kind, graph = key
-            held = _held_by(group.example) if graph else 0
-            more = {"count": group.count, "more": group.count - count, "more_bytes": max(0, group.bytes - size)}
-            rows.append({"shape": list(shape), "type": kind, "graph": graph, **more, "held_bytes": held})
-    # Who holds most by its graph holds the others; of those that hold nothing any more, the loss is the smallest.
-    rows.sort(key=lambda row: (row["graph"], row["held_bytes"], -math.prod(row["shape"])), reverse=True)
-    rows = [*(row for row in rows if row["graph"])][: GROUPS // 2] + sorted(
-        (row for row in rows if not row["graph"]), key=lambda row: (row["more_bytes"], row["more"]), reverse=True
-    )
-    told = {"since": since, "until": number, "grown_bytes": resident - before, "groups": rows[:GROUPS]}
-    return {**told, "seconds": round(taken.seconds, 4)}
+def _full_collections() -> int:
+    """How often the garbage collector has looked through everything. Reading it starts nothing."""
+    return int(gc.get_stats()[-1]["collections"])
 
 
-def _held_by(tensor: Tensor | None) -> int:
-    """Bytes that a tensor keeps alive by its graph, for a way back that nobody goes; 0 where they are freed."""
-    return 0 if tensor is None else saved_bytes([tensor], set()) or 0
+def _row(group: Group, pile: Pile) -> dict[str, Any]:
+    kind, shape, dtype, graph = group
+    return {
+        "kind": kind,
+        "shape": list(shape),
+        "type": str(dtype).removeprefix("torch."),
+        "graph": graph,
+        "more": pile.count,
+        "more_bytes": pile.bytes,
+        "held_bytes": int(median(pile.held)) if pile.held else 0,
+        "exact": pile.exact,
+    }
 
 
-def in_words(told: dict[str, Any]) -> str:
+def _held_most(row: dict[str, Any]) -> tuple[int, int, int]:
+    return row["held_bytes"], row["more"], -math.prod(row["shape"])
+
+
+def _largest(row: dict[str, Any]) -> tuple[int, int]:
+    return row["more_bytes"], row["more"]
+
+
+def in_words(census: dict[str, Any]) -> str:
     """The event's sentence."""
-    grown = f"Memory grew by {told['grown_bytes'] / 2**20:.1f} MiB from round {told['since']} to {told['until']}"
-    if not told["groups"]:
-        return f"{grown}; the number of tensors did not."
-    most = told["groups"][0]
-    graph = " that hold their graph" if most["graph"] else ""
-    return f"{grown}; {most['more']:,} more tensors of shape {most['shape']} ({most['type']}){graph} are alive."
+    growth = f"Memory grew by {census['grown_bytes'] / 2**20:.1f} MiB from round {census['since']} to {census['until']}"
+    if not census["rounds_seen"]:
+        return f"{growth}. fedvitals saw no tensors in these rounds."
+    if not census["groups"]:
+        return (
+            f"{growth}. None of the tensors seen by fedvitals (inputs, outputs, parameters and gradients of the "
+            "clients' models) piled up: the growth is outside of what it sees."
+        )
+    row = census["groups"][0]
+    number = f"{'' if row['exact'] else 'about '}{row['more']:,}"
+    tensors = f"{row['kind']}s of shape {row['shape']} ({row['type']})"
+    kept = f"the graphs of {number} {tensors}" if row["graph"] else f"{number} {tensors}"
+    return f"{growth}; {kept} from these rounds are still alive."

@@ -70,18 +70,19 @@ def shares(model: Any, optimizers: Iterable[Any], seen: Seen | None = None) -> d
     if not gradients and optimizers:
         own = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
         found["gradients"] = sum(p.numel() * p.element_size() for p in own.values() if p.requires_grad)
-    states = (value for o in optimizers for state in o.state.values() for value in _tensors_in(state))
+    states = (value for o in optimizers for state in o.state.values() for value in tensors_in(state))
     found["optimizer"] = storage_bytes(states, seen)
     return found
 
 
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif depth < MOST_DEPTH:
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
         for one in inner:
-            yield from _tensors_in(one, depth + 1)
+            yield from tensors_in(one, depth + 1)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -89,21 +90,28 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 def saved_bytes(roots: Iterable[Tensor], seen: Seen) -> int | None:
     """Bytes that autograd holds for the way back from these tensors, less what is in `seen`; None: it is too large."""
-    total, met = 0, set()
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in met:
-            continue
-        met.add(node)
-        if len(met) > MOST_NODES:
+    total = 0
+    for number, node in enumerate(graph_nodes(roots), 1):
+        if number > MOST_NODES:
             return None
-        total += storage_bytes(_saved_by(node), seen)
-        waiting.extend(after for after, _ in node.next_functions if after is not None and after not in met)
+        total += storage_bytes(tensors_saved_by(node), seen)
     return total
 
 
-def _saved_by(node: Any) -> Iterator[Tensor]:
+def graph_nodes(roots: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of the graph that these tensors were computed by, each once."""
+    met: set[Any] = set()
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in met:
+            met.add(node)
+            yield node
+            waiting.extend(after for after, _ in node.next_functions if after is not None and after not in met)
+
+
+def tensors_saved_by(node: Any) -> Iterator[Tensor]:
+    """The tensors that one node of a graph keeps for the backward pass; none that a hook of the user's would make."""
     kind = type(node)
     names = _names.get(kind)
     if names is None:
@@ -120,7 +128,7 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
                 if isinstance(tensor, Tensor):
                     yield tensor
     if hasattr(node, "__dict__"):  # a function of the user's own may keep tensors on its context
-        yield from _tensors_in(vars(node), MOST_DEPTH - 2)
+        yield from tensors_in(vars(node), MOST_DEPTH - 2)
 
 
 _names: dict[type, tuple[str, ...]] = {}  # of what each kind of node saves
@@ -173,7 +181,7 @@ class StepWatch:
 
     def _answered(self, _model: Any, _inputs: Any, output: Any) -> None:
         """Where `torch.autograd.backward` is never called, what the model alone saves is all that is known."""
-        tensors = list(_tensors_in(output))
+        tensors = list(tensors_in(output))
         self._outputs = [weakref.ref(tensor) for tensor in tensors]
         self._take(tensors)
 
@@ -188,7 +196,7 @@ class StepWatch:
         for one in forget:
             one()
         try:
-            self._take(list(_tensors_in(roots)))
+            self._take(list(tensors_in(roots)))
         except Exception:  # noqa: BLE001 - the same
             self.bytes = None
 
