@@ -68,9 +68,7 @@ class Rounds:
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._chart.continued:
             self._first_model(model)
-        elif (
-            not self._chart.own_tables
-        ):  # a run that goes on: which of its layer tables are ours, the store does not know
+        elif not self._chart.own_tables:  # the store of a run that goes on does not say which tables are ours
             self._chart.know(tables_of(self._kit, View(model)))
 
     def joined(self, span: Span, results: Results) -> None:
