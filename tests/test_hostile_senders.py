@@ -242,6 +242,16 @@ def test_whatever_it_tells_of_its_update_a_client_that_sends_nan_is_found(name, 
     assert len(found.sink.of(LayerStats, "update", node=LIAR)) == ROUNDS
 
 
+@pytest.mark.parametrize("lost", [5.0, math.nan, math.inf, -1.0, 1e308, 1.0])
+@pytest.mark.parametrize("skipped", [0.0, 1.0, math.nan])
+def test_whatever_it_tells_of_its_gradients_it_is_accused_itself(lost, skipped):
+    """Of an update that is not finite, or of gradients that were not before it: of one of the two, in each round."""
+    told = {"gradient.nonfinite": lost, "steps.skipped": skipped, "steps": 10.0, "weight.nonfinite": lost}
+    found = run(lambda _: [Metric(HERE, time.time(), name, value) for name, value in told.items()], ill=(LIAR,))
+    critical = [f for f in found.sink.of(Finding) if f.severity == "critical" and f.issue.startswith("NAN_")]
+    assert {(f.where.node, f.where.round) for f in critical} >= set(NAN_LIAR)
+
+
 def test_a_client_that_lies_of_its_own_nan_accuses_nobody():
     found = run(lambda _: [tables(ONE_LAYER), update_statistics(nans=64.0)])
     assert not found.nan_updates()

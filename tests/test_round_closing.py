@@ -25,6 +25,14 @@ def test_an_update_that_cannot_be_read_costs_its_client_alone(caplog):
     assert [m.where.round for m in sink.metrics("time.round")] == [0, 1]
 
 
+@pytest.mark.parametrize("updates", [None, 7, {"c0": None}, {None: [torch.ones(3)]}, {"c0": [torch.ones(3), None]}])
+def test_updates_that_are_none_never_reach_the_training(updates):
+    sink = MemorySink()
+    with fv.Monitor(None, sinks=[sink], machine=False) as monitor, monitor.round(0, model()):
+        monitor.updates(0, updates)
+    assert len(sink.metrics("time.round")) == 1
+
+
 def test_a_metric_that_is_no_number_does_not_keep_a_round_open():
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], machine=False) as monitor:

@@ -139,14 +139,16 @@ class Chart:
 
         `own`: False for what a sender says of its layers. Nothing that is measured here is ever told by such a table.
         """
-        if own:
-            self.own_tables = {**self.own_tables, **{t.digest: t for t in tables.values()}}
-        new = {t.digest: t for t in tables.values() if t.digest not in self.tables}
-        if not new:
+        brought = {table.digest: table for table in tables.values()}
+        if all(digest in self.tables and (digest in self.own_tables or not own) for digest in brought):
             return
         with self._lock:
             outlet = self._outlet or self._open()  # first: opening adds to what is known of the run
-            self.tables = {**self.tables, **new}
+            if own:
+                self.own_tables = {**self.own_tables, **brought}
+            if all(digest in self.tables for digest in brought):
+                return
+            self.tables = {**self.tables, **brought}
             self.run = replace(self.run, tables=tuple(self.tables.values()))
             outlet.emit(self.run)
 

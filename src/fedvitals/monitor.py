@@ -322,7 +322,7 @@ class Monitor:
                 answers.extend([] if action is None else [action])
 
         attempt = functools.partial(self._chart.attempt, here=self._clients.at)
-        for node, vector, rows in measured_apart(updates, attempt):
+        for node, vector, rows in self._guard("updates()", lambda: measured_apart(updates, attempt)) or ():
             attempt("updates()", functools.partial(take, node, vector, rows), node)
         excluded = [action.target for action in answers if action.target is not None]
         self._guard("taping updates", lambda: self._chart.loop.sent(round, updates, excluded))

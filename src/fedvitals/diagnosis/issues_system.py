@@ -204,6 +204,7 @@ SYSTEM = (
         (
             "The worker process ended before it had sent what it measured.",
             "A firewall or a mod of the host lets only models through.",
+            "The client sent what cannot be its own telemetry, and it was refused (event `telemetry.refused`).",
             "The queue was full, or the store could not be written for a while.",
         ),
         (

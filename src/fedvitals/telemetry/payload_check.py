@@ -17,6 +17,8 @@ from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span,
 from fedvitals.telemetry.outlet import SOURCE
 from fedvitals.telemetry.sender import OF_CLIENTS, Sender
 
+OF_WORKERS = (*OF_CLIENTS, Run, Transfer)  # what a worker process of our own may send
+
 # What one layer table may hold: far more than any model has, and little enough that a sum or a product of sizes fits
 # into 64 bits and into a float without rounding.
 ROW_KINDS = ("parameter", "buffer", "module", "model")
@@ -54,7 +56,7 @@ def tables_of_payload(records: Sequence[Record], run: str, known: Mapping[str, L
             raise RecordError(f"A payload of run '{run_of(record)[:80]}' was given to run '{run}'.")
         if record.source == "" or record.source.startswith(SOURCE):
             raise RecordError(f"A payload has records of source '{record.source}', which is no worker's.")
-        if not isinstance(record, (*OF_CLIENTS, Run, Transfer)):
+        if not isinstance(record, OF_WORKERS):
             raise RecordError(f"A payload has a {type(record).__name__}, which is not a worker's to tell.")
         if isinstance(record, Span | Metric) and of_the_whole(record):
             described = f"{type(record).__name__} '{record.name[:80]}'"

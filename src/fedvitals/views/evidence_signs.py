@@ -134,7 +134,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "MEMORY_LEAK": (Sign("memory.resident"), Sign("memory.kept")),
     "DISK_FULL": (counted("client.failed", "monitor.error"), Sign("machine.disk_written")),
     "CLOCK_SKEW": (Sign("time.clock_error"),),
-    "TELEMETRY_LOST": (Sign("monitor.lost"), counted("worker.lost")),
+    "TELEMETRY_LOST": (Sign("monitor.lost"), counted("worker.lost", "telemetry.refused")),
     "BOTTLENECK": (Sign("time.round"), Sign("time.client")),
 }
 
