@@ -18,6 +18,7 @@ from fedvitals.diagnosis.evidence import VIEWS, Model, features
 from fedvitals.diagnosis.kinds import AFTER_TRAINING
 from fedvitals.diagnosis.scores import Scorer, Scores
 from fedvitals.diagnosis.sent import trained, untrained
+from fedvitals.diagnosis.transformed import transformation
 from fedvitals.diagnosis.vitals import SIGNS, Vitals, vitals
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
@@ -76,15 +77,19 @@ class Course:
     swapped: dict[Node, int] = field(default_factory=dict)  # who sent something else than it trained, and since when
     chances: dict[Node, dict[str, float]] = field(default_factory=dict)  # of each kind, for all that stand accused
     named: dict[Node, str] = field(default_factory=dict)  # the kind that each of these is accused of
+    abstains: bool = False  # whether the last round's updates were transformed, so that nobody is judged by them
 
     def take(self, history: History, number: int) -> None:
         seen = vitals(history, number)
         self.round, self.rounds = number, self.rounds + 1
         self.clients |= set(seen.nodes)
-        self.vitals, self.scores = seen, self.scorer(seen)
+        self.abstains = transformation(history, number) is not None
+        self.vitals, self.scores = seen, None if self.abstains else self.scorer(seen)
         accuracy = seen.values[:, SIGNS.index("accuracy_before")]
         if np.isfinite(accuracy).any():
             self.accuracy = float(np.nanmedian(accuracy))
+        if self.abstains:
+            self.swapped, self.named = {}, {}
         if self.scores is None:
             return
         struck, honest = untrained(history, number), trained(history, number)

@@ -22,6 +22,7 @@ from fedvitals.diagnosis.detect_signals import (
     server_step,
 )
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.transformed import transformation
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 
@@ -111,6 +112,8 @@ def oscillation(history: History, now: int) -> Iterator[Finding]:
     worse = measured and float(losses.values[-1]) > (1 + RISE) * float(losses.values[:-1].min())
     rising = measured and float(losses.values[-1]) > float(losses.values[-2])
     undone = before < UNDONE and turned < UNDONE  # False where it is NaN
+    if undone and transformation(history, now) is not None:
+        undone = False  # noise, or another choice of values in each round: not what the clients trained
     if not (rates and (swings or rising or turned < TURNING)) and not (undone and (swings or worse)):
         return
     text = f"The {losses.name} swings" if swings else "The rounds begin to undo each other"
