@@ -160,15 +160,16 @@ def plateau(history: History, now: int) -> Iterator[Finding]:
         yield _creep("PLATEAU", losses, rates, now)
         return
     found = profile(history, now)
-    chance = found.chance if found is not None else np.inf
+    chance = found.chance if found is not None else np.nan
     values = losses.last(LONG)
-    if len(values) < LONG or not np.isfinite(values).all() or float(values.min()) < 0.9 * min(chance, losses.values[0]):
+    if len(values) < LONG or not np.isfinite(values).all() or values.min() < 0.9 * np.fmin(chance, losses.values[0]):
         return
     if float(values[:3].mean() - values[-3:].mean()) < FLAT * float(values[0]):
         yield finding(
             "PLATEAU",
             now,
-            f"The {losses.name} has not moved from {values[0]:.3g} in {LONG} rounds, about what a blind guess has.",
+            f"The {losses.name} has not moved from {values[0]:.3g} in {LONG} rounds"
+            + (", about what a blind guess has." if np.isfinite(chance) else "."),
             confidence=0.5,
             since=losses.rounds[-LONG],
             severity="note",

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.diagnosis.attendance import rounds_until
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
 SERVER = "server"
 REFERENCE_WIDTH = 64.0  # units of a layer, up to which no correction is made
 NEXT_TO_NOTHING = 1e-6  # of the layer with most
-LOSSES = ("loss", "local.loss")  # of the round, the first that is there
+LOSSES = ("loss", "local.loss")  # of the round: on the test set, and on the clients' own tests
+ACCURACIES = ("accuracy", "local.accuracy")
+PLAUSIBLE_LOSS = 2.0  # times a blind guess's cross-entropy: more, and it may be another kind of loss
+LONGEST_BIAS_GRADIENT = 2.0 * 1.01  # squared, with room for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,33 @@ def curve(history: History, name: str, now: int, node: Node | None = None) -> Cu
 
 
 def loss_curve(history: History, now: int) -> Curve:
-    """The global model's loss: on the test set, else on the clients' own tests; empty where nobody measures it."""
-    for name in LOSSES:
-        found = curve(history, name, now)
-        if len(found):
-            return found
-    return curve(history, LOSSES[0], now)
+    """The global model's loss, all values of one source: empty where nobody measures it.
+
+    On the test set; or on the clients' own tests, where these are evaluated more often.
+    """
+    central, clients_own = (curve(history, name, now) for name in LOSSES)
+    if len(clients_own):
+        return clients_own if len(clients_own) > len(central) else central
+    return _of_one_source(history, central)
+
+
+def _of_one_source(history: History, losses: Curve) -> Curve:
+    """The values that have the source of the newest one, in runs that were recorded without a name for each source.
+
+    A host that evaluates at times itself, and else averages its clients' evaluations, used to log both as `loss`. What
+    lies within the clients' own losses is their average; what lies outside cannot be.
+    """
+    if not len(losses):
+        return losses
+    averaged = np.array([_is_average(history, *pair) for pair in zip(losses.rounds, losses.values, strict=True)])
+    kept = np.flatnonzero(averaged == averaged[-1])
+    return Curve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
+
+
+def _is_average(history: History, number: int, loss: float) -> bool:
+    own = [value for value in history.latest("local.loss", number).values() if np.isfinite(value)]
+    room = 1e-5 * max(map(abs, own), default=0.0)
+    return bool(own) and min(own) - room <= loss <= max(own) + room
 
 
 def clients(history: History, now: int) -> list[Node]:
@@ -116,11 +141,11 @@ class Profile:
     # ‖gradient‖·‖weights‖, corrected for width: nats of loss for a change of all the layer's weights by their own size.
     elasticity: Array
     zero: npt.NDArray[np.bool_]  # the gradient is exactly 0 on most clients
-    classes: int  # of the last layer; 0 if that is not known
+    chance: float  # loss of a model that knows nothing and says so, in nats: log(classes); NaN where that is unknown
 
     @property
     def pressure(self) -> Array:
-        """The elasticity against the loss of a blind guess."""
+        """The elasticity against the loss of a blind guess; NaN where that is unknown."""
         return self.elasticity / self.chance
 
     @property
@@ -131,11 +156,6 @@ class Profile:
     def cut_off(self) -> bool:
         """Whether at least half of the layers get nothing, or next to nothing, of what the others get."""
         return float(np.mean(self.elasticity <= NEXT_TO_NOTHING * np.nanmax(self.elasticity, initial=0.0))) >= 0.5
-
-    @property
-    def chance(self) -> float:
-        """The loss of a model that knows nothing and says so: log(classes); at least 1 nat where that is unknown."""
-        return float(np.log(self.classes)) if self.classes > 1 else 1.0
 
 
 def profile(history: History, now: int) -> Profile | None:
@@ -155,8 +175,30 @@ def profile(history: History, now: int) -> Profile | None:
     elasticity = typical * rms * counts * _width_correction(names, counts)
     last = names.index(bias_of(names[places[-1]])) if bias_of(names[places[-1]]) in names else None
     known = last is not None and last != places[-1] and np.isfinite(counts[last])
-    classes = int(counts[last]) if known else 0
-    return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, classes)
+    classes = int(counts[last]) if last is not None and known else 0
+    # One step's gradient of mean cross-entropy on the last bias is mean(softmax − one-hot), never longer than √2.
+    length = float(typical[last]) ** 2 * classes if last is not None and known else np.nan
+    chance = np.nan if length > LONGEST_BIAS_GRADIENT else chance_level(history, now, classes)
+    return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
+
+
+def chance_level(history: History, now: int, classes: int) -> float:
+    """Return the cross-entropy of a blind guess among so many classes; NaN where the task may be another one.
+
+    Only integer labels tell that the loss is of classes: clients that counted them, or measured their accuracy. An
+    accuracy that the host logs says less, since the loss may be a sum with other tasks: then the loss itself must have
+    been near that of a guess, or below.
+    """
+    if classes < 2:
+        return float("nan")
+    chance = float(np.log(classes))
+    counted = any((event.where.round or 0) <= now for event in history.events("labels"))
+    if counted or any(history.latest("fit.accuracy_before", number) for number in rounds_until(history, now)):
+        return chance
+    accuracies = any(len(curve(history, name, now)) for name in ACCURACIES)
+    losses = loss_curve(history, now).values
+    plausible = bool((losses[np.isfinite(losses)] <= PLAUSIBLE_LOSS * chance).any())
+    return chance if accuracies and plausible else float("nan")
 
 
 def _width_correction(names: tuple[str, ...], counts: Array) -> Array:
@@ -182,7 +224,7 @@ def still_units(history: History, now: int) -> list[Still]:
     """Of every layer with a bias but the last. A unit that nothing passes through gets no gradient on its bias.
 
     The first decile over the clients: what one client's data leave unused, another's move. The gradient must be 0, too,
-    since compression leaves out most of an update.
+    since compression leaves out most of an update. Layers without any gradient are frozen, and are left out.
     """
     nodes, names = clients(history, now), history.layers("update")
     if not nodes or not names or names != history.layers("gradient"):
@@ -192,12 +234,12 @@ def still_units(history: History, now: int) -> list[Still]:
     if not len(rows) or not len(gradients):
         return []
     counts = quiet_quantile(rows[..., 1], 0.5)
-    unmoved = np.fmin(quiet_quantile(rows[..., 0], 0.1), quiet_quantile(gradients[..., 0], 0.1))
+    unmoved = np.minimum(quiet_quantile(rows[..., 0], 0.1), quiet_quantile(gradients[..., 0], 0.1))  # NaN: unknown
     places = matrix_layers(names, counts)
     found = []
     for place, following in itertools.pairwise(places):
         bias = bias_of(names[place])
-        if bias in names and bias != names[place]:
+        if bias in names and bias != names[place] and np.isfinite(unmoved[[names.index(bias), following]]).all():
             found.append(Still(names[place], float(unmoved[names.index(bias)]), float(unmoved[following])))
     return found
 
