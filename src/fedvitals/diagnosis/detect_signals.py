@@ -25,7 +25,8 @@ NEXT_TO_NOTHING = 1e-6  # of the layer with most
 LOSSES = ("loss", "local.loss")  # of the round: on the test set, and on the clients' own tests
 ACCURACIES = ("accuracy", "local.accuracy")
 PLAUSIBLE_LOSS = 2.0  # times a blind guess's cross-entropy: more, and it may be another kind of loss
-LONGEST_BIAS_GRADIENT = 2.0 * 1.01  # squared, with room for rounding
+LONGEST_BIAS_GRADIENT = 2.0**0.5 * 1.01  # of mean cross-entropy, with room for rounding
+SCALED_BY = 3  # rounds by which a loss of another scale has shown itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +51,25 @@ def curve(history: History, name: str, now: int, node: Node | None = None) -> Cu
 
 
 def loss_curve(history: History, now: int) -> Curve:
-    """The global model's loss, all values of one source: empty where nobody measures it.
+    """The global model's loss, all values of one source; empty where nobody measures it.
 
     On the test set; or on the clients' own tests, where these are evaluated more often.
     """
-    central, clients_own = (curve(history, name, now) for name in LOSSES)
-    if len(clients_own):
-        return clients_own if len(clients_own) > len(central) else central
-    return _of_one_source(history, central)
+    central, averaged = (curve(history, name, now) for name in LOSSES)
+    return averaged if len(averaged) > len(central) else _of_one_source(history, central, averaged)
 
 
-def _of_one_source(history: History, losses: Curve) -> Curve:
-    """The values that have the source of the newest one, in runs that were recorded without a name for each source.
+def _of_one_source(history: History, losses: Curve, averaged: Curve) -> Curve:
+    """The values that have the same source as the newest one.
 
-    A host that evaluates at times itself, and else averages its clients' evaluations, used to log both as `loss`. What
-    lies within the clients' own losses is their average; what lies outside cannot be.
+    A host may evaluate only at times itself, and otherwise average its clients' evaluations; runs recorded earlier hold
+    both under one name. A value within the range of the clients' own losses is taken for their average, unless that
+    average has a name of its own in the same round.
     """
-    if not len(losses):
-        return losses
-    averaged = np.array([_is_average(history, *pair) for pair in zip(losses.rounds, losses.values, strict=True)])
-    kept = np.flatnonzero(averaged == averaged[-1])
+    named = set(averaged.rounds)
+    pairs = zip(losses.rounds, losses.values, strict=True)
+    mixed = np.array([number not in named and _is_average(history, number, loss) for number, loss in pairs], dtype=bool)
+    kept = np.flatnonzero(mixed == mixed[-1]) if len(mixed) else np.arange(0)
     return Curve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
 
 
@@ -173,13 +173,24 @@ def profile(history: History, now: int) -> Profile | None:
         return None
     typical = quiet_quantile(gradients[..., 0], 0.5)
     elasticity = typical * rms * counts * _width_correction(names, counts)
-    last = names.index(bias_of(names[places[-1]])) if bias_of(names[places[-1]]) in names else None
-    known = last is not None and last != places[-1] and np.isfinite(counts[last])
-    classes = int(counts[last]) if last is not None and known else 0
-    # One step's gradient of mean cross-entropy on the last bias is mean(softmax − one-hot), never longer than √2.
-    length = float(typical[last]) ** 2 * classes if last is not None and known else np.nan
-    chance = np.nan if length > LONGEST_BIAS_GRADIENT else chance_level(history, now, classes)
+    bias = bias_of(names[places[-1]])
+    last = names.index(bias) if bias in names and bias != names[places[-1]] else None
+    classes = int(counts[last]) if last is not None and np.isfinite(counts[last]) else 0
+    chance = chance_level(history, now, classes) if last is not None and _mean_entropy(history, now, last) else np.nan
     return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
+
+
+def _mean_entropy(history: History, now: int, last: int) -> bool:
+    """Whether gradients have the scale of cross-entropy averaged over a batch, as far as the last bias tells.
+
+    Its gradient is then mean(softmax − one-hot), which is never longer than √2. A sum over the batch, or another loss,
+    soon gives longer ones; what is known of its scale is known from the first rounds on.
+    """
+    for number in {*[n for n in history.rounds() if n <= now][:SCALED_BY], now}:
+        _, largest = history.across("gradient.steps", ("norm_max",), number)
+        if len(largest) and quiet_quantile(largest[:, last, 0], 0.5) > LONGEST_BIAS_GRADIENT:
+            return False
+    return True
 
 
 def chance_level(history: History, now: int, classes: int) -> float:
