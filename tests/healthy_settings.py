@@ -35,6 +35,7 @@ def judged(setting: Setting, seed: int = 0, **options: Any) -> list[Case]:
     """Train a setting under a monitor of its own, and return what all detectors say of it, as cases."""
     torch.manual_seed(seed)
     store = MemoryStore()
+    options.setdefault("privacy", getattr(setting, "keywords", {}).get("privacy", 3))
     with fv.Monitor(None, sinks=[store], machine=False, detectors=(), **options) as monitor:
         setting(monitor, seed)
     return cases(examine(store.history(monitor.run.id)))
@@ -423,6 +424,69 @@ def mixed_evaluation(monitor: fv.Monitor, seed: int, *, better: str) -> None:
     hand.federate(FedAvg(), app, monitor, nodes=6, rounds=24, evaluate_fn=central, run_id=next(hand.RUNS))
 
 
+def half_arrays(values: Any, _: Any) -> Any:
+    return values.astype("float16")
+
+
+def coarse_arrays(values: Any, _: Any) -> Any:
+    """The state by whole numbers from −127 to 127 and a scale, turned back to float32."""
+    step = max(float(abs(values).max()) / 127, 1e-12)
+    return ((values / step).round() * step).astype("float32")
+
+
+def pruned_arrays(values: Any, _: Any) -> Any:
+    """Without the smallest third of the weights."""
+    limit = sorted(abs(values).ravel().tolist())[values.size // 3]
+    return values * (abs(values) >= limit)
+
+
+def large_changes(values: Any, start: Any) -> Any:
+    """The largest tenth of what changed; the rest as it was."""
+    change = values - start
+    limit = sorted(abs(change).ravel().tolist())[-max(1, change.size // 10)]
+    return start + change * (abs(change) >= limit)
+
+
+FLOWER_COMPRESSIONS = {
+    "fp16": half_arrays,
+    "int8": coarse_arrays,
+    "pruning": pruned_arrays,
+    "top-k": large_changes,
+}
+
+
+def compressed_flower(monitor: fv.Monitor, seed: int, *, compress: Callable[..., Any], privacy: int) -> None:
+    """A Flower app whose clients train with torch; a mod of the user's compresses the arrays of each reply."""
+    import flower_by_hand as hand
+    from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.serverapp.strategy import FedAvg
+
+    data = [*parts(*blobs(seed)).values()]
+
+    def learn(message: Any, context: Any) -> Any:
+        model = classifier()
+        state = {name: tensor.float() for name, tensor in message.content["arrays"].to_torch_state_dict().items()}
+        model.load_state_dict(state)
+        x, y = data[context.node_id - hand.FIRST]
+        with fv.watch(model, data=[(x, y)], loss=functional.cross_entropy):
+            train(model, x, y, functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
+        metrics = MetricRecord({"num-examples": len(x)})
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+
+    def compressing(message: Any, context: Any, call_next: Any) -> Any:
+        reply = call_next(message, context)
+        if reply.metadata.message_type.startswith("train"):
+            start = message.content["arrays"]
+            arrays = {n: Array(compress(a.numpy(), start[n].numpy())) for n, a in reply.content["arrays"].items()}
+            reply.content["arrays"] = ArrayRecord(arrays)
+        return reply
+
+    app = hand.client_app(fv.flower.client_mod(privacy=privacy), compressing, train=learn)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    arrays = ArrayRecord(classifier().state_dict())
+    hand.federate(FedAvg(), app, monitor, nodes=CLIENTS, rounds=12, arrays=arrays, run_id=next(hand.RUNS))
+
+
 def settings() -> dict[str, Setting]:
     """Every setting by name."""
     found: dict[str, Setting] = {}
@@ -432,6 +496,10 @@ def settings() -> dict[str, Setting]:
         )
     for name, compress in HAND_COMPRESSIONS.items():
         found[f"by hand, {name}"] = functools.partial(compressed_loop, compress=compress)
+    for (name, change), privacy in itertools.product(FLOWER_COMPRESSIONS.items(), (2, 3)):
+        found[f"Flower, {name}, level {privacy}"] = functools.partial(
+            compressed_flower, compress=change, privacy=privacy
+        )
     for better in ("server", "clients"):
         found[f"Flower, two evaluations, the {better}' lower".replace("server'", "server's")] = functools.partial(
             mixed_evaluation, better=better

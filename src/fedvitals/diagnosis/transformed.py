@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.diagnosis.attendance import clients_of, rounds_until
-from fedvitals.diagnosis.sent import MANY, NOT_TRAINED, mismatch
+from fedvitals.diagnosis.sent import MANY, mismatch
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
 FEWEST_CLIENTS = 4  # in a smaller cohort, the clients of the rounds before are counted as well
 LOOK_BACK = 5  # rounds searched for further clients
+ROUNDED = 1e-5  # relative difference in size from which an update was rounded on its way; untouched, it is about 1e-7
 MOSTLY_ZEROS = 0.5  # share of zeros in a typical layer, beyond the zeros of its gradients
 
 
@@ -69,7 +70,7 @@ def _over_rounds(history: History, round_index: int, sign: Callable[[History, in
 
 def _differing(history: History, round_index: int) -> dict[Node, bool]:
     """Whether each client's update differs from what it trained, for the clients of which both are known."""
-    return {node: distance > NOT_TRAINED for node, distance in mismatch(history, round_index).items()}
+    return {node: distance > ROUNDED for node, distance in mismatch(history, round_index).items()}
 
 
 def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
