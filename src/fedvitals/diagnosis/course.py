@@ -123,7 +123,7 @@ class Course:
         norms = [norm for norm in history.latest("update.norm", number).values() if np.isfinite(norm)]
         median = float(np.median(norms)) if norms else 0.0
         self.largest = max(self.largest, median)
-        return median < CONVERGED * self.largest
+        return 0 < median < CONVERGED * self.largest  # of a model that died of NaN, nothing finite is left
 
     def _gather(self, number: int, scores: Scores, seen: Vitals, cohort: str) -> None:
         for name, view in self.views.items():
