@@ -7,6 +7,7 @@ import pytest
 
 import fedvitals as fv
 import verbs
+from detecting import history_of
 from fedvitals import lab
 from fedvitals.diagnosis.cases import cases, is_trouble
 from fedvitals.diagnosis.detect_transformed import transformed_updates
@@ -15,8 +16,8 @@ from fedvitals.diagnosis.locate import verdicts
 from fedvitals.diagnosis.transformed import transformation
 from fedvitals.records import Action, Finding
 from fedvitals.store import MemoryStore, open_reader, queries
-from detecting import history_of
-from healthy_settings import HAND_COMPRESSIONS, LAB_COMPRESSIONS, compressed_loop, judged, lab_setting, troubles
+from healthy_loops import HAND_COMPRESSIONS, compressed_loop
+from healthy_settings import LAB_COMPRESSIONS, judged, lab_setting, troubles
 
 CULPRIT = "c3"
 NODES = [f"c{i}" for i in range(8)]

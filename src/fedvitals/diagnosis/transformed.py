@@ -58,7 +58,9 @@ def most(clients: Mapping[Node, bool]) -> bool:
     return sum(clients.values()) >= max(2, len(clients) // 2 + 1)
 
 
-def _over_rounds(history: History, round_index: int, sign: Callable[[History, int], dict[Node, bool]]) -> dict[Node, bool]:
+def _over_rounds(
+    history: History, round_index: int, sign: Callable[[History, int], dict[Node, bool]]
+) -> dict[Node, bool]:
     """The sign of each client in this round; of too few clients, also that of others in the newest rounds before."""
     clients = sign(history, round_index)
     if not clients or len(clients) >= FEWEST_CLIENTS:
