@@ -131,3 +131,28 @@ def test_missing_numbers_are_no_trouble():
     assert issues(history_of({("gradient.norm", "c0"): [1.0] * 6})) == set()
     assert not list(client_drift(history_of({("loss", None): [2.3, 2.3]}), 1))
     assert issues(lab_history(**MLP, probes="light")) == set()
+
+
+def two_sources(central, clients, every=3, rounds=24, named=False):
+    """`loss` as an older Flower run has it: the server's own value at times, else the average of its clients'.
+
+    `named`: as of today, where the average has a name of its own.
+    """
+    losses = [central(n) if n % every == 0 else None if named else clients(n) for n in range(rounds)]
+    values = {("local.loss", f"c{i}"): [clients(n) + 0.01 * (i - 1) for n in range(rounds)] for i in range(3)}
+    if named:
+        values["local.loss", None] = [clients(n) for n in range(rounds)]
+    return history_of(values | {("loss", None): losses})
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("server_loss", "client_loss"), [(0.4, 1.0), (1.2, 0.4)])
+def test_two_sources_of_a_loss_are_never_compared_with_each_other(named, server_loss, client_loss):
+    history = two_sources(lambda n: server_loss * 0.97**n, lambda n: client_loss * 0.97**n, named=named)
+    assert issues(history, rounds=24) == set()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_divergence_is_seen_in_either_of_two_sources(named):
+    history = two_sources(lambda n: 0.4 * 1.1**n, lambda n: 1.0 * 1.1**n, named=named)
+    assert "DIVERGENCE" in issues(history, rounds=24)

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each issue of the gradients on the fault that fires it, and silence on its healthy twin."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from torch import nn
+from torch.nn import functional
 
 from detecting import findings_of, history_of, lab_history
-from fedvitals import lab
-from fedvitals.diagnosis.detect_gradient import DETECTORS, exploding
+from fedvitals import Monitor, lab
+from fedvitals.diagnosis.detect_gradient import DETECTORS, exploding, poor_initialisation
 from fedvitals.diagnosis.detect_signals import bias_of, matrix_layers, profile, quiet_quantile, still_units
+from fedvitals.records import Event, Layer, LayerStats, LayerTable, Run, Where
+from fedvitals.store import MemoryStore
+from healthy_loops import Task, blobs, classifier, log_accuracy, regression, sgd, summed_loss
 
 pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
 
@@ -119,7 +126,7 @@ def test_pressure_has_no_unit():
     for width in (64, 1024):
         found = profile(lab_history(model=lab.MLP(hidden=(width,)), rounds=1), 0)
         assert found is not None
-        assert found.classes == 10
+        assert found.chance == pytest.approx(np.log(10))
         tops.append(float(np.nanmax(found.elasticity)) / found.chance)
     assert 0.5 < tops[0] / tops[1] < 2
 
@@ -140,3 +147,75 @@ def test_quantile_leaves_out_nan():
 def test_nothing_measured_nothing_found():
     assert issues(history_of({("loss", None): [2.0, 1.0, 0.5]})) == set()
     assert issues(lab_history(model=MLP, probes="light")) == set()
+
+
+def loop_history(task, seed=0):
+    """What a monitor saw of a plain loop."""
+    torch.manual_seed(seed)
+    store = MemoryStore()
+    with Monitor(None, sinks=[store], machine=False, detectors=()) as monitor:
+        task(monitor, seed)
+    return store.history(monitor.run.id)
+
+
+def exploding_classifier():
+    model = classifier()
+    for parameter in model.parameters():
+        parameter.data *= 15
+    return model
+
+
+def fading_classifier():
+    """Deep and with weights far too small: the last bias alone learns."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), *layers, nn.Linear(32, 4))
+    for parameter in model.parameters():
+        parameter.data *= 0.02
+    return model
+
+
+def all_zero():
+    model = classifier()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def test_gradients_of_another_loss_have_no_chance_level():
+    """Labels that clients count tell of classes; numbers do not, whatever the last layer's size."""
+    classes = Task(blobs, classifier, functional.cross_entropy, sgd(0.1), rounds=1)
+    assert profile(loop_history(classes), 0).chance == pytest.approx(np.log(4))
+    for task in (
+        regression(1.0, functional.mse_loss, 1e-2, targets=4),
+        replace(classes, loss=summed_loss),
+        replace(classes, tells_data=False),
+    ):
+        assert np.isnan(profile(loop_history(replace(task, rounds=1)), 0).chance)
+
+
+def test_what_is_wrong_with_the_start_is_found_in_plain_loops_as_well():
+    """By the clients' labels, and by an accuracy where no loss is logged."""
+    task = Task(blobs, exploding_classifier, functional.cross_entropy, sgd(1e-3), rounds=3)
+    assert "EXPLODING_GRADIENT" in issues(loop_history(task))
+    fading = Task(blobs, fading_classifier, functional.cross_entropy, sgd(1e-3), log_accuracy, rounds=3)
+    assert "VANISHING_GRADIENT" in issues(loop_history(fading))
+    zeros = Task(blobs, all_zero, functional.cross_entropy, sgd(0.1), log_accuracy, rounds=3)
+    assert {"VANISHING_GRADIENT", "POOR_INITIALISATION"} <= issues(loop_history(zeros))
+
+
+def test_remarks_of_older_runs_about_adapters_count_for_nothing():
+    """They were one for each matrix of zeros: a fault only where more than half of the model is."""
+    store = MemoryStore()
+    layers = tuple(Layer(f"{i}.{name}", (4, 4), "float32") for i in range(2) for name in ("base.weight", "A", "B"))
+    table = LayerTable("parameter", layers)
+    store.write(
+        [
+            Run("r", "older", tables=(table,)),
+            LayerStats(Where("r", 12, "c0"), 1.0, "weight", np.ones((6, 9)), table.digest, "c0", 1),
+            *(
+                Event(Where("r", 0), 0.0, "warning", "initialisation", f"{i}.B: all values equal 0: every unit", {})
+                for i in range(2)
+            ),
+        ]
+    )
+    assert [*poor_initialisation(store.history("r"), 12)] == []

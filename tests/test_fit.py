@@ -274,3 +274,29 @@ def test_other_samples_each_round():
     assert len(seen) == 100
     assert spread(3, 8, 0) == [0, 1, 2]
     assert spread(0, 8, 5) == []
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.classes, self.size = kind, nn.Linear(12, 3), nn.Linear(12, 1)
+
+    def forward(self, x):
+        heads = {"classes": self.classes(x), "size": self.size(x)}
+        return heads if self.kind is dict else tuple(heads.values())
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_a_model_with_two_heads_is_evaluated_sample_by_sample(kind):
+    """The loss is called with one sample's part of each head; an accuracy is not known."""
+
+    def loss(outputs, y):
+        classes, heights = outputs.values() if kind is dict else outputs
+        return functional.cross_entropy(classes, y) + heights.square().mean()
+
+    model, (x, y) = TwoHeads(kind), make_data()
+    view = View(model, node="c0", round=0, data=(x, y), loss=loss)
+    found, _ = Fit(None).before(view)
+    with torch.no_grad():
+        close(found["fit.loss_before"], float(loss(model(x), y)))
+    assert "fit.accuracy_before" not in found

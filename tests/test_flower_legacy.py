@@ -97,6 +97,7 @@ def test_clients_rounds_and_metrics_are_seen():
     journeys = {span.id for span in sink.of(Span, JOURNEY)}
     assert {span.parent for span in sink.of(Span, "client")} == journeys
     assert sink.value("accuracy", round=2, node=None) == pytest.approx(0.2)  # of the server itself
+    assert sink.value("local.loss", round=2, node=None) > 0  # of its clients
     assert sink.value("update.samples", round=2, node="101") == 21
     assert sink.value("loss", round=2, node="101") > 0
     (cohort,) = (e for e in sink.events("cohort", round=2) if e.data["phase"] == "train")

@@ -157,6 +157,24 @@ def test_metrics_of_server_and_clients_are_those_of_the_round():
         assert sink.value("local.accuracy", round=number, node="102") > 0
 
 
+def test_two_evaluations_are_two_series():
+    """The clients' average has a name of its own where the server evaluates at times; round 0 is nobody's round."""
+
+    def at_times(number, _):
+        return MetricRecord({"accuracy": 0.5, "f1": 0.25}) if number in (0, 2) else None
+
+    with watched() as (monitor, sink):
+        federate(FedAvg(), with_mod(), monitor, rounds=3, evaluate_fn=at_times)
+    told = {m.where.round: m.value for m in sink.metrics("accuracy") if m.where.node is None}
+    assert told == {2: 0.5}
+    assert {m.where.round for m in sink.metrics("user.f1") if m.where.node is None} == {2}
+    averaged = {m.where.round: m.value for m in sink.metrics("local.accuracy") if m.where.node is None}
+    assert {*averaged} == {1, 2, 3}
+    with watched() as (monitor, sink):
+        federate(FedAvg(), with_mod(), monitor, rounds=3)
+    assert {m.where.round: m.value for m in sink.metrics("accuracy") if m.where.node is None} == averaged
+
+
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_flowers_own_mods_that_count_bytes_work_beside_ours(ours_first):
     """They fail where a record has an empty value, so ours has none."""

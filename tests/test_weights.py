@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedvitals.probes.weights import check_initialisation
+from fedvitals.probes.weights import check_initialisation, starts_at_zero
 from fedvitals.stats import COUNT, SUM
 from models import MODELS, batches, close, flat, make, make_data, train, twin_sums, watched
 
@@ -189,7 +189,12 @@ def uniform(model):
 
 
 def zeros(model):
+    nn.init.zeros_(model[1].weight)
     nn.init.zeros_(model[6].weight)
+
+
+def equal(model):
+    nn.init.constant_(model[6].weight, 0.5)
 
 
 def not_a_number(model):
@@ -201,20 +206,21 @@ def tiny(model):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "layer", "words"),
+    ("spoil", "layers", "words"),
     [
-        (uniform, "1.weight", "grow"),
-        (zeros, "6.weight", "all values equal 0"),
-        (not_a_number, "1.weight", "1 values are NaN or Inf"),
-        (tiny, "6.weight", "fade"),
+        (uniform, ["1.weight"], "grow"),
+        (zeros, ["1.weight", "6.weight"], "all values equal 0"),
+        (equal, ["6.weight"], "all values equal 0.5"),
+        (not_a_number, ["1.weight"], "1 values are NaN or Inf"),
+        (tiny, ["6.weight"], "fade"),
     ],
 )
-def test_bad_initialisation_is_remarked(spoil, layer, words):
+def test_bad_initialisation_is_remarked(spoil, layers, words):
     """Far too large, all equal, NaN, far too small: each is told before any training, once a run, as an Event."""
     model = make("cnn")
     spoil(model)
     remarks = check_initialisation(model)
-    assert [name for name, _ in remarks] == [layer]
+    assert [name for name, _ in remarks] == layers
     assert words in remarks[0][1]
     monitor, sink = watched()
     with monitor:
@@ -222,4 +228,43 @@ def test_bad_initialisation_is_remarked(spoil, layer, words):
             with monitor.round(number, model):
                 pass
     events = sink.events("initialisation")
-    assert [(e.level, e.data["layer"], e.where.round) for e in events] == [("warning", layer, 0)]
+    assert [(e.level, e.data["layer"], e.where.round) for e in events] == [("warning", name, 0) for name in layers]
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a low-rank correction that begins at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(12, 10).requires_grad_(requires_grad=False)
+        self.base.weight.data *= 100  # frozen: how it was made is nobody's business here
+        self.down, self.up = nn.Linear(12, 2, bias=False), nn.Linear(2, 10, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+
+class Vision(nn.Module):
+    """Arrays whose shape tells no fan-in: a position embedding and a stack of experts, as vision transformers have."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(0.02 * torch.randn(1, 197, 384))
+        self.experts = nn.Parameter(torch.randn(4, 64, 64) / 8)
+        self.head = nn.Linear(384, 3)
+
+
+def test_zero_starts_and_frozen_weights_are_no_bad_start():
+    """An adapter, a head of zeros, and a model of which only its arrays are known: told as an info, with no remark."""
+    head = make("mlp")
+    nn.init.zeros_(head[2].weight)
+    arrays = make("mlp").requires_grad_(requires_grad=False)
+    nn.init.zeros_(arrays[0].weight)
+    nn.init.zeros_(arrays[2].weight)
+    for model, zero in ((Adapter(), ["up.weight"]), (head, ["2.weight"]), (arrays, ["0.weight", "2.weight"])):
+        assert check_initialisation(model) == []
+        assert starts_at_zero(model) == zero
+        monitor, sink = watched()
+        with monitor, monitor.round(0, model):
+            pass
+        assert not sink.events("initialisation")
+        assert [(e.level, e.data["layers"]) for e in sink.events("initialisation.zero")] == [("info", zero)]
+    assert check_initialisation(Vision()) == []

@@ -22,7 +22,7 @@ from fedvitals.probes.results import Results
 from fedvitals.probes.session import Instruments, tables_of
 from fedvitals.probes.updates import Attempt
 from fedvitals.probes.view import flatten
-from fedvitals.probes.weights import check_initialisation
+from fedvitals.probes.weights import check_initialisation, starts_at_zero
 from fedvitals.profiling.ledger import Ledger, Told
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.protocols import Node
@@ -222,3 +222,7 @@ class Rounds:
         self._know_layers(model)
         for layer, remark in check_initialisation(model):
             self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
+        zero = starts_at_zero(model)
+        if zero:  # detectors must know: the gradients beside such a matrix begin at 0, or nearly so
+            text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."
+            self._record.event(self._chart.here(), "info", "initialisation.zero", text, {"layers": zero})

@@ -18,6 +18,7 @@ from fedvitals.diagnosis.evidence import VIEWS, Model, features
 from fedvitals.diagnosis.kinds import AFTER_TRAINING
 from fedvitals.diagnosis.scores import Scorer, Scores
 from fedvitals.diagnosis.sent import trained, untrained
+from fedvitals.diagnosis.transformed import transformation
 from fedvitals.diagnosis.vitals import SIGNS, Vitals, vitals
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
@@ -29,6 +30,7 @@ CAP = 20.0  # so that a cured client is believed again before long
 # Of the alarms that the user allows; they overlap, and the rest belongs to all other rules together.
 SHARES = {"telemetry": 0.35, "server": 0.2, "flip": 0.1}
 SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients that take part in a round
+CONVERGED = 0.1  # of the run's largest update, the median client's
 REMEMBERED = 6  # participations from which the kind of the fault is told
 UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of another, at which the name is changed
 
@@ -76,15 +78,20 @@ class Course:
     swapped: dict[Node, int] = field(default_factory=dict)  # who sent something else than it trained, and since when
     chances: dict[Node, dict[str, float]] = field(default_factory=dict)  # of each kind, for all that stand accused
     named: dict[Node, str] = field(default_factory=dict)  # the kind that each of these is accused of
+    abstains: bool = False  # whether the last round's updates were transformed, so that nobody is judged by them
+    largest: float = 0.0  # norm of the median client's update, in the round in which that was largest
 
     def take(self, history: History, number: int) -> None:
         seen = vitals(history, number)
         self.round, self.rounds = number, self.rounds + 1
         self.clients |= set(seen.nodes)
-        self.vitals, self.scores = seen, self.scorer(seen)
+        self.abstains = transformation(history, number) is not None
+        self.vitals, self.scores = seen, None if self.abstains else self.scorer(seen)
         accuracy = seen.values[:, SIGNS.index("accuracy_before")]
         if np.isfinite(accuracy).any():
             self.accuracy = float(np.nanmedian(accuracy))
+        if self.abstains:
+            self.swapped, self.named = {}, {}
         if self.scores is None:
             return
         struck, honest = untrained(history, number), trained(history, number)
@@ -95,7 +102,8 @@ class Course:
                 self.swapped.pop(node, None)
         exchanged = exchanging(groups_of(history, number))
         cohort = cohort_of(len(seen.nodes), len(self.clients), exchanged=exchanged)
-        self._gather(number, self.scores, seen, cohort)
+        if not self._converged(history, number):
+            self._gather(number, self.scores, seen, cohort)
         for node in seen.nodes:
             self._name(node, honest=node in honest)
 
@@ -105,6 +113,17 @@ class Course:
 
     def totals(self, node: Node) -> dict[str, float]:
         return {name: view.totals.get(node, 0.0) for name, view in self.views.items()}
+
+    def _converged(self, history: History, number: int) -> bool:
+        """Whether updates have shrunk so far that a few hard samples decide what is left of them.
+
+        Healthy clients then differ as much as faulty ones do while there is something to learn, and evidence was not
+        learnt on such rounds: it neither grows nor shrinks.
+        """
+        norms = [norm for norm in history.latest("update.norm", number).values() if np.isfinite(norm)]
+        median = float(np.median(norms)) if norms else 0.0
+        self.largest = max(self.largest, median)
+        return 0 < median < CONVERGED * self.largest  # of a model that died of NaN, nothing finite is left
 
     def _gather(self, number: int, scores: Scores, seen: Vitals, cohort: str) -> None:
         for name, view in self.views.items():
@@ -132,7 +151,7 @@ class Course:
         elif honest and fired != ["server"]:
             # It sent what it trained: what is wrong was wrong before. (The server's view believes no such word.)
             possible = [kind not in AFTER_TRAINING for kind in kinds]
-        chances = self.chances[node] = chances_of(self.views[view].kinds[node], kinds, possible)
+        chances = self.chances[node] = chances_of(self.views[view].kinds.get(node, []), kinds, possible)
         likeliest, before = max(chances, key=lambda kind: chances[kind]), self.named.get(node)
         if before is None or (chances.get(before, 0.0) < UNTENABLE and chances[likeliest] > PLAIN):
             self.named[node] = likeliest

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fedvitals.diagnosis.attendance import SERVER, clients_of, rounds_until, up_to
+from fedvitals.diagnosis.detect_signals import loss_curve
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
@@ -60,8 +61,9 @@ def weight_explosion(history: History, round: int) -> Iterator[Finding]:  # noqa
 
 def _learns(history: History, since: int, round: int) -> bool:  # noqa: A002
     """Whether the loss fell meanwhile: weights that began too small may grow fast, and well."""
-    losses = [value for number, value in up_to(history.series("loss", None), round) if number >= since]
-    return len(losses) > 1 and losses[-1] < losses[0]
+    curve = loss_curve(history, round)
+    losses = [value for number, value in zip(curve.rounds, curve.values, strict=True) if number >= since]
+    return len(losses) > 1 and bool(losses[-1] < losses[0])
 
 
 def dominant_clients(history: History, round: int) -> Iterator[Finding]:  # noqa: A002

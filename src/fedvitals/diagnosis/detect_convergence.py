@@ -22,6 +22,7 @@ from fedvitals.diagnosis.detect_signals import (
     server_step,
 )
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.transformed import transformation
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 
@@ -111,6 +112,8 @@ def oscillation(history: History, now: int) -> Iterator[Finding]:
     worse = measured and float(losses.values[-1]) > (1 + RISE) * float(losses.values[:-1].min())
     rising = measured and float(losses.values[-1]) > float(losses.values[-2])
     undone = before < UNDONE and turned < UNDONE  # False where it is NaN
+    if undone and transformation(history, now) is not None:
+        undone = False  # noise, or another choice of values in each round: not what the clients trained
     if not (rates and (swings or rising or turned < TURNING)) and not (undone and (swings or worse)):
         return
     text = f"The {losses.name} swings" if swings else "The rounds begin to undo each other"
@@ -157,15 +160,16 @@ def plateau(history: History, now: int) -> Iterator[Finding]:
         yield _creep("PLATEAU", losses, rates, now)
         return
     found = profile(history, now)
-    chance = found.chance if found is not None else np.inf
+    chance = found.chance if found is not None else np.nan
     values = losses.last(LONG)
-    if len(values) < LONG or not np.isfinite(values).all() or float(values.min()) < 0.9 * min(chance, losses.values[0]):
+    if len(values) < LONG or not np.isfinite(values).all() or values.min() < 0.9 * np.fmin(chance, losses.values[0]):
         return
     if float(values[:3].mean() - values[-3:].mean()) < FLAT * float(values[0]):
         yield finding(
             "PLATEAU",
             now,
-            f"The {losses.name} has not moved from {values[0]:.3g} in {LONG} rounds, about what a blind guess has.",
+            f"The {losses.name} has not moved from {values[0]:.3g} in {LONG} rounds"
+            + (", about what a blind guess has." if np.isfinite(chance) else "."),
             confidence=0.5,
             since=losses.rounds[-LONG],
             severity="note",

@@ -15,6 +15,7 @@ import numpy as np
 from fedvitals.diagnosis.attendance import clients_of, groups_of, rounds_until
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.sent import MANY, trained, untrained
+from fedvitals.diagnosis.transformed import transformation
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
@@ -75,10 +76,11 @@ def _nearly_equal(history: History, round: int) -> dict[Pair, float]:  # noqa: A
 
     Clients with the same few classes are nearly as alike (cosines of 0.99 were seen), so one of the pair must not have
     been trained, by its telemetry. Where there is none: closer than that, in a round where nobody else is close, and
-    never inside a group, whose members pass their models on.
+    never inside a group, whose members pass their models on. Nobody where updates are transformed on their way: coarse
+    values make honest updates alike, and telemetry tells of none that it was trained.
     """
     values = _column(history, "nearest", round)
-    if max(values.values(), default=0.0) <= COPY:
+    if max(values.values(), default=0.0) <= COPY or transformation(history, round) is not None:
         return {}
     liars, known, groups = untrained(history, round), trained(history, round), groups_of(history, round)
     steps = _column(history, "step", round)  # what several send back is nearer to the server's step than to each other
@@ -131,6 +133,8 @@ def free_riders(history: History, round: int) -> Iterator[Finding]:  # noqa: A00
         number = Number("update.norm", 0.0, _median(history.latest("update.norm", round), node))
         yield finding("FREE_RIDER", round, text, confidence=1.0, node=node, numbers=[number])
     steps = _column(history, "step", round)
+    if max(steps.values(), default=0.0) <= STEP or transformation(history, round) is not None:
+        return
     liars, known = untrained(history, round), trained(history, round)
     nearest = _column(history, "nearest", round)
     for node, cosine in steps.items():

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fedvitals.diagnosis.attendance import labels_of
 from fedvitals.diagnosis.detect_signals import (
+    ACCURACIES,
     Profile,
     Still,
     clients,
+    curve,
     loss_curve,
     middle,
     profile,
@@ -26,7 +29,7 @@ from fedvitals.diagnosis.detect_signals import (
 )
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
-from fedvitals.records import Finding
+from fedvitals.records import Event, Finding
 
 FIRST_ROUNDS = 3  # in which pressure is still that of the first weights
 HINDERED = 10  # rounds after which first weights that still hinder are more than a remark
@@ -38,6 +41,7 @@ FADED = 0.022  # pressure below which nothing is learnt; narrow deep networks th
 FADED_AFTER_REMARK = 0.5  # the same in the first rounds, where the first weights were seen to be too small
 BROKEN_PROFILE = 5e-4  # of the layer with most pressure
 UNLEARNT = 0.8  # of the blind guess's loss: below, small gradients are what training aims at
+GUESSED = 0.1  # of accuracy above a blind guess's: more, and something has been learnt
 STILL_UNITS = 0.45  # narrow layers of plain networks rest up to 0.44; attention a third of its biases, the keys'
 SURELY_STILL = (
     0.7  # deep plain networks begin with up to 0.62 in their last layers, and some learn all the same: a note
@@ -47,12 +51,14 @@ JUMP = 8.0  # largest step norm against the client's own usual one
 JUMPED = 0.15  # share of the clients
 PAST = 5  # rounds of one's own past
 INITIALISATION = "initialisation"  # the monitor's remark about the first weights
+ZERO_START = "initialisation.zero"  # and about those that begin at 0 on purpose
+ALL_ZERO = "all values equal 0:"
 
 
 def exploding(history: History, now: int) -> Iterator[Finding]:
     """Pressure beyond the start of any healthy training, or far beyond its own past, or clients' norms that jump."""
     found = profile(history, now)
-    if found is not None and np.isfinite(found.elasticity).any():
+    if found is not None and np.isfinite(found.pressure).any():
         since = _exploded_since(history, now, found)
         if since is not None:
             severity = "critical" if _unlearnt(history, now, found.chance) else "warning"
@@ -165,14 +171,19 @@ def _worse(history: History, now: int) -> bool:
 
 
 def vanishing(history: History, now: int) -> Iterator[Finding]:
-    """No pressure anywhere, or none on some layers, while nothing has been learnt."""
+    """No pressure anywhere, or none on some layers, while nothing has been learnt.
+
+    Not beside matrices that begin at 0 on purpose: an adapter's gradients are next to nothing until it has grown.
+    """
     found = profile(history, now)
-    if found is None or not np.isfinite(found.elasticity).any() or not _unlearnt(history, now, found.chance):
+    if found is None or not np.isfinite(found.pressure).any() or not _unlearnt(history, now, found.chance):
+        return
+    if _remarks(history)[1]:
         return
     pressure, top, place = found.pressure, found.top, int(np.nanargmin(found.elasticity))
     if (top > EXPLODING_START and not found.cut_off) or _start(history, now) is not None:
         return  # what the explosion left behind is told with it
-    remarks = [event for event in history.events(INITIALISATION) if "fade" in event.message]
+    remarks = [event for event in _remarks(history)[0] if "fade" in event.message]
     remarked = now < FIRST_ROUNDS and 2 * len(remarks) >= len(found.names)
     faded = top < (FADED_AFTER_REMARK if remarked else FADED)
     nothing = bool(found.zero.any())
@@ -207,10 +218,19 @@ def _broken_before(history: History, now: int) -> bool:
 
 
 def _unlearnt(history: History, now: int, chance: float) -> bool:
-    """Whether the loss is still high: on tests, else on the clients' own samples; True where nobody measures it."""
+    """Whether nothing has been learnt: by the loss on tests, else on the clients' own samples, else by the accuracy.
+
+    A loss that is not a number is the worst. False where nobody measures any of them: it may have learnt all there is.
+    """
     losses = loss_curve(history, now).values
-    level = losses[-1] if len(losses) else middle(history, "fit.loss_before", now)
-    return bool(np.isnan(level) or level > UNLEARNT * chance)
+    if len(losses):
+        return bool(np.isnan(losses[-1]) or losses[-1] > UNLEARNT * chance)
+    level = middle(history, "fit.loss_before", now)
+    if np.isfinite(level):
+        return bool(level > UNLEARNT * chance)
+    accuracies = [curve(history, name, now).values[-1:] for name in ACCURACIES]
+    newest = next((float(values[0]) for values in accuracies if len(values)), np.nan)
+    return bool(newest < np.exp(-chance) + GUESSED)
 
 
 # -- units ------------------------------------------------------------------------------------------------------------
@@ -298,15 +318,17 @@ def _measured_units(history: History, now: int, issue: str) -> Iterator[Finding]
 
 def poor_initialisation(history: History, now: int) -> Iterator[Finding]:
     """The monitor's remarks about the first weights, as long as training has not got the better of them."""
-    remarks = history.events(INITIALISATION)
-    found = profile(history, now)
+    remarks = _remarks(history)[0]
     names = history.layers("weight")
     if not remarks or (names and len([n for n in names if "weight" in n]) < 2):
         return  # one layer alone may begin at 0: there is nothing to tell apart yet
     loss, first = loss_curve(history, now).values, remarks[0].where.round or 0
-    chance = found.chance if found is not None else (float(loss[0]) if len(loss) else 1.0)
-    if now - first >= FIRST_ROUNDS and len(loss) and loss[-1] < UNLEARNT * min(chance, float(loss[0])):
+    chance = _chance(history, now)
+    if now - first >= FIRST_ROUNDS and len(loss) and loss[-1] < UNLEARNT * np.fmin(chance, loss[0]):
         return
+    # A remark about a start that training may yet get the better of. It is trouble once training has had its time, and
+    # is known to have learnt nothing: the first loss is measured after a round that may have learnt all there is.
+    hindered = now - first >= HINDERED and len(loss) > 0 and bool(np.isfinite(chance))
     yield finding(
         "POOR_INITIALISATION",
         now,
@@ -314,12 +336,33 @@ def poor_initialisation(history: History, now: int) -> Iterator[Finding]:
         + (f" And {len(remarks) - 1} more layers." if remarks[1:] else ""),
         confidence=0.9,
         since=first,
-        # A remark about a start that training may yet get the better of; trouble once it has had its time.
-        severity=None if now - first >= HINDERED else "note",
+        severity=None if hindered else "note",
         layer=remarks[0].data.get("layer"),
         numbers=[Number("layers with a remark", len(remarks), 0, of="limit")],
         more={"remarks": [event.message for event in remarks[:8]]},
     )
+
+
+def _chance(history: History, now: int) -> float:
+    """The loss of a blind guess; where layers are not measured, by the labels that clients counted. NaN if unknown."""
+    found = profile(history, now)
+    if found is not None:
+        return found.chance
+    labels = {label for histogram in labels_of(history, now).values() for label in histogram}
+    return float(np.log(len(labels))) if len(labels) > 1 else float("nan")
+
+
+def _remarks(history: History) -> tuple[list[Event], list[Event]]:
+    """The remarks about a bad start, and those about matrices that begin at 0 on purpose.
+
+    Older runs have one remark for each matrix of zeros: meant, unless more than half of the model is.
+    """
+    remarks, meant = [*history.events(INITIALISATION)], [*history.events(ZERO_START)]
+    zero = [event for event in remarks if ALL_ZERO in event.message]
+    matrices = [name for name in history.layers("weight") if "bias" not in name.rpartition(".")[2]]
+    if zero and 2 * len(zero) <= len(matrices):
+        return [event for event in remarks if event not in zero], [*meant, *zero]
+    return remarks, meant
 
 
 DETECTORS: tuple[Detector, ...] = (exploding, vanishing, dead_units, saturated_units, poor_initialisation)

@@ -17,6 +17,7 @@ from fedvitals.diagnosis.detect_copies import duplicates, free_riders
 from fedvitals.diagnosis.detect_nonfinite import nonfinite
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.sent import trained
+from fedvitals.diagnosis.transformed import transformation
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 
@@ -101,11 +102,14 @@ def frozen_layers(history: History, round: int) -> Iterator[Finding]:  # noqa: A
     """FROZEN_LAYER: a layer whose update (or, where models are exchanged, gradient) is zero on this client alone.
 
     At once where the rest of its module learns; where nothing of the module does, units may have died in a bad round:
-    then it must last.
+    then it must last. Only the gradient counts where updates are transformed: a small layer may be rounded to zero.
     """
     accused: dict[Node, tuple[str, str]] = {}
     for family in ("update", "gradient"):
-        for node, (layer, alone) in _zero_layers(history, family, round).items():
+        zero = _zero_layers(history, family, round)
+        if family == "update" and zero and transformation(history, round) is not None:
+            continue
+        for node, (layer, alone) in zero.items():
             if (alone and family == "update") or _frozen_before(history, family, round, node, layer):
                 accused.setdefault(node, (family, layer))
     for node, (family, layer) in accused.items():
@@ -161,6 +165,8 @@ def old_updates(history: History, round: int) -> Iterator[Finding]:  # noqa: A00
     """STALE_UPDATE, where it is certain: the client's own previous update once more, or a base that the host told."""
     cosines, norms = history.latest("update.cosine_previous", round), history.latest("update.norm", round)
     near = [node for node, cosine in cosines.items() if cosine > SAME_DIRECTION]
+    if near and transformation(history, round) is not None:  # coarse values repeat themselves
+        near = []
     usual = _median_of_others(cosines, near) if near else None
     # Where everybody's updates hardly change, as with whole batches and small steps, a repetition is nothing; nor is it
     # where the client trained what it sent.

@@ -15,13 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.diagnosis.attendance import rounds_until
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
 SERVER = "server"
 REFERENCE_WIDTH = 64.0  # units of a layer, up to which no correction is made
 NEXT_TO_NOTHING = 1e-6  # of the layer with most
-LOSSES = ("loss", "local.loss")  # of the round, the first that is there
+LOSSES = ("loss", "local.loss")  # of the round: on the test set, and on the clients' own tests
+ACCURACIES = ("accuracy", "local.accuracy")
+PLAUSIBLE_LOSS = 2.0  # times a blind guess's cross-entropy: more, and it may be another kind of loss
+LONGEST_BIAS_GRADIENT = 2.0**0.5 * 1.01  # of mean cross-entropy, with room for rounding
+SCALED_BY = 3  # rounds by which a loss of another scale has shown itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,32 @@ def curve(history: History, name: str, now: int, node: Node | None = None) -> Cu
 
 
 def loss_curve(history: History, now: int) -> Curve:
-    """The global model's loss: on the test set, else on the clients' own tests; empty where nobody measures it."""
-    for name in LOSSES:
-        found = curve(history, name, now)
-        if len(found):
-            return found
-    return curve(history, LOSSES[0], now)
+    """The global model's loss, all values of one source; empty where nobody measures it.
+
+    On the test set; or on the clients' own tests, where these are evaluated more often.
+    """
+    central, averaged = (curve(history, name, now) for name in LOSSES)
+    return averaged if len(averaged) > len(central) else _of_one_source(history, central, averaged)
+
+
+def _of_one_source(history: History, losses: Curve, averaged: Curve) -> Curve:
+    """The values that have the same source as the newest one.
+
+    A host may evaluate only at times itself, and otherwise average its clients' evaluations; runs recorded earlier hold
+    both under one name. A value within the range of the clients' own losses is taken for their average, unless that
+    average has a name of its own in the same round.
+    """
+    named = set(averaged.rounds)
+    pairs = zip(losses.rounds, losses.values, strict=True)
+    mixed = np.array([number not in named and _is_average(history, number, loss) for number, loss in pairs], dtype=bool)
+    kept = np.flatnonzero(mixed == mixed[-1]) if len(mixed) else np.arange(0)
+    return Curve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
+
+
+def _is_average(history: History, number: int, loss: float) -> bool:
+    own = [value for value in history.latest("local.loss", number).values() if np.isfinite(value)]
+    room = 1e-5 * max(map(abs, own), default=0.0)
+    return bool(own) and min(own) - room <= loss <= max(own) + room
 
 
 def clients(history: History, now: int) -> list[Node]:
@@ -116,11 +141,11 @@ class Profile:
     # ‖gradient‖·‖weights‖, corrected for width: nats of loss for a change of all the layer's weights by their own size.
     elasticity: Array
     zero: npt.NDArray[np.bool_]  # the gradient is exactly 0 on most clients
-    classes: int  # of the last layer; 0 if that is not known
+    chance: float  # loss of a model that knows nothing and says so, in nats: log(classes); NaN where that is unknown
 
     @property
     def pressure(self) -> Array:
-        """The elasticity against the loss of a blind guess."""
+        """The elasticity against the loss of a blind guess; NaN where that is unknown."""
         return self.elasticity / self.chance
 
     @property
@@ -131,11 +156,6 @@ class Profile:
     def cut_off(self) -> bool:
         """Whether at least half of the layers get nothing, or next to nothing, of what the others get."""
         return float(np.mean(self.elasticity <= NEXT_TO_NOTHING * np.nanmax(self.elasticity, initial=0.0))) >= 0.5
-
-    @property
-    def chance(self) -> float:
-        """The loss of a model that knows nothing and says so: log(classes); at least 1 nat where that is unknown."""
-        return float(np.log(self.classes)) if self.classes > 1 else 1.0
 
 
 def profile(history: History, now: int) -> Profile | None:
@@ -153,10 +173,43 @@ def profile(history: History, now: int) -> Profile | None:
         return None
     typical = quiet_quantile(gradients[..., 0], 0.5)
     elasticity = typical * rms * counts * _width_correction(names, counts)
-    last = names.index(bias_of(names[places[-1]])) if bias_of(names[places[-1]]) in names else None
-    known = last is not None and last != places[-1] and np.isfinite(counts[last])
-    classes = int(counts[last]) if known else 0
-    return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, classes)
+    bias = bias_of(names[places[-1]])
+    last = names.index(bias) if bias in names and bias != names[places[-1]] else None
+    classes = int(counts[last]) if last is not None and np.isfinite(counts[last]) else 0
+    chance = chance_level(history, now, classes) if last is not None and _mean_entropy(history, now, last) else np.nan
+    return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
+
+
+def _mean_entropy(history: History, now: int, last: int) -> bool:
+    """Whether gradients have the scale of cross-entropy averaged over a batch, as far as the last bias tells.
+
+    Its gradient is then mean(softmax − one-hot), which is never longer than √2. A sum over the batch, or another loss,
+    soon gives longer ones; what is known of its scale is known from the first rounds on.
+    """
+    for number in {*[n for n in history.rounds() if n <= now][:SCALED_BY], now}:
+        _, largest = history.across("gradient.steps", ("norm_max",), number)
+        if len(largest) and quiet_quantile(largest[:, last, 0], 0.5) > LONGEST_BIAS_GRADIENT:
+            return False
+    return True
+
+
+def chance_level(history: History, now: int, classes: int) -> float:
+    """Return the cross-entropy of a blind guess among so many classes; NaN where the task may be another one.
+
+    Only integer labels tell that the loss is of classes: clients that counted them, or measured their accuracy. An
+    accuracy that the host logs says less, since the loss may be a sum with other tasks: then the loss itself must have
+    been near that of a guess, or below.
+    """
+    if classes < 2:
+        return float("nan")
+    chance = float(np.log(classes))
+    counted = any((event.where.round or 0) <= now for event in history.events("labels"))
+    if counted or any(history.latest("fit.accuracy_before", number) for number in rounds_until(history, now)):
+        return chance
+    accuracies = any(len(curve(history, name, now)) for name in ACCURACIES)
+    losses = loss_curve(history, now).values
+    plausible = bool((losses[np.isfinite(losses)] <= PLAUSIBLE_LOSS * chance).any())
+    return chance if accuracies and plausible else float("nan")
 
 
 def _width_correction(names: tuple[str, ...], counts: Array) -> Array:
@@ -182,7 +235,7 @@ def still_units(history: History, now: int) -> list[Still]:
     """Of every layer with a bias but the last. A unit that nothing passes through gets no gradient on its bias.
 
     The first decile over the clients: what one client's data leave unused, another's move. The gradient must be 0, too,
-    since compression leaves out most of an update.
+    since compression leaves out most of an update. Layers without any gradient are frozen, and are left out.
     """
     nodes, names = clients(history, now), history.layers("update")
     if not nodes or not names or names != history.layers("gradient"):
@@ -192,12 +245,12 @@ def still_units(history: History, now: int) -> list[Still]:
     if not len(rows) or not len(gradients):
         return []
     counts = quiet_quantile(rows[..., 1], 0.5)
-    unmoved = np.fmin(quiet_quantile(rows[..., 0], 0.1), quiet_quantile(gradients[..., 0], 0.1))
+    unmoved = np.minimum(quiet_quantile(rows[..., 0], 0.1), quiet_quantile(gradients[..., 0], 0.1))  # NaN: unknown
     places = matrix_layers(names, counts)
     found = []
     for place, following in itertools.pairwise(places):
         bias = bias_of(names[place])
-        if bias in names and bias != names[place]:
+        if bias in names and bias != names[place] and np.isfinite(unmoved[[names.index(bias), following]]).all():
             found.append(Still(names[place], float(unmoved[names.index(bias)]), float(unmoved[following])))
     return found
 

@@ -16,6 +16,7 @@ from fedvitals.diagnosis import (
     detect_labels,
     detect_memory,
     detect_system,
+    detect_transformed,
     locate,
 )
 from fedvitals.diagnosis.until import Horizon, Until
@@ -34,6 +35,7 @@ RULES: tuple[Detector, ...] = (
     *detect_gradient.DETECTORS,
     *detect_aggregation.DETECTORS,
     *detect_labels.DETECTORS,
+    *detect_transformed.DETECTORS,
     *detect_system.DETECTORS,
     *detect_memory.DETECTORS,
 )

@@ -168,4 +168,25 @@ AGGREGATION = (
         "Beutel et al. 2020, Flower, arXiv 2007.14390",
         exact=True,
     ),
+    Issue(
+        "TRANSFORMED_UPDATES",
+        "Updates are changed on the way, and some rules abstain",
+        "aggregation",
+        "note",
+        "Most clients' updates arrive differing from what the clients trained. Rules that compare the two, and the "
+        "evidence learnt on untouched updates, abstain; exact rules such as those about NaN, and an update many times "
+        "as large as the others', still speak.",
+        (
+            "Lossy compression: half precision, 8-bit quantisation, top-k sparsification, pruning.",
+            "Clipping and noise for differential privacy.",
+            "Code between training and sending that changes the weights of every client.",
+        ),
+        (
+            "Nothing, if the transformation is meant: it is no fault.",
+            "Run a few rounds without compression if a single client is under suspicion.",
+            "Compare the accuracy with and without it to learn what it costs.",
+        ),
+        "The hash of what a client sends equals that of what it trained, for most of the clients.",
+        "Konečný et al. 2016, arXiv 1610.05492; Aji and Heafield 2017, arXiv 1704.05021",
+    ),
 )

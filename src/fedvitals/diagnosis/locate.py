@@ -187,12 +187,14 @@ def verdicts(history: History, round: int) -> dict[Node, str]:  # noqa: A002
     """healthy, different, not yet decidable, or faulty; of every client seen so far.
 
     Wrong labels show only against a model that has learnt something: before that nobody is called healthy. Whether it
-    has is known by the clients' own samples, or else by the accuracy that the host told before this round.
+    has is known by the clients' own samples, or else by the accuracy that the host told before this round. Nobody is
+    called healthy either where updates are transformed on their way and evidence abstains.
     """
     course = LOCATE.course(history, round)
     told = [value for number, value in zip(*history.series("accuracy", None), strict=True) if number < round]
     learnt = course.accuracy >= LEARNT or (bool(told) and told[-1] >= LEARNT)
-    said = dict.fromkeys(course.clients, "healthy" if learnt else "not yet decidable")
+    decidable = learnt and not course.abstains
+    said = dict.fromkeys(course.clients, "healthy" if decidable else "not yet decidable")
     if course.scores is not None and learnt:
         unlike = np.abs(course.scores.lasting).max(axis=1)
         said |= {node: "different" for node, most in zip(course.scores.nodes, unlike, strict=True) if most > UNLIKE}

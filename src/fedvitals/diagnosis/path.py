@@ -81,10 +81,14 @@ class Path:
 def path_of(history: History) -> Path:
     """The loss as the host tells it, else the median of what clients measured when they received the model.
 
-    The latter is of the model before the round's training, so it stands one round earlier.
+    The latter is of the model before the round's training, so it stands one round earlier. Of a host that averages its
+    clients' evaluations more often than it evaluates itself, the averages: never both, since they are on other data.
     """
-    accuracy = dict(zip(*history.series("accuracy", None), strict=True))
-    loss = dict(zip(*history.series("loss", None), strict=True))
+    central, averaged = (
+        tuple(dict(zip(*history.series(prefix + name, None), strict=True)) for name in ("loss", "accuracy"))
+        for prefix in ("", "local.")
+    )
+    loss, accuracy = averaged if len(averaged[0]) > len(central[0]) else central
     if not loss:
         received = {number: [*history.latest("fit.loss_before", number).values()] for number in history.rounds()}
         loss = {number - 1: float(np.median(values)) for number, values in received.items() if values}

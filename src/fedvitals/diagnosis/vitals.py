@@ -14,6 +14,7 @@ import numpy as np
 
 from fedvitals.diagnosis.attendance import clients_of, labels_of
 from fedvitals.diagnosis.sent import mismatch
+from fedvitals.diagnosis.transformed import most_differ
 from fedvitals.protocols import History, Node
 from fedvitals.stats import PEER_COLUMNS, Array
 
@@ -108,7 +109,9 @@ def vitals(history: History, number: int) -> Vitals:
     signs = _of_update(history, number, nodes, metric) | _of_training(history, number, nodes, metric)
     claimed, counted = metric("update.samples"), metric("samples")
     size = _log(np.where(np.isfinite(claimed), claimed, counted), 1.0)
-    labels, told = labels_of(history, number), mismatch(history, number)
+    labels = labels_of(history, number)
+    # Where most clients differ, the transport alters updates: the distance then tells nothing about a single client.
+    told = {} if most_differ(history, number) else mismatch(history, number)
     diversity = np.array([_entropy(labels[node]) if node in labels else np.nan for node in nodes])
     alone = signs | {
         "size": size - _middle(size),

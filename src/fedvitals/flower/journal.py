@@ -76,7 +76,9 @@ class Journal:
         self.scribe = Scribe(self)  # for the tape, if there is one
         self.number: int | None = None  # of the open round
         self._last = 0
-        self.metrics: dict[str, float] = {}  # of the open round
+        self.metrics: dict[str, float] = {}  # of the open round, by the server's own evaluation
+        self._averaged: dict[str, float] = {}  # of the open round, averaged from the clients' evaluations
+        self.evaluates = False  # whether the server evaluates the model itself, be it only now and then
         self._lock = threading.RLock()
         self._way: dict[str, Asked] = {}  # by the message's id
         self.owed: dict[str, Asked] = {}  # given up by the server, and still without an answer
@@ -121,9 +123,10 @@ class Journal:
             self.monitor.log({"time.worked": min(1.0, covered(self._worked) / whole)})
             after = model or self.models.newest
             outline = None if after is None else self._guarded("reading a model", lambda: self.models.outline(after))
-            self._guarded("recording a round", lambda: self.scribe.ends(self.metrics))
-            self.monitor.round_end(number, outline, self.metrics)
-            self._phases, self._worked, self.metrics = {}, [], {}
+            metrics = self._metrics_by_source()
+            self._guarded("recording a round", lambda: self.scribe.ends(metrics))
+            self.monitor.round_end(number, outline, metrics)
+            self._phases, self._worked, self.metrics, self._averaged = {}, [], {}, {}
 
     def close(self) -> None:
         """The server has ended."""
@@ -160,10 +163,23 @@ class Journal:
         self._guarded("recording an aggregation", lambda: what(self.scribe))
 
     def heard(self, told: Mapping[str, Any], *, best: bool) -> None:
-        """Metrics of the global model; `best`: by the server's own evaluation, which beats the clients'."""
+        """Metrics of the global model; `best`: by the server's own evaluation, otherwise averaged from the clients'."""
+        self.evaluates = self.evaluates or best
+        if self.number is None:
+            return  # of the model before the first round
         numbers = {name: float(value) for name, value in told.items() if isinstance(value, int | float)}
         numbers.pop(self.weight, None)
-        self.metrics = {**self.metrics, **renamed(numbers)} if best else {**renamed(numbers), **self.metrics}
+        (self.metrics if best else self._averaged).update(renamed(numbers))
+
+    def _metrics_by_source(self) -> dict[str, float]:
+        """The round's metrics, one source for each name.
+
+        Where the server evaluates, the clients' averages get the prefix `local.`: on other data they are other numbers,
+        and a curve that takes now the one and now the other shows jumps that never were.
+        """
+        if not self.evaluates:
+            return dict(self._averaged)
+        return {**{f"local.{name}": value for name, value in self._averaged.items()}, **self.metrics}
 
     def evaluating(self, *, begin: bool) -> None:
         """The clients' evaluation, from the first message to the last answer."""

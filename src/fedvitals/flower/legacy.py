@@ -23,6 +23,7 @@ def is_legacy(strategy: Any) -> bool:
 
 def watch_legacy(strategy: Any, journal: Journal, begin: Callable[[Any], None]) -> None:
     journal.hooked, journal.weight = True, "num_examples"
+    journal.evaluates = callable(getattr(strategy, "evaluate_fn", None))
     hooks: dict[str, Callable[..., Any]] = {
         "configure_fit": functools.partial(_configure_fit, begin),
         "aggregate_fit": _aggregate_fit,

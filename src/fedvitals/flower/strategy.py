@@ -57,6 +57,7 @@ def _with_evaluation(
     evaluate = bound.arguments.get("evaluate_fn")
     if not callable(evaluate):
         return args, more
+    journal.evaluates = True
 
     @functools.wraps(evaluate)
     def heard(number: int, *rest: Any, **named: Any) -> Any:

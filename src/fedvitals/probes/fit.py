@@ -89,7 +89,7 @@ def predict(
         return output, per_sample(loss, output, y).tolist()
 
 
-def per_sample(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> Tensor:
+def per_sample(loss: Callable[..., Tensor], output: Any, y: Tensor) -> Tensor:
     """The loss of each sample: unreduced where the function can give it so, else one call per sample."""
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         unreduced: Any = copy.copy(loss)
@@ -99,10 +99,19 @@ def per_sample(loss: Callable[..., Tensor], output: Tensor, y: Tensor) -> Tensor
         try:
             losses = torch.as_tensor(loss(output, y, reduction="none"))
         except TypeError:
-            losses = output.new_zeros(())
+            losses = torch.zeros(())
     if losses.dim() == 0:  # reduced all the same: the word was not known, or not heeded
-        losses = torch.stack([torch.as_tensor(loss(output[i : i + 1], y[i : i + 1])) for i in range(len(y))])
+        losses = torch.stack([torch.as_tensor(loss(_sample(output, i), y[i : i + 1])) for i in range(len(y))])
     return losses.reshape(len(y), -1).mean(1)
+
+
+def _sample(output: Any, place: int) -> Any:
+    """One sample's part of an output, as a batch of one; of a model with several heads, of each of them."""
+    if isinstance(output, dict):
+        return {name: _sample(part, place) for name, part in output.items()}
+    if isinstance(output, tuple | list):
+        return tuple(_sample(part, place) for part in output)
+    return output[place : place + 1]
 
 
 def is_classifier(output: Any, y: Tensor) -> bool:

@@ -53,25 +53,70 @@ def movement(update: Array, before: Tensor, now: Tensor, initial: Tensor | None)
 
 
 def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
-    """What looks wrong with freshly made weights, before any training: (parameter, remark).
+    """Return what looks wrong with freshly made weights, before any training: (parameter, remark).
 
     The gain of a layer is rms(w)·√fan_in: about 1 to 1.4 for the usual schemes (Glorot, He). One that is far off makes
-    signals grow or fade by that factor at every layer. A spread of 0 leaves all units equal for ever.
+    signals grow or fade by that factor at every layer. A spread of 0 leaves all units equal for ever. Frozen parameters
+    are not judged, since they are not meant to learn; nor are matrices that begin at 0 on purpose (`starts_at_zero`).
     """
-    remarks = []
-    matrices = [(name, p.detach()) for name, p in model.named_parameters() if p.dim() > 1 and p.numel() > 1]
+    matrices = _trained_matrices(model)
     if not matrices:
         return []
     found = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
     std, rms, mean = (derive("weight", found, name) for name in ("std", "rms", "mean"))
-    embeddings = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    without_gain = _without_gain(model)
+    meant = set(starts_at_zero(model))
+    remarks = []
     for i, (name, parameter) in enumerate(matrices):
         gain = float(rms[i]) * (parameter[0].numel() ** 0.5)
         if found[i, NANS] or found[i, INFS]:
             remarks.append((name, f"{int(found[i, NANS] + found[i, INFS])} values are NaN or Inf"))
+        elif name in meant:
+            continue
         elif std[i] <= 1e-6 * max(rms[i], 1e-30):
             remarks.append((name, f"all values equal {mean[i]:.3g}: every unit will learn the same"))
-        elif name not in embeddings and not 0.1 <= gain <= 4:
+        elif name not in without_gain and not 0.1 <= gain <= 4:
             size = "grow" if gain > 1 else "fade"
             remarks.append((name, f"gain {gain:.3g} (rms·√fan_in, usually 0.5 to 1.5): signals {size} at this layer"))
     return remarks
+
+
+def starts_at_zero(model: nn.Module) -> list[str]:
+    """Return the trained matrices that begin at exactly 0 as adapters, residual branches and heads do on purpose.
+
+    Beside weights that are not 0, such a matrix gets a gradient from its first or second step on. Where more than half
+    of a model's matrices are 0, the signal cannot pass: that is a bad start, and none of them is returned. Where nobody
+    says what is trained (a model known only by its arrays, of which adapters may be all there is), every one is.
+    """
+    matrices = [(name, p) for name, p in model.named_parameters() if p.dim() > 1 and p.numel() > 1]
+    zero = {name for name, p in matrices if not p.detach().any()}
+    trained = {name for name, p in matrices if p.requires_grad}
+    if not trained:
+        return [name for name, _ in matrices if name in zero]
+    return [] if 2 * len(zero) > len(matrices) else [name for name, _ in matrices if name in zero & trained]
+
+
+def _trained_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The trained weights of more than one dimension; all of them where no parameter says that it is trained."""
+    parameters = [*model.named_parameters()]
+    anything = any(p.requires_grad for _, p in parameters)
+    return [
+        (name, p.detach())
+        for name, p in parameters
+        if p.dim() > 1 and p.numel() > 1 and (p.requires_grad or not anything)
+    ]
+
+
+def _without_gain(model: nn.Module) -> set[str]:
+    """Parameters whose gain means nothing: embeddings, and arrays of a module that is no convolution.
+
+    A position embedding of shape [1, positions, width] or a stack of experts has no fan-in that its shape tells.
+    """
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    without = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if lookup or (parameter.dim() > 2 and not isinstance(module, convolutions)):
+                without.add(name)
+    return without

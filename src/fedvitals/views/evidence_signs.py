@@ -115,6 +115,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "BATCH_NORM_STATISTICS": (Sign("buffer", "max", "case"),),
     "ZERO_TOTAL_WEIGHT": (Sign("update.samples"), counted("aggregation.failed")),
     "SHAPE_OR_DTYPE_MISMATCH": (counted("update.refused"),),
+    "TRANSFORMED_UPDATES": (Sign("update.norm"), Sign("weight.drift")),
     "NAN_GRADIENT": (Sign("gradient.nonfinite"), Sign("gradient.norm")),
     "EXPLODING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm_max")),
     "VANISHING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm")),
