@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 import weakref
@@ -22,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import fedvitals
-from fedvitals import kernels
 from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
@@ -422,7 +421,16 @@ def _versions() -> dict[str, str]:
     return {
         "fedvitals": fedvitals.__version__,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
         "numpy": np.__version__,
-        "kernel": str(kernels.backend()),
+        **_torch_versions(),
     }
+
+
+def _torch_versions() -> dict[str, str]:
+    """Of torch and what measures its tensors, where somebody has imported it: this does not."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    from fedvitals.kernels import backend  # noqa: PLC0415 - imports torch
+
+    return {"torch": str(getattr(torch, "__version__", "")), "kernel": str(backend())}

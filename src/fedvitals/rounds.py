@@ -8,18 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
 from fedvitals.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.probes.cohort import Cohort
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments, tables_of
-from fedvitals.probes.view import View, flatten
-from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.protocols import Node
@@ -28,6 +23,11 @@ from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.timing import new_span_id
 from fedvitals.worker import Arrivals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.kits import Kit
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
@@ -48,7 +48,7 @@ class OpenScope:
 class Rounds:
     """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
 
-    def __init__(self, chart: Chart, kit: Instruments, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
+    def __init__(self, chart: Chart, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
         self._chart, self._kit, self._arrivals, self._ledger, self._least = chart, kit, arrivals, ledger, least
         self._record = chart.record
         self.open: OpenScope | None = None
@@ -92,7 +92,7 @@ class Rounds:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
         if model is not None:
-            self._chart.know(tables_of(self._kit, View(model)))
+            self._chart.know(self._kit.tables(model))
         for (node, group), results in cohort.receive(opened.sent):
             self._chart.tell(replace(scope, node=node, group=group), results)
         self._arrivals.close_round(scope, cohort)
@@ -125,7 +125,7 @@ class Rounds:
         """The stretch in which an edge node, cluster or ring does its share."""
         guard = self._chart.guard
         opened: OpenScope | None = guard("opening an edge", lambda: OpenScope(*self._chart.enter(name, group=name)))
-        before = None if model is None else guard("reading a model", lambda: flatten([*model.parameters()]))
+        before = None if model is None else guard("reading a model", lambda: _vector(model))
         try:
             yield
         except BaseException as error:
@@ -135,10 +135,10 @@ class Rounds:
             if opened is not None:
                 guard("closing an edge", lambda: self._leave_edge(opened, model, before))
 
-    def _leave_edge(self, opened: OpenScope, model: Any, before: torch.Tensor | None) -> None:
+    def _leave_edge(self, opened: OpenScope, model: Any, before: Tensor | None) -> None:
         self._chart.leave(opened.scope, opened.token)
         if before is not None:
-            change = (flatten([*model.parameters()]) - before).double()
+            change = (_vector(model) - before).double()
             results = Results(clients=0 if self.open is None else self.open.cohort.clients_of(opened.scope.node))
             results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
             self._chart.tell(opened.scope, results)
@@ -148,9 +148,15 @@ class Rounds:
             self._ledger.told_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
-    def _first_model(self, model: torch.nn.Module) -> None:
+    def _first_model(self, model: Any) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
-        self._kit.initial = flatten([*model.parameters()])
-        self._chart.know(tables_of(self._kit, View(model)))
-        for layer, remark in check_initialisation(model):
+        self._chart.know(self._kit.tables(model))
+        for layer, remark in self._kit.first_model(model):
             self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
+
+
+def _vector(model: Any) -> Tensor:
+    """All parameters of a PyTorch model as one vector."""
+    from fedvitals.probes.view import flatten  # noqa: PLC0415 - imports torch
+
+    return flatten([*model.parameters()])

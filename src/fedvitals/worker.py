@@ -24,19 +24,17 @@ import pickle  # only to ask whether a user's probe can go along; nothing is eve
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedvitals.chart import Chart
 from fedvitals.clients import Clients
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.parts import CLIENT, edge_span, of_the_whole
 from fedvitals.probes.cohort import Cohort
-from fedvitals.probes.presets import Planned, Preset
+from fedvitals.probes.presets import Planned, Preset, resolve
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.protocols import Node, Stack
@@ -50,6 +48,10 @@ from fedvitals.telemetry.privacy import Policy
 from fedvitals.telemetry.sender import Sender, as_seen
 from fedvitals.telemetry.traceparent import arrived
 from fedvitals.telemetry.wire import decode
+
+if TYPE_CHECKING:
+    from fedvitals.probes.kits import Kit
+    from fedvitals.probes.session import Instruments
 
 __all__ = ["Arrivals", "Sender", "WorkerObserver"]
 
@@ -66,10 +68,28 @@ class _Desk:
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.parcel = Parcel(worker.policy, worker.known)
-        self.kit = Instruments(worker.preset, update_memory=0)
+        self._preset, self.initial = worker.preset, worker.initial
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
-        self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
+        self.clients = Clients(
+            self.chart, lambda: self.kit, lambda *_: None, lambda *_: None, **worker.profiling()
+        )
+
+    @functools.cached_property
+    def kit(self) -> Instruments:
+        """Made for the first model that is watched: it imports torch, and many clients have no such model."""
+        from fedvitals.probes.session import Instruments  # noqa: PLC0415 - imports torch
+
+        return Instruments(resolve(self._preset), update_memory=0)
+
+    def kit_for_training(self) -> Instruments:
+        """The kit as a client begins with it: with the run's first model, and without what others left behind."""
+        import torch  # noqa: PLC0415 - the model that is watched has imported it
+
+        if self.kit.initial is None and self.initial is not None:
+            self.kit.initial = torch.frombuffer(bytearray(self.initial), dtype=torch.float32)
+        self.kit.norms.clear()  # a client's last round may have been in another process: the parent compares
+        return self.kit
 
 
 @functools.lru_cache(maxsize=1)
@@ -90,7 +110,7 @@ class WorkerObserver:
 
     run: str
     name: str
-    preset: Preset
+    preset: Preset | str  # a preset by its name is made where it is needed
     policy: Policy
     strict: bool
     round: int | None  # that was open when this was made
@@ -143,7 +163,7 @@ class WorkerObserver:
     def stack_begin(self, stack: Stack, *, round: int | None = None) -> None:  # noqa: A002
         """Clients begin to train as one batch: records as of `client_begin`, for all of them at `stack_end`."""
         desk = self._desk()
-        desk.kit.norms.clear()
+        desk.chart.guard("watching clients", desk.kit_for_training)
         desk.clients.begin_stack(stack, inside=self._inside(desk, round))
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
@@ -206,11 +226,14 @@ class WorkerObserver:
     @contextlib.contextmanager
     def watching(self, node: Node, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
         """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
-        with self._desk().clients.watching(node, model, data, loss):
+        desk = self._desk()
+        desk.chart.guard("watching a client", desk.kit_for_training)
+        with desk.clients.watching(node, model, data, loss):
             yield self
 
     def _begin(self, desk: _Desk, node: Node, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
-        desk.kit.norms.clear()  # the last round of this client may have been in another process: the parent compares
+        if model is not None:
+            desk.chart.guard("watching a client", desk.kit_for_training)
         inside = self._inside(desk, number)
         if model is None:
             inside = replace(inside, watch=functools.partial(self.watching, node))
@@ -230,8 +253,7 @@ class WorkerObserver:
                 if other[0] != self.run and not old.clients:
                     desks.pop(other).chart.close()
             desk = desks[self.run, self.policy] = _Desk(self)
-        if desk.kit.initial is None and self.initial is not None:
-            desk.kit.initial = torch.frombuffer(bytearray(self.initial), dtype=torch.float32)
+        desk.initial = desk.initial or self.initial
         desk.parcel.known.update(self.known)
         return desk
 
@@ -243,7 +265,7 @@ class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
     def __init__(
-        self, chart: Chart, kit: Instruments, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
+        self, chart: Chart, kit: Kit, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
     ) -> None:
         self._chart, self._kit, self.policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()
@@ -257,7 +279,7 @@ class Arrivals:
         chart, kit = self._chart, self._kit
         here, initial = chart.round, kit.initial
         if initial is not None:
-            small = initial.numel() * 4 <= INITIAL_BYTES and initial.dtype == torch.float32
+            small = initial.nbytes <= INITIAL_BYTES and str(initial.dtype) == "torch.float32"
             initial = initial.cpu() if small else None
         return WorkerObserver(
             run=chart.run.id,

@@ -6,18 +6,18 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments
-from fedvitals.probes.updates import Update
-from fedvitals.probes.view import View
-from fedvitals.probes.weights import weights
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
+
+if TYPE_CHECKING:
+    from fedvitals.probes.kits import Kit
+    from fedvitals.probes.numpy_updates import ArrayUpdate
+    from fedvitals.probes.updates import Update
 
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
 Counts = npt.NDArray[np.int64]  # [layers] of clients
@@ -111,7 +111,7 @@ class Cohort:
             self._sent[sender] += size
             self._received[receiver] += size
 
-    def close(self, kit: Instruments, model: nn.Module | None, least: int) -> list[tuple[Key, Results]]:
+    def close(self, kit: Kit, model: Any, least: int) -> list[tuple[Key, Results]]:
         """Everything that is known only now: cosines and duplicates, groups, the whole, the global model, traffic.
 
         `least`: the fewest clients whose sum may be told where they may not be told one by one.
@@ -134,11 +134,12 @@ class Cohort:
         if kit.updates.approximate and not self._approximate_before:
             text = "Updates exceed update_memory: cosines are estimated from sketches, standard error 0.06."
             whole.remarks.append(("updates.approximate", text, {}))
+        whole.remarks += kit.remarks()
         if model is not None:
-            found.append((("server", None), _of_model(View(model))))
+            found.append((("server", None), kit.model_results(model)))
         return [*found, ((None, None), whole)]
 
-    def _of_update(self, update: Update, kit: Instruments) -> tuple[Key, Results]:
+    def _of_update(self, update: Update | ArrayUpdate, kit: Kit) -> tuple[Key, Results]:
         results = Results(tables=self._tables.get(update.node, {}))
         results.take(update.metrics)
         if update.alignment is not None:
@@ -212,13 +213,3 @@ def _fewest(counts: Counts) -> int:
     """The smallest count that is not zero: a layer without anybody tells of nobody."""
     return int(counts[counts > 0].min()) if counts.any() else 0
 
-
-def _of_model(view: View) -> Results:
-    """The global model's own statistics."""
-    results = Results()
-    for name, value in weights(view).items():
-        if name in FAMILIES:
-            results.matrices.append((name, np.asarray(torch.as_tensor(value).cpu()), None))
-        else:
-            results.take({name: value})
-    return results

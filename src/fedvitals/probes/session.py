@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedvitals.catalog import CATALOG, public_name
@@ -29,7 +29,7 @@ from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
 from fedvitals.probes.updates import Updates
 from fedvitals.probes.view import View, flatten, split, table_of
-from fedvitals.probes.weights import movement
+from fedvitals.probes.weights import check_initialisation, movement, weights
 from fedvitals.protocols import Moment, Probe
 from fedvitals.records import LayerTable
 from fedvitals.schedule import always, at_exit, budget
@@ -68,6 +68,29 @@ class Instruments:
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
         self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
         self._tables: dict[Any, LayerTable] = {}
+
+    def tables(self, model: nn.Module) -> dict[str, LayerTable]:
+        """The layer tables of a model."""
+        return tables_of(self, View(model))
+
+    def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
+        """Remember what drift is measured from; gives what looks wrong with it, as (layer, remark)."""
+        self.initial = flatten([*model.parameters()])
+        return check_initialisation(model)
+
+    def model_results(self, model: nn.Module) -> Results:
+        """The statistics of the global model's own weights and buffers."""
+        results = Results()
+        for name, value in weights(View(model)).items():
+            if name in FAMILIES:
+                results.matrices.append((name, np.asarray(torch.as_tensor(value).cpu()), None))
+            else:
+                results.take({name: value})
+        return results
+
+    def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
+        """What a round should say of the instruments themselves."""
+        return []
 
     def table(self, rows: str, tensors: Sequence[tuple[str, Tensor]]) -> LayerTable:
         key = (rows, *((name, t.shape, t.dtype) for name, t in tensors))
