@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program of its own: a federation of NumPy models by Flower, in a process that cannot import torch if so told.
 
-    python flower_without_torch.py STORE absent|present|unused
+    python flower_without_torch.py STORE absent|present|unused|late
 
-Prints a line of JSON: what the store has of the run afterwards. «unused» is a process in which torch could be imported
-and only the client mod runs.
+Prints a line of JSON: what the store has of the run afterwards. In the last two modes torch could be imported, and only
+the client mod runs: with an app that does without torch, or with one that imports it inside of its `train`.
 """
 
 import importlib.abc
@@ -52,9 +52,9 @@ def ill_training(message, context):
 
 
 def federation(store, privacy):
-    import fedvitals as fv
     from flwr.serverapp.strategy import FedMedian
 
+    import fedvitals as fv
     from flower_by_hand import client_app, federate
 
     app = client_app(fv.flower.client_mod(privacy=privacy), train=ill_training)
@@ -83,24 +83,50 @@ def stored(store):
     return {"versions": sorted(run.versions), **found}
 
 
+def late_training(message, context):
+    """An app that imports torch when it trains, as many do to start faster."""
+    import torch
+
+    import fedvitals as fv
+    from flower_by_hand import training
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with fv.watch(model, optimizer):
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(5, 3)).sum().backward()
+            optimizer.step()
+    return training(message, context)
+
+
+def client_alone(*, late):
+    """The names of the metrics in the telemetry of one client."""
+    import fedvitals as fv
+    from fedvitals.records import Metric
+    from fedvitals.telemetry.wire import decode
+    from flower_by_hand import HandGrid, client_app, model, requests_for, training
+    from flower_grid import flower_run
+
+    app = client_app(fv.flower.client_mod(privacy=3), train=late_training if late else training)
+    assert "torch" not in sys.modules
+    grid = HandGrid(app, nodes=1)
+    with flower_run(grid.run_id):
+        (reply,) = grid.send_and_receive(requests_for(grid, model()))
+    payload = reply.content["fedvitals"]["payload"]
+    return sorted({record.name for record in decode(payload) if isinstance(record, Metric)})
+
+
 def main():
     store, mode = sys.argv[1:]
     if mode == "absent":
         sys.meta_path.insert(0, Absent())
-    if mode == "unused":
-        import fedvitals as fv
-
-        from flower_by_hand import HandGrid, client_app, model, requests_for
-        from flower_grid import flower_run
-
-        grid = HandGrid(client_app(fv.flower.client_mod(privacy=3)))
-        with flower_run(grid.run_id):
-            replies = [*grid.send_and_receive(requests_for(grid, model()))]
-        assert all(len(reply.content["fedvitals"]["payload"]) > 100 for reply in replies)
-        print(json.dumps({"torch": "torch" in sys.modules}))
+    if mode in ("unused", "late"):
+        metrics = client_alone(late=mode == "late")
+        sys.stdout.write(json.dumps({"metrics": metrics, "torch": "torch" in sys.modules}) + "\n")
         return
     federation(store, 3)
-    print(json.dumps({"torch": "torch" in sys.modules, **stored(store)}))
+    sys.stdout.write(json.dumps({"torch": "torch" in sys.modules, **stored(store)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Clients:
         self,
         chart: Chart,
         kit: Callable[[], Any],
-        sent: Callable[[Node, Tensor, Array | None], Any],
+        sent: Callable[[Node, Any, Array | None], Any],
         joined: Callable[[Span, Results], None],
         *,
         profile: bool,

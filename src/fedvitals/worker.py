@@ -71,9 +71,7 @@ class _Desk:
         self._preset, self.initial = worker.preset, worker.initial
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
-        self.clients = Clients(
-            self.chart, lambda: self.kit, lambda *_: None, lambda *_: None, **worker.profiling()
-        )
+        self.clients = Clients(self.chart, lambda: self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
 
     @functools.cached_property
     def kit(self) -> Instruments:

@@ -191,7 +191,7 @@ class ClientMod:
         if sent is None or got is None or [*sent] != [*got]:
             return
         before, after = arrays.values_of(sent, self._layers), arrays.values_of(got, self._layers)
-        update = arrays.update_of(before, after)
+        update: Any = arrays.update_of(before, after)
         layers = tuple(
             Layer(name, tuple(part.shape), str(part.dtype).removeprefix("torch."))
             for name, part in zip(after, update, strict=True)

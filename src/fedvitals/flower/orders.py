@@ -142,7 +142,7 @@ def applied(
     """A reply as the orders want it, in place: its length and its weight."""
     model = arrays.model_of(reply.content)
     if orders.longest is not None and model is not None and [*start] == [*got]:
-        change = arrays.update_of(start, got)
+        change: Any = arrays.update_of(start, got)
         import torch  # noqa: PLC0415 - for corrections alone
 
         norm = float(torch.linalg.vector_norm(torch.as_tensor(change.vector).double()))

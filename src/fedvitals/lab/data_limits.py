@@ -24,7 +24,7 @@ def read_gzip(path: Path) -> bytes:
         return read_bounded(file, str(path))
 
 
-def read_bounded(file: IO[bytes], name: str) -> bytes:
+def read_bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> bytes:
     """All bytes of an unpacking stream, or ConfigError where they are more than any file of a data set has."""
     content = file.read(FILE_BYTES + 1)
     if len(content) > FILE_BYTES:

@@ -212,4 +212,3 @@ def speaking_for(groups: Mapping[str | None, Counts], least: int) -> dict[str | 
 def _fewest(counts: Counts) -> int:
     """The smallest count that is not zero: a layer without anybody tells of nobody."""
     return int(counts[counts > 0].min()) if counts.any() else 0
-

@@ -2,8 +2,8 @@
 """Updates of models that are NumPy arrays, measured by NumPy: for servers on which torch is not installed.
 
 The numbers are those of `probes.updates` as far as it goes: per layer the nine sums, the share of the whole and cosines
-to the mean of the others and to the client's previous update; of the whole its norm, its cosines and duplicates. What
-needs torch is left out: sketches, and how a client stands among its peers.
+to the mean of the others and to the client's previous update; of the whole its norm, its cosines and duplicates, and
+how a client stands among its peers. Sketches need torch, and are left out.
 """
 
 from __future__ import annotations
@@ -18,20 +18,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.probes.numpy_peers import PastModels, peer_rows
+from fedvitals.probes.peer_columns import Layout, layout_of
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.records import Layer, LayerTable
-from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, STATISTICS, SUM_SQUARES, Array, empty_sums
+from fedvitals.stats import (
+    ALIGNMENT_COLUMNS,
+    COUNT,
+    INFS,
+    NANS,
+    PEER_COLUMNS,
+    STATISTICS,
+    SUM_SQUARES,
+    Array,
+    empty_sums,
+)
 
 Values = npt.NDArray[Any]
 REMARK = (
-    "torch is not installed here, so updates are measured by NumPy: norms, cosines, duplicates, NaN and infinity. What "
-    "else is known of updates (sketches, how a client stands among its peers) needs  pip install 'fedvitals[torch]'"
+    "torch is not installed here, so updates are measured by NumPy. Sketches of updates, with which clients are "
+    "compared over many rounds, and models that train inside of fv.watch need  pip install 'fedvitals[torch]'"
 )
 
 
 def sums(arrays: Iterable[Values]) -> Array:
-    """`[layers, 9]`: the columns `stats.STATISTICS` of every array, in float64. All but the counts are over finite values."""
+    """`[layers, 9]`: the columns `stats.STATISTICS` of every array; sums, extremes and zeros are over finite values."""
     rows = [_sums_of(np.asarray(values).reshape(-1)) for values in arrays]
     return np.stack(rows) if rows else np.empty((0, len(STATISTICS)))
 
@@ -77,7 +89,7 @@ class ArrayUpdate:
     squares: float  # ‖d‖² over the finite values
     metrics: dict[str, float] = field(default_factory=dict)
     alignment: Array | None = None  # [layers × ALIGNMENT_COLUMNS]
-    peers: None = None
+    peers: Array | None = None  # [1 × PEER_COLUMNS]
     sketch: None = None
 
     @property
@@ -97,6 +109,8 @@ class ArrayUpdates:
 
     def __init__(self, *, brief: bool, memory: int) -> None:
         self._brief, self._memory, self._held = brief, memory, 0
+        self._models = PastModels(memory // 4)
+        self._layouts: dict[tuple[int, ...], Layout] = {}  # by the sizes of the layers
         self._round: dict[str, ArrayUpdate] = {}
         self._previous: dict[str, ArrayUpdate] = {}
         self._lock = threading.Lock()
@@ -123,10 +137,15 @@ class ArrayUpdates:
         return update
 
     def begin_round(self, number: int, parameters: Sequence[Any]) -> None:
-        """The global model is not needed here."""
+        """The global model that the clients of a round begin with."""
+        if not self._brief:
+            self._models.add(number, [np.asarray(values) for values in parameters])
 
     def know(self, tables: Iterable[LayerTable]) -> None:
-        """Neither are the names of its layers."""
+        """Shapes of layers: an update itself is a row of numbers."""
+        for table in tables:
+            if table.rows == "parameter":
+                self._layouts[tuple(math.prod(layer.shape) for layer in table.layers)] = layout_of(table)
 
     def close_round(self) -> list[ArrayUpdate]:
         """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
@@ -137,6 +156,8 @@ class ArrayUpdates:
             squares = update.rows[:, SUM_SQUARES]
             update.alignment = np.full((len(squares), len(ALIGNMENT_COLUMNS)), np.nan)
             update.alignment[:, 2] = squares / squares.sum() if squares.sum() > 0 else 0.0
+            if not self._brief:
+                update.peers = np.full((1, len(PEER_COLUMNS)), np.nan)
             if update.finite and update.vector is not None:
                 cohorts[update.sizes].append(update)  # only updates of equal models can be compared
         for cohort in cohorts.values():
@@ -157,9 +178,15 @@ class ArrayUpdates:
             if len(cohort) > 1:
                 _tell(update, "update.cosine_mean", 0, vector, total - vector)
             previous = self._previous.get(update.node)
-            if not self._brief and previous is not None and previous.finite and previous.sizes == update.sizes:
-                if previous.vector is not None:
-                    _tell(update, "update.cosine_previous", 1, vector, previous.vector)
+            if self._brief or previous is None or previous.vector is None or not previous.finite:
+                continue
+            if previous.sizes == update.sizes:
+                _tell(update, "update.cosine_previous", 1, vector, previous.vector)
+        if not self._brief:
+            sums_of_all = np.stack([update.rows for update in cohort])
+            layout = self._layouts.get(cohort[0].sizes, Layout())
+            for update, row in zip(cohort, peer_rows(vectors, sums_of_all, layout, self._models), strict=True):
+                update.peers = row[None]
         for update, copies in zip(cohort, _copies(vectors), strict=True):
             if copies and update.squares > 0:
                 update.metrics["update.duplicates"] = float(copies)
@@ -220,7 +247,7 @@ class ArrayInstruments:
         whole = LayerTable("model", (Layer("model", (size,), dtype),))
         return {"parameter": LayerTable("parameter", layers), "model": whole}
 
-    def first_model(self, model: Any) -> list[tuple[str, str]]:
+    def first_model(self, model: Any) -> list[tuple[str, str]]:  # noqa: ARG002 - as of the other instruments
         """What looks wrong with the run's first model: nothing is known, as it may be no network at all."""
         self.initial = np.zeros(0, np.float32)  # known, and not needed
         return []
