@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "fedvitals"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 WITHOUT_TORCH = (
-    "records", "protocols", "stats", "catalog", "schedule", "errors", "scope", "store", "telemetry", "cli", "diagnosis",
+    "records", "protocols", "stats", "catalog", "schedule", "errors", "scope", "store", "telemetry", "cli",
     "loop_tape", "chart", "clients", "worker", "rounds", "monitor",
     "probes.results", "probes.presets", "probes.cohort", "probes.numpy_updates", "probes.kits",
     "flower", "flower.client_mod", "flower.attach", "flower.journal", "flower.strategy", "flower.legacy",
