@@ -16,7 +16,7 @@ from fedvitals.probes.peer_columns import NEAREST
 from fedvitals.probes.presets import preset
 from fedvitals.probes.updates import Updates, measured
 from fedvitals.records import Layer, LayerTable
-from fedvitals.stats import PEER_COLUMNS
+from fedvitals.stats import INFS, PEER_COLUMNS
 from fedvitals.store import open_reader
 from fedvitals.store.ask import query
 from flower_processes import deployed
@@ -217,6 +217,16 @@ def test_updates_of_several_rounds_have_the_metrics_of_torch(memory):
                 ]
                 np.testing.assert_allclose(got.peers[0, exact], wanted.peers[0, exact], rtol=1e-4, atol=1e-6)
     assert (ours.held_bytes > 0) == (memory > 0)
+
+
+def test_updates_beyond_all_numbers_are_measured_without_a_warning():
+    updates = numpy_updates.ArrayUpdates(brief=False, memory=1 << 20)
+    huge = {"c0": [np.full(3, 1e200)], "c1": [np.full(3, np.inf)], "c2": [np.full(3, -1e300)], "c3": [np.ones(3)]}
+    for node, vector, rows in numpy_updates.measured(huge):
+        updates.add(node, vector, rows)
+    found = {update.node: update for update in updates.close_round()}
+    assert [node for node, update in found.items() if update.finite] == ["c3"]
+    assert found["c1"].rows[0, INFS] == 3
 
 
 def test_a_preset_is_known_by_its_name_before_torch_is():

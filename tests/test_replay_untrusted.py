@@ -16,9 +16,9 @@ from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.flower.rerun import rerun_client
 from fedvitals.flower.tape_entries import Heard, Site
-from fedvitals.replay import unpack_limits
+from fedvitals.replay import gradients, unpack_limits
 from fedvitals.replay.digests import digest_of, mark_of
-from fedvitals.replay.gate import SIGN, Handle
+from fedvitals.replay.gate import AT, SIGN, Handle
 from fedvitals.replay.journal import Entry, Journal, Setting
 from fedvitals.replay.objects import Objects
 from fedvitals.replay.reader import TapeReader
@@ -276,3 +276,15 @@ def test_holding_a_run_writes_through_no_link_in_its_tape(tmp_path):
     with contextlib.suppress(OSError):
         Handle(folder).claim()
     assert precious.read_text() == "mine"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_notes_that_are_pipes_are_not_waited_for(tmp_path):
+    (tmp_path / gradients.FOLDER).mkdir()
+    for file in (tmp_path / SIGN, tmp_path / AT, tmp_path / gradients.FOLDER / "a.json"):
+        os.mkfifo(file)
+    handle = Handle(tmp_path)
+    assert handle.waiting() is None
+    assert gradients.kept(tmp_path) == []
+    handle.claim()
+    handle.release()

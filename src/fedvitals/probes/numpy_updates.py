@@ -42,6 +42,7 @@ REMARK = (
 )
 
 
+@np.errstate(all="ignore")  # a client may send anything
 def sums(arrays: Iterable[Values]) -> Array:
     """`[layers, 9]`: the columns `stats.STATISTICS` of every array; sums, extremes and zeros are over finite values."""
     rows = [_sums_of(np.asarray(values).reshape(-1)) for values in arrays]
@@ -94,7 +95,7 @@ class ArrayUpdate:
 
     @property
     def finite(self) -> bool:
-        return not (self.rows[:, NANS].any() or self.rows[:, INFS].any())
+        return math.isfinite(self.squares) and not (self.rows[:, NANS].any() or self.rows[:, INFS].any())
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -147,6 +148,7 @@ class ArrayUpdates:
             if table.rows == "parameter":
                 self._layouts[tuple(math.prod(layer.shape) for layer in table.layers)] = layout_of(table)
 
+    @np.errstate(all="ignore")
     def close_round(self) -> list[ArrayUpdate]:
         """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
         with self._lock:

@@ -22,6 +22,7 @@ import msgspec
 
 from fedvitals.errors import BusyError
 from fedvitals.replay.objects import replace_file
+from fedvitals.replay.unpack_limits import read_note
 
 if sys.platform != "win32":
     import fcntl
@@ -128,7 +129,7 @@ class Handle:
     def waiting(self) -> int | None:
         """The round after which the run waits now."""
         with contextlib.suppress(OSError, ValueError):
-            return int(self._at.read_text(encoding="ascii")) if _fresh(self._at) else None
+            return int(read_note(self._at)) if _fresh(self._at) else None
         return None
 
     def stands(self) -> bool:
@@ -168,8 +169,8 @@ class Handle:
 
 def _read(sign: Path) -> Orders | None:
     """None where there is no sign, or one that cannot be read."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(sign.read_bytes(), type=Orders)
+    with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_note(sign), type=Orders)
     return None
 
 

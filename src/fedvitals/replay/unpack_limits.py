@@ -31,6 +31,7 @@ STATE_RATIO = 16  # unpacked bytes for each byte that the tape's states take on 
 JSON_BYTES, LARGEST_JSON, JSON_RATIO = 64 << 20, 256 << 20, 64  # of one entry: always allowed, never exceeded, ratio
 JSON_VALUES = 500_000  # values in one entry that are always allowed; more need as many bytes in the file
 HEADER_BYTES = 16 << 20  # of a safetensors header: about 100,000 tensors
+NOTE_BYTES = 1 << 16  # of the notes that lie beside rounds and states
 PIECE = 1 << 20  # bytes that are unpacked in one go
 WINDOW = 1 << 27  # bytes of memory that a zstd frame may ask for to look back
 
@@ -45,6 +46,12 @@ def regular_file(path: Path) -> Iterator[IO[bytes]]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("it is not a regular file")
         yield file
+
+
+def read_note(path: Path) -> bytes:
+    """The content of a small file of a tape; of a longer one its beginning, which its decoder refuses."""
+    with regular_file(path) as file:
+        return file.read(NOTE_BYTES)
 
 
 def bytes_on_disk(status: os.stat_result) -> int:
