@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fedvitals import stats
-from fedvitals.kernels import device_loading
+from fedvitals.kernels import count_sketch, device_loading
 from fedvitals.kernels.device_sums import DeviceRing, Tuning, list_plan, listed
+from fedvitals.kernels.sketch import by_torch, by_triton
 from test_kernels import FLOATS, INF, NAN, assert_close, oracle, random
 
 SMALL = Tuning(most=2048, items=1)  # an item is one tile: the interpreter is slow
@@ -117,3 +118,11 @@ def test_nobody_trains():
     ring = DeviceRing([3], [False], 2, 1, "cpu", SMALL)
     ring.record(torch.ones(2, 3), torch.tensor([0]))
     np.testing.assert_array_equal(ring.ring[0].numpy(), stats.empty_sums(2, 1))
+
+
+@pytest.mark.parametrize("length", [1, 255, 257, 5000, 256 * 130 + 7])
+def test_sketches_are_those_of_the_cpu(length):
+    vectors = random(3 * length, torch.float64).view(3, length)
+    torch.testing.assert_close(by_triton(vectors), by_torch(vectors), rtol=0, atol=1e-10)
+    torch.testing.assert_close(by_triton(vectors.float()), count_sketch(vectors.float()), rtol=0, atol=1e-10)
+    assert torch.equal(by_triton(vectors[1:2])[0], by_triton(vectors)[1])

@@ -44,7 +44,7 @@ EVERY_TYPE = [
     Span(AT, 1.5, "step", 0.5, "a" * 32, "c" * 16, "b" * 16, {}, "m", 4),
     Transfer(AT, 1.5, "c7", "server", 10, 40, None, "update", "m", 5),
     Transfer(AT, 1.5, "server", "c7", 10, 40, 0.25, "model", "m", 6),
-    Sketch(AT, 1.5, (0.5, -0.25, 2.0), "d1", "m", 7),
+    Sketch(AT, 1.5, (0.5, -0.25, 2.0), "d1", 2, "m", 7),
     Finding(AT, 1.5, "label-noise", "critical", 0.75, "c7 learns noise", {"p": 0.5},
             (Suspect("c7", 0.75, "loss"), Suspect("c2", 0.25)), "m", 8),
     Action(AT, 1.5, "f-1", "exclude", "c7", {"rounds": 3}, "applied", "m", 9),

@@ -137,7 +137,7 @@ def test_gradient_accumulation_is_measured_once_per_step(name):
 
 
 def test_parameters_without_gradient():
-    """Frozen and unused parameters give rows of nothing, and do not disturb the others."""
+    """Frozen parameters are left out; unused ones give rows of nothing. Neither disturbs the others."""
     model = nn.ModuleDict({"used": nn.Linear(12, 3), "frozen": nn.Linear(3, 3), "unused": nn.Linear(5, 5)})
     for p in model["frozen"].parameters():
         p.requires_grad_(False)
@@ -151,9 +151,9 @@ def test_parameters_without_gradient():
             caught()
             optimizer.step()
     found = sink.layers("gradient", node="c0")
-    close(found.matrix, caught.merged())
-    assert found.get("count").tolist() == [108, 9, 0, 0, 0, 0]
-    assert sink.layers("gradient.steps", node="c0").get("steps").tolist() == [3, 3, 0, 0, 0, 0]
+    close(found.matrix, caught.merged()[[0, 1, 4, 5]])
+    assert found.get("count").tolist() == [108, 9, 0, 0]
+    assert sink.layers("gradient.steps", node="c0").get("steps").tolist() == [3, 3, 0, 0]
 
 
 def test_tied_weights_count_once():

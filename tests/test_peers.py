@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fedvitals.kernels import sums
+from fedvitals.kernels.sketch import COSINE_ERROR
 from fedvitals.probes import peer_columns, peers
-from fedvitals.probes.sketch import COSINE_ERROR
 from fedvitals.probes.updates import Updates
 from fedvitals.records import Layer, LayerTable
 from fedvitals.stats import PEER_COLUMNS

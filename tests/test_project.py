@@ -83,7 +83,8 @@ for engine in ("sequential", "stacked"):
         lab.run(experiment, monitor, engine=engine, workers=1)
 for file in ASKED:
     assert not file.startswith(fv.__path__[0]), file
-for name in ("kernels.device_kernels", "kernels.stacked_conv", "kernels.stacked_optimizer", "lab.stacked_cuda"):
+kernels = [f"kernels.{name}" for name in ("device_kernels", "device_sketch", "stacked_conv", "stacked_optimizer")]
+for name in (*kernels, "lab.stacked_cuda"):
     assert f"fedvitals.{name}" not in sys.modules, name
 """
 

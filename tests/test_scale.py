@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import fedvitals as fv
 from fedvitals.errors import ConfigError
 from fedvitals.probes.differentiate import differentiable
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.nonlinearity import nonlinearity, nonlinearity_coefficient
-from fedvitals.probes.scale import estimated_squares, gradient_scale, last_weight, scale, summary
+from fedvitals.probes.presets import Planned, Preset
+from fedvitals.probes.scale import MOST_OUTPUTS, estimated_squares, gradient_scale, last_weight, scale, summary
 from fedvitals.probes.view import View
+from fedvitals.testing import MemorySink
 from models import MODELS, make, make_data, train, watched
 
 
@@ -257,3 +260,45 @@ def test_full_gradient_equals_one_backward_pass_over_everything(name):
     for row, p in zip(rows, model.parameters(), strict=True):
         assert row[1] == pytest.approx(float(p.grad.sum()), rel=1e-6, abs=1e-12)
         assert row[3] == pytest.approx(float(p.grad.abs().sum()), rel=1e-6)
+
+
+def test_a_model_that_cannot_be_measured_is_asked_once():
+    """A language model has a row of outputs for each token: the probe says so, and does not run the model again."""
+
+    class Tagger(nn.Module):
+        passes = 0
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+        def forward(self, tokens):
+            Tagger.passes += 1
+            return self.head(self.embedding(tokens))
+
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tokens = torch.arange(40).view(4, 10) % 20
+    sink = MemorySink()
+    with fv.Monitor(None, sinks=[sink], machine=False, probes=[Preset("own", (Planned(scale()),), 1.0)]) as monitor:
+        for number in range(4):
+            with monitor.round(number), monitor.client("c0", model):
+                optimizer.zero_grad()
+                functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+                optimizer.step()
+    assert Tagger.passes == 4 + 1
+    (event,) = sink.events("monitor.error")
+    assert "one row of numbers per sample" in event.message
+
+
+def test_many_outputs_are_estimated_without_their_products():
+    """Outputs × outputs of a large vocabulary would not fit into memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, MOST_OUTPUTS + 1))
+    x = torch.randn(64, 6)
+    with differentiable(model, x) as graph:
+        assert last_weight(model, graph) is None
+    estimated, exact = (gradient_scale(model, x, seed=1)[0], torch.func.vmap(torch.func.jacrev(model))(x))
+    frobenius = exact.detach().double().flatten(1).norm(dim=1)
+    expected = frobenius / 6**0.5 * model(x).detach().double().norm(dim=1) / x.double().norm(dim=1)
+    assert float((estimated.square() / expected.square()).mean()) == pytest.approx(1, rel=0.5)

@@ -30,7 +30,7 @@ def fill(path, *names, rounds=40):
                 batch += [stats(r, f"c{c}", c, 40 * r + 9 + c) for c in range(20)]
                 step = metric(r, "c1", 7.0, sequence=40 * r + 30)
                 batch.append(replace(step, where=replace(step.where, step=3)))
-                batch.append(Sketch(step.where, 1.0, (0.5,) * 64, "d", "m", 40 * r + 31))
+                batch.append(Sketch(step.where, 1.0, (0.5,) * 64, "d", 2, "m", 40 * r + 31))
                 store.write([mine(record) for record in batch])
 
 

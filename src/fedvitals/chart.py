@@ -126,7 +126,9 @@ class Chart:
             if table is not None:
                 record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
-            record.sketch(scope, tuple(results.sketch.tolist()))
+            from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
+
+            record.sketch(scope, tuple(results.sketch.tolist()), VERSION)
         for name, message, data in results.remarks:
             record.event(scope, "info", name, message, data)
 

@@ -184,10 +184,9 @@ class Clients:
 
     def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
         from fedvitals.probes.session import ClientSession, tables_of  # noqa: PLC0415 - imports torch
-        from fedvitals.probes.view import View  # noqa: PLC0415
 
         node = opened.scope.node or ""
-        view = View(model, round=opened.scope.round, node=node, data=data, loss=loss)
+        view = self._kit.view(model, round=opened.scope.round, node=node, data=data, loss=loss)
         if not self._kit.preset.brief:
             tables = tables_of(self._kit, view)
             self._chart.know(tables)
@@ -237,10 +236,12 @@ class Clients:
 
     def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
         def watch(opened: OpenStack) -> None:
-            from fedvitals.probes.stack import StackSession  # noqa: PLC0415 - imports torch
+            from fedvitals.probes.session import tables_of  # noqa: PLC0415 - imports torch
+            from fedvitals.probes.stack import StackSession  # noqa: PLC0415
+            from fedvitals.probes.view import View  # noqa: PLC0415
 
             if not self._kit.preset.brief:
-                tables = self._kit.tables(stack.module)
+                tables = tables_of(self._kit, View(stack.module))
                 self._chart.know(tables)
                 opened.tables = {rows: table.digest for rows, table in tables.items()}
             report = functools.partial(self._chart.report, scope=opened.scope)

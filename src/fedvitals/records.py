@@ -205,6 +205,7 @@ class Sketch:
     at: float
     values: tuple[float, ...]
     digest: str = ""  # of the update itself: equal digests are equal updates
+    version: int = 1  # of the projection: sketches of different versions cannot be compared
     source: str = ""
     sequence: int = 0
 

@@ -60,7 +60,7 @@ class Rounds:
         self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
         if model is None:
             return
-        self._kit.updates.begin_round(number, [*model.parameters()])
+        self._kit.updates.begin_round(number, self._kit.parameters(model))
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._chart.continued:
             self._first_model(model)
@@ -92,7 +92,7 @@ class Rounds:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
         if model is not None:
-            self._chart.know(self._kit.tables(model))
+            self._know_layers(model)
         for (node, group), results in cohort.receive(opened.sent):
             self._chart.tell(replace(scope, node=node, group=group), results)
         self._arrivals.close_round(scope, cohort)
@@ -125,7 +125,7 @@ class Rounds:
         """The stretch in which an edge node, cluster or ring does its share."""
         guard = self._chart.guard
         opened: OpenScope | None = guard("opening an edge", lambda: OpenScope(*self._chart.enter(name, group=name)))
-        before = None if model is None else guard("reading a model", lambda: _vector(model))
+        before = None if model is None else guard("reading a model", lambda: self._vector(model))
         try:
             yield
         except BaseException as error:
@@ -138,7 +138,7 @@ class Rounds:
     def _leave_edge(self, opened: OpenScope, model: Any, before: Tensor | None) -> None:
         self._chart.leave(opened.scope, opened.token)
         if before is not None:
-            change = (_vector(model) - before).double()
+            change = (self._vector(model) - before).double()
             results = Results(clients=0 if self.open is None else self.open.cohort.clients_of(opened.scope.node))
             results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
             self._chart.tell(opened.scope, results)
@@ -148,15 +148,18 @@ class Rounds:
             self._ledger.told_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
+    def _vector(self, model: Any) -> Tensor:
+        """All parameters of a PyTorch model that are measured, as one vector."""
+        from fedvitals.probes.view import flatten  # noqa: PLC0415 - imports torch
+
+        return flatten(self._kit.parameters(model))
+
+    def _know_layers(self, model: Any) -> None:
+        for tables in self._kit.tables(model):
+            self._chart.know(tables)
+
     def _first_model(self, model: Any) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
-        self._chart.know(self._kit.tables(model))
+        self._know_layers(model)
         for layer, remark in self._kit.first_model(model):
             self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
-
-
-def _vector(model: Any) -> Tensor:
-    """All parameters of a PyTorch model as one vector."""
-    from fedvitals.probes.view import flatten  # noqa: PLC0415 - imports torch
-
-    return flatten([*model.parameters()])

@@ -68,7 +68,7 @@ class _Desk:
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.parcel = Parcel(worker.policy, worker.known)
-        self._preset, self.initial = worker.preset, worker.initial
+        self._preset, self.initial, self.trained = worker.preset, worker.initial, worker.trained
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
         self.clients = Clients(self.chart, lambda: self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
@@ -86,6 +86,7 @@ class _Desk:
 
         if self.kit.initial is None and self.initial is not None:
             self.kit.initial = torch.frombuffer(bytearray(self.initial), dtype=torch.float32)
+        self.kit.trained |= self.trained
         self.kit.norms.clear()  # a client's last round may have been in another process: the parent compares
         return self.kit
 
@@ -118,6 +119,7 @@ class WorkerObserver:
     initial: bytes | None  # the run's first model, float32
     profile: bool = True  # whether to tell what a client's time went to
     capture: Capture | None = None
+    trained: frozenset[str] = frozenset()  # names of the layers that train, as far as the parent knows
 
     def profiling(self) -> dict[str, Any]:
         return {"profile": self.profile, "capture": self.capture}
@@ -251,7 +253,7 @@ class WorkerObserver:
                 if other[0] != self.run and not old.clients:
                     desks.pop(other).chart.close()
             desk = desks[self.run, self.policy] = _Desk(self)
-        desk.initial = desk.initial or self.initial
+        desk.initial, desk.trained = desk.initial or self.initial, desk.trained | self.trained
         desk.parcel.known.update(self.known)
         return desk
 
@@ -289,6 +291,7 @@ class Arrivals:
             trace=chart.trace,
             span=None if here is None else here.span,
             known=frozenset(chart.tables),
+            trained=kit.trained,
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
             capture=self._capture,

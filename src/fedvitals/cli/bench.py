@@ -32,7 +32,7 @@ BARS = {
     "lab": ("cnn", "mlp", "start", "memory", "study"),
     "flower": ("lines", "cnn", "large", "faults"),
     "replay": ("verified", "machines", "recording", "size", "jump", "bisect"),
-    "gpu": ("round", "statistics", "kernel", "clients", "monitored", "precision", "study"),
+    "gpu": ("round", "statistics", "kernel", "clients", "monitored", "llm", "precision", "study"),
 }
 SHOWN = {  # the rest is for --json
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),

@@ -33,6 +33,7 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     known: frozenset[str]
     profile: bool
     capture: Capture | None
+    trained: frozenset[str]
 
 
 def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:

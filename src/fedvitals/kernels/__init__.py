@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nine statistics of many tensors in one reading of memory, and histograms: what every probe measures with.
+"""Nine statistics of many tensors in one reading of memory, histograms and sketches: what probes measure with.
 
 >>> import torch
 >>> sums([torch.tensor([3.0, -4.0, 0.0])]).tolist()
@@ -17,9 +17,10 @@ from torch import Tensor
 from fedvitals.kernels import device_loading, exponents, jit
 from fedvitals.kernels.gradients import GradientRecorder
 from fedvitals.kernels.one_pass import sums
+from fedvitals.kernels.sketch import count_sketch
 from fedvitals.stats import Array
 
-__all__ = ["Backend", "GradientRecorder", "backend", "device_backend", "histogram", "sums"]
+__all__ = ["Backend", "GradientRecorder", "backend", "count_sketch", "device_backend", "histogram", "sums"]
 
 
 @dataclass(frozen=True, slots=True)

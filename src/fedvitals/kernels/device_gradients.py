@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.kernels import device_loading, layout
-from fedvitals.kernels.device_sums import DTYPES, TUNING, launch, list_plan, partials_for, stream_of, upload
+from fedvitals.kernels.device_sums import DTYPES, TUNING, launch, list_plan, partials_for, stream_of
 from fedvitals.stats import STATISTICS
 
 _COLUMNS = len(STATISTICS)
@@ -40,8 +40,9 @@ class DeviceGradients:
         self._kinds = tuple(dtype or torch.float32 for _, dtype, _ in self._known)
         self._kernels = device_loading.loaded().kernels
         self._stream: int | None = None
-        self._block = torch.empty(0)
-        self._free = 0
+        self._addresses: list[int] = []  # of the step before
+        self._rows: list[Tensor] = []  # free ones, of a block of memory on the device
+        self._places: list[Tensor] = []  # free ones, of a block of pinned memory on the host
 
     def record(self) -> Tensor | None:
         """[layers, 9] on the device; None if something is unusual, and each tensor must be looked at by itself."""
@@ -69,17 +70,32 @@ class DeviceGradients:
             self._stream = stream
             self._cut = list_plan(self._lengths, self._kinds, 1, self._device, stream, TUNING)
             self._partials = partials_for(self._cut, self._device)
+            self._addresses = []
+        if addresses != self._addresses:  # torch mostly gives gradients the memory that they had at the step before
+            self._addresses = addresses
+            self._pointers = self._uploaded(addresses)
         rows = self._row()
-        pointers = upload(torch.tensor(addresses, dtype=torch.int64), self._device)
-        launch(self._kernels, self._cut, pointers, None, self._partials, rows)
+        launch(self._kernels, self._cut, self._pointers, None, self._partials, rows)
         return rows
 
+    def _uploaded(self, addresses: list[int]) -> Tensor:
+        """The addresses on the device. Each step has a place of its own in pinned memory, so that nobody waits.
+
+        torch gives a block of pinned memory to others only after the copies out of it are done.
+        """
+        if not self._places:
+            self._places = [
+                *torch.empty(_ROOM, len(addresses), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+            ]
+        place = self._places.pop()
+        place.numpy()[:] = addresses
+        return place.to(self._device, non_blocking=True)
+
     def _row(self) -> Tensor:
-        if not self._free:
-            self._block = torch.empty(_ROOM, len(self._known), _COLUMNS, dtype=torch.float64, device=self._device)
-            self._free = _ROOM
-        self._free -= 1
-        return self._block[self._free]
+        if not self._rows:
+            shape = (_ROOM, len(self._known), _COLUMNS)
+            self._rows = [*torch.empty(shape, dtype=torch.float64, device=self._device)]
+        return self._rows.pop()
 
 
 def brought_home(rows: dict[int, Tensor]) -> dict[int, Tensor]:

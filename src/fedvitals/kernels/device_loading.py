@@ -59,19 +59,20 @@ def _load() -> Loaded:
 
 def _check(kernels: Any) -> None:
     """Refuse kernels that miscount. The one time that a GPU is waited for here: before anything is measured."""
-    from fedvitals.kernels import device_sums  # noqa: PLC0415 - it asks us
+    from fedvitals.kernels import device_sums, sketch  # noqa: PLC0415 - they ask us
 
     gpu = torch.cuda.is_available()
     strict = torch.cuda.get_sync_debug_mode() if gpu else 0
-    if gpu:
+    if strict:  # setting it makes torch warn, so only where the user has set it
         torch.cuda.set_sync_debug_mode(0)
     try:
         clean = torch.arange(-3.0, 300.0, device="cuda" if gpu else "cpu")
         spoilt = clean.clone()
         spoilt[7] = torch.nan
         found = device_sums.listed(kernels, [clean, spoilt], None).tolist()
+        sketches = [measure(clean[None]).tolist() for measure in (sketch.by_triton, sketch.by_torch)]
     finally:
-        if gpu:
+        if strict:
             torch.cuda.set_sync_debug_mode(strict)
     numbers = [float(value) for value in range(-3, 300)]
     total = [sum(numbers), sum(x * x for x in numbers), sum(map(abs, numbers))]  # all of them exact in float32
@@ -81,6 +82,8 @@ def _check(kernels: Any) -> None:
     ]
     if found != expected:
         raise RuntimeError(f"on known values it returned {found} instead of {expected}")
+    if sketches[0] != sketches[1]:  # sums of small whole numbers: exact in any order
+        raise RuntimeError("its sketch of known values is not that of torch")
 
 
 def _without(reason: str, level: int) -> Loaded:

@@ -105,7 +105,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Fill the rows. `stride`: of the matrix at `addresses`, in values; None: `addresses` are the segments' own."""
     language = kernels.tl
-    with _on(rows.device):
+    with launching_on(rows.device):
         for dtype, first, number in cut.kinds:
             kernels.partials_of[(number,)](
                 addresses, stride or 0, cut.items, first, cut.count, cut.chunk, partials,
@@ -120,7 +120,7 @@ def launch(
             )  # fmt: skip
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton starts its kernels on the current device, wherever the tensors lie."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return contextlib.nullcontext()
@@ -138,7 +138,7 @@ def sums(tensors: Sequence[Tensor | None], clients: int | None) -> Tensor | None
     (device,) = devices
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None  # a graph would replay with the addresses of today
-    with _on(device):
+    with launching_on(device):
         kernels = device_loading.loaded().kernels
         return None if kernels is None else listed(kernels, tensors, clients)
 

@@ -90,11 +90,35 @@ class Function:
     def either(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"or {a}, {b.name}")
 
+    def exclusive(self, a: Value, b: Value) -> Value:
+        return self._define(a.type, f"xor {a}, {b.name}")
+
     def opposite(self, a: Value) -> Value:
-        return self._define(a.type, f"xor {a}, {a.type(-1).name}")
+        return self.exclusive(a, a.type(-1))
+
+    def multiply(self, a: Value, b: Value) -> Value:
+        """The product of integers, without its bits that do not fit."""
+        return self._define(a.type, f"mul {a}, {b.name}")
 
     def shift_left(self, a: Value, bits: int) -> Value:
         return self._define(a.type, f"shl {a}, {a.type(bits).name}")
+
+    def shift_right(self, a: Value, bits: int) -> Value:
+        """Shift in zeros."""
+        return self._define(a.type, f"lshr {a}, {a.type(bits).name}")
+
+    def splat(self, a: Value, lanes: int) -> Value:
+        """A vector with the scalar in every lane; the scalar itself for 0 lanes."""
+        if not lanes:
+            return a
+        type_ = Type(a.type.element, lanes)
+        first = self._define(type_, f"insertelement {type_} poison, {a}, i64 0")
+        return self._define(type_, f"shufflevector {first}, {type_} poison, <{lanes} x i32> zeroinitializer")
+
+    def lane_numbers(self, type_: Type) -> Value:
+        """The constant 0, 1, 2, ... of an integer type; 0 for a scalar."""
+        text = ", ".join(f"{type_.element} {lane}" for lane in range(type_.lanes))
+        return Value(type_, f"<{text}>" if type_.lanes else "0")
 
     def compare(self, predicate: str, a: Value, b: Value) -> Value:
         """Per lane; predicates as LLVM spells them: `slt`, `ne` for integers, `olt`, `oeq`, `uno` for floats."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedvitals.kernels import sketch_ir
 from fedvitals.kernels.emitter import BIT, DOUBLE, POINTER, WORD, Function, Type, Value
 from fedvitals.stats import COUNT, INFS, MAX, MIN, NANS, STATISTICS, SUM, SUM_MAGNITUDES, SUM_SQUARES, ZEROS
 
@@ -89,8 +90,9 @@ class Machine:
 
 
 def module(machine: Machine, kinds: list[Kind]) -> str:
-    """The whole kernel as LLVM assembly. It exports `sums`, `sums_at` and one `tensor_<kind>` for each kind."""
-    functions = [build(machine, kind) for kind in kinds for build in (_fast, _exact, _tensor)] + [_sums(), _sums_at()]
+    """The whole kernel as LLVM assembly: `sums`, `sums_at`, one `tensor_<kind>` for each kind, and the sketches."""
+    functions = [build(machine, kind) for kind in kinds for build in (_fast, _exact, _tensor)]
+    functions += [_sums(), _sums_at(), *sketch_ir.functions()]
     declarations = sorted(set().union(*(function.declarations for function in functions)))
     return "\n\n".join([*(function.text() for function in functions), "\n".join(declarations), ""])
 

@@ -239,15 +239,19 @@ class ArrayInstruments:
         self.updates = ArrayUpdates(brief=preset.brief, memory=update_memory)
         self.initial: Any = None  # what drift would be measured from; no client trains here
         self.norms: dict[str, float] = {}
-        self.watches_modules = False
+        self.trained: frozenset[str] = frozenset()  # every array that is sent counts as one that trains
         self._remarked = False
 
-    def tables(self, model: Any) -> dict[str, LayerTable]:
+    def parameters(self, model: Any) -> list[Any]:
+        """The arrays of a global model."""
+        return [*model.parameters()]
+
+    def tables(self, model: Any) -> list[dict[str, LayerTable]]:
         """The layer tables of a model that has `named_parameters()`."""
         layers = tuple(Layer(name, values.shape, str(values.dtype)) for name, values in model.named_parameters())
         size, dtype = sum(math.prod(layer.shape) for layer in layers), layers[0].dtype if layers else "float32"
         whole = LayerTable("model", (Layer("model", (size,), dtype),))
-        return {"parameter": LayerTable("parameter", layers), "model": whole}
+        return [{"parameter": LayerTable("parameter", layers), "model": whole}]
 
     def first_model(self, model: Any) -> list[tuple[str, str]]:  # noqa: ARG002 - as of the other instruments
         """What looks wrong with the run's first model: nothing is known, as it may be no network at all."""

@@ -33,6 +33,7 @@ from fedvitals.probes.differentiate import Differentiable, differentiable
 from fedvitals.probes.view import View, modes_kept
 
 IMAGES = 16
+MOST_OUTPUTS = 4096  # of a model whose last layer helps to estimate: 128 MB of products
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,13 @@ def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -
 
 
 def last_weight(model: nn.Module, graph: Differentiable) -> Tensor | None:
-    """The weight of the last linear layer with as many outputs as the model; None where there is none to trust."""
+    """The weight of the last linear layer with as many outputs as the model.
+
+    None where there is none to trust, or where its products, outputs × outputs, would take too much memory.
+    """
     count = graph.outputs.shape[1]
+    if count > MOST_OUTPUTS:
+        return None
     found = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == count]
     return found[-1] if found and bool(torch.isfinite(found[-1]).all()) else None
 

@@ -36,6 +36,7 @@ from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
 
 LABEL_ROUNDS = 5
+UNFROZEN_SHOWN = 10  # names of layers in one event
 
 
 class Clock(Protocol):
@@ -65,23 +66,37 @@ class Instruments:
         self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False
         self.initial: Tensor | None = None
+        self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
+        self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
         self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
         self._tables: dict[Any, LayerTable] = {}
 
-    def tables(self, model: nn.Module) -> dict[str, LayerTable]:
-        """The layer tables of a model."""
-        return tables_of(self, View(model))
+    def view(self, model: nn.Module, **about: Any) -> View:
+        """A view of the layers of a model that train in it or in any other model of this run seen so far."""
+        view = View(model, trained=self.trained, **about)
+        self.trained |= {name for name, parameter in view.named_parameters if parameter.requires_grad}
+        return view
+
+    def parameters(self, model: nn.Module) -> list[Tensor]:
+        """The parameters of a global model that are measured."""
+        return self.view(model).parameters
+
+    def tables(self, model: nn.Module) -> list[Mapping[str, LayerTable]]:
+        """The layers that train, and all layers: what clients send may be the whole model, frozen parts included."""
+        view = self.view(model)
+        whole = [{"parameter": self.table("parameter", [*model.named_parameters()])}] if view.frozen else []
+        return [*whole, tables_of(self, view)]
 
     def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
         """Remember what drift is measured from; gives what looks wrong with it, as (layer, remark)."""
-        self.initial = flatten([*model.parameters()])
+        self.initial = flatten(self.view(model).parameters)
         return check_initialisation(model)
 
     def model_results(self, model: nn.Module) -> Results:
         """The statistics of the global model's own weights and buffers."""
         results = Results()
-        for name, value in weights(View(model)).items():
+        for name, value in weights(self.view(model)).items():
             if name in FAMILIES:
                 results.matrices.append((name, np.asarray(torch.as_tensor(value).cpu()), None))
             else:
@@ -180,6 +195,7 @@ class ClientSession:
             rows = np.asarray(torch.as_tensor(sums(split(update, view.parameters))).cpu())
             results.take(movement(rows, view.before, now, kit.initial))
             results.matrices.append(("update", rows, None))
+        self._tell_unfrozen()
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
         kit.fit.settle(self._fit_cost, training)
@@ -213,6 +229,18 @@ class ClientSession:
         self._results.take(found)
         if self._differences and self._steps:
             self._difference(self._steps - 1)
+
+    def _tell_unfrozen(self) -> None:
+        """Layers that began to train after the scope was opened: nothing was measured of them in this round."""
+        names = [name for name, parameter in self._view.frozen if parameter.requires_grad]
+        if names:
+            shown = ", ".join(names[:UNFROZEN_SHOWN]) + (", ..." if len(names) > UNFROZEN_SHOWN else "")
+            text = (
+                f"{len(names)} layers were unfrozen inside the client's scope and are measured from its next round on: "
+            )
+            self._results.remarks.append(
+                ("layers.unfrozen", f"{text}{shown}.", {"layers": names[:UNFROZEN_SHOWN], "count": len(names)})
+            )
 
     # -- at each step -------------------------------------------------------------------------------------------------
 
@@ -284,10 +312,15 @@ class ClientSession:
         self._kit.costs[index] += time.perf_counter() - started
 
     def _run(self, index: int, planned: Planned) -> Mapping[str, Any]:
-        started = time.perf_counter()
+        """What the probe measures; nothing if it failed, or has said before that it cannot measure such models."""
+        started, kind = time.perf_counter(), (index, type(self._view.model))
+        if kind in self._kit.unsuited:
+            return {}
         try:
             return planned.probe(self._view)
         except Exception as error:  # noqa: BLE001 - a user's probe may do anything
+            if isinstance(error, ConfigError):
+                self._kit.unsuited.add(kind)
             self._report(error, f"the probe '{_name(planned.probe)}'")
             return {}
         finally:

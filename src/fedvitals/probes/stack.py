@@ -125,8 +125,9 @@ class StackSession:
         update = model.matrix.detach() - self._before
         rows = None
         if not kit.preset.brief:
-            rows = _home(sums(model.layers(update), clients=True))
+            rows = model.trained_rows(_home(sums(model.layers(update), clients=True)))
             self._move(rows)
+        update = model.trained_columns(update)
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
         self._fit.settle(self._fit_cost, training)
@@ -210,7 +211,7 @@ class StackSession:
             rows = recorder.take()
             if planned.each:
                 for step, matrices in zip(recorder.steps, rows, strict=True):
-                    self._put_matrices("gradient", matrices, step)
+                    self._put_matrices("gradient", self._model.trained_rows(matrices), step)
             own = np.asarray(self._own_steps())
             for count in np.unique(own[own > 0]).tolist():
                 steps = [step for step in recorder.steps if step < count]
@@ -220,7 +221,7 @@ class StackSession:
                     self._gradient(steps, rows[: len(steps), every], members.tolist())
         counts = None if self._histogram is None else self._histogram[2].take()
         if counts is not None:
-            self._put_matrices("gradient.histogram", counts)
+            self._put_matrices("gradient.histogram", self._model.trained_rows(counts))
 
     def _gradient(self, steps: list[int], rows: Array, members: list[int]) -> None:
         """A client-round of its steps: `summarise` for all these clients at once. rows: [steps, clients, layers, 9]."""
@@ -236,7 +237,8 @@ class StackSession:
         for i, member in enumerate(members):
             results, node = self._results[member], self._stack.nodes[member]
             for family, matrix in merged.items():
-                results.matrices.append((family, matrix.reshape(clients, layers, -1)[i], None))
+                own = self._model.trained_rows(matrix.reshape(clients, layers, -1)[i])
+                results.matrices.append((family, own, None))
             results.metrics += [
                 ("gradient.norm", mean[i], None),
                 ("gradient.norm_max", float(whole[largest[i], i]), steps[largest[i]]),
@@ -289,7 +291,7 @@ class StackSession:
             return
         x, y = (torch.as_tensor(part).to(self._model.states.device) for part in self._stack.samples(self._fewest()))
         rows = [_home(part) for part in stacked_full_gradient(self._model, x, y, self._stack.loss)]
-        self._put_matrices("gradient.full", np.concatenate(rows))
+        self._put_matrices("gradient.full", self._model.trained_rows(np.concatenate(rows)))
 
     def _fewest(self) -> int:
         """How many samples every client has: all of them, where they were dealt out equally."""
@@ -306,7 +308,7 @@ class StackSession:
 
     def _weights(self) -> None:
         model = self._model
-        rows = _home(sums(model.layers(model.matrix.detach()), clients=True))
+        rows = model.trained_rows(_home(sums(model.layers(model.matrix.detach()), clients=True)))
         self._put_matrices("weight", rows)
         self._put("weight.norm", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
         self._put("weight.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
@@ -322,8 +324,8 @@ class StackSession:
         """How far the weights moved: `weights.movement` for all clients."""
         self._put_matrices("update", rows)
         drift = np.sqrt(rows[..., SUM_SQUARES].sum(axis=1))
-        initial, now = self._kit.initial, self._model.matrix.detach()
-        norms = [torch.linalg.vector_norm(self._before, dim=1)]
+        initial, now = self._kit.initial, self._model.trained_columns(self._model.matrix.detach())
+        norms = [torch.linalg.vector_norm(self._model.trained_columns(self._before), dim=1)]
         if initial is not None and initial.shape == now.shape[1:]:
             norms.append(torch.linalg.vector_norm(now - initial.to(now.device), dim=1))
         start, *far = torch.stack(norms).tolist()

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedvitals.probes.view import trained_parameters
 from fedvitals.protocols import Stack
+from fedvitals.stats import Array
 
 # Input values that go through the models at a time: a convolution's activations are many times larger.
 _TOGETHER = 1 << 20
@@ -32,15 +34,25 @@ class StackModel:
         self.clients = len(stack.nodes)
         self.sizes = [p.numel() for _, p in self.parameters]
         self.weights = sum(self.sizes)
-        trained = [p.requires_grad for _, p in self.parameters]
-        # Nobody trains the module itself, so its host may have switched off all gradients: then that says nothing.
-        self.trained = trained if any(trained) else [True] * len(trained)
+        # Nobody trains the module itself, so its host may have switched off all gradients: then all count as trained.
+        training = {name for name, _ in trained_parameters(self.parameters)}
+        self.trained = [name in training for name, _ in self.parameters]
         self._together: int | None = None
 
     @property
     def matrix(self) -> Tensor:
         """[clients, weights] as they are now: a view, without buffers."""
         return self.states[:, : self.weights]
+
+    def trained_columns(self, matrix: Tensor) -> Tensor:
+        """[clients, weights that train] of [clients, weights]: the matrix itself where all of them do."""
+        if all(self.trained):
+            return matrix
+        return torch.cat([part for part, train in zip(self.layers(matrix), self.trained, strict=True) if train], 1)
+
+    def trained_rows(self, matrices: Array) -> Array:
+        """[..., layers that train, columns] of [..., layers, columns]."""
+        return matrices if all(self.trained) else matrices[..., self.trained, :]
 
     def layers(self, matrix: Tensor) -> list[Tensor]:
         """One [clients, length] for each parameter."""

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvitals.kernels import sums
+from fedvitals.kernels import count_sketch, sums
 from fedvitals.probes.peers import Layout, Models, Peers, as_rows, from_sketches, layout_of
-from fedvitals.probes.sketch import Sketcher
 from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
 from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, SUM, SUM_SQUARES, Array
@@ -86,7 +85,6 @@ class Updates:
         self._brief = brief  # only the size, and the cosine to the others
         self._memory = memory
         self._held = 0
-        self._sketcher = Sketcher()
         self._models = Models(memory // 4)
         self._layouts: dict[str, tuple[tuple[int, ...], Layout]] = {}  # by the digest of their table
         self._round: dict[str, Update] = {}
@@ -116,7 +114,7 @@ class Updates:
             else:
                 self._held += size
             if update.vector is None:
-                update.sketch = self._sketcher(vector)
+                update.sketch = count_sketch(vector)
             self._round[node] = update
         return update
 
@@ -169,8 +167,8 @@ class Updates:
             part = cohort[first:last]
             stacked = torch.stack(vectors[first:last]) if whole is None else whole[first:last]
             if not self._brief:
-                for update, sketch in zip(part, self._sketcher(stacked).cpu(), strict=True):
-                    update.sketch = sketch
+                for update, values in zip(part, count_sketch(stacked).cpu(), strict=True):
+                    update.sketch = values
             if len(cohort) > 1:
                 self._align_to_others(part, stacked, total, total_squares, vectors)
             self._align_to_previous(part, stacked)
@@ -215,7 +213,7 @@ class Updates:
         """Cosines of the whole: a sketch does not tell layers apart."""
         for update in cohort:
             if update.sketch is None and update.vector is not None:
-                update.sketch = self._sketcher(update.vector)
+                update.sketch = count_sketch(update.vector)
         _fetch_sketches(cohort)
         sketches = [update.sketch for update in cohort]
         total = torch.stack([sketch for sketch in sketches if sketch is not None]).sum(0)

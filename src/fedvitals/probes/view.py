@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,14 @@ from fedvitals.records import Layer, LayerTable
 
 
 class View:
-    """One client's model during one round.
+    """One client's model during one round; of its parameters, those that train (see `trained_parameters`).
 
     Mutable only for the monitor, which moves `step` and `owned` along; a probe reads. `owned` lists, per layer, the
     parameter that the current optimiser step acts on, or None: with several optimisers each sees its own part.
     """
 
     __slots__ = (
-        "_buffers", "before", "data", "last_input", "loss", "model", "named_parameters", "node", "owned",
+        "_buffers", "before", "data", "frozen", "last_input", "loss", "model", "named_parameters", "node", "owned",
         "parameters", "round", "step",
     )  # fmt: skip
 
@@ -34,9 +34,14 @@ class View:
         node: str | None = None,
         data: Any = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        trained: Collection[str] = frozenset(),
     ) -> None:
+        """`trained`: names of parameters that train elsewhere in the federation."""
         self.model = model
-        self.named_parameters: list[tuple[str, Tensor]] = list(model.named_parameters())
+        everything: list[tuple[str, Tensor]] = list(model.named_parameters())
+        self.named_parameters = trained_parameters(everything, trained)
+        watched = {id(parameter) for _, parameter in self.named_parameters}
+        self.frozen = [(name, parameter) for name, parameter in everything if id(parameter) not in watched]
         self.parameters: list[Tensor] = [p for _, p in self.named_parameters]
         self.owned: Sequence[Tensor | None] = self.parameters
         self.before: Tensor | None = None  # all parameters in one vector, as the scope began
@@ -55,6 +60,19 @@ class View:
         if self._buffers is None:
             self._buffers = list(self.model.named_buffers())
         return self._buffers
+
+
+def trained_parameters(
+    parameters: Sequence[tuple[str, Tensor]], elsewhere: Collection[str] = frozenset()
+) -> list[tuple[str, Tensor]]:
+    """Of a model's named parameters those that train, here or `elsewhere` in the federation; all of them if none does.
+
+    In a fine-tuning with adapters nearly all parameters are frozen: they neither train nor travel, and measuring them
+    would cost more than the training. One that only this client froze is exchanged all the same, and stays. A model in
+    which nothing trains is a container, such as a global model that is only averaged into.
+    """
+    training = [(name, p) for name, p in parameters if p.requires_grad or name in elsewhere]
+    return training or list(parameters)
 
 
 def table_of(rows: str, tensors: Iterable[tuple[str, Tensor]]) -> LayerTable:

@@ -16,7 +16,8 @@ def quoted(name: str) -> str:
 
 
 def _column(column: Column, dialect: Dialect) -> str:
-    return f"{quoted(column.name)} {dialect.types[column.type]}{'' if column.null else ' NOT NULL'}"
+    default = "" if column.default is None else f" DEFAULT {column.default}"
+    return f"{quoted(column.name)} {dialect.types[column.type]}{'' if column.null else ' NOT NULL'}{default}"
 
 
 def _create(table: Table, version: int, dialect: Dialect) -> str:

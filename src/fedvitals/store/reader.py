@@ -28,13 +28,18 @@ _PRAGMAS = (
 
 
 # What makes a store of an older version read like one of this: in the reader's own temporary schema, not in the file.
+_SINCE_3 = (
+    "PRAGMA temp_store = MEMORY",
+    "CREATE TEMP VIEW sketch AS SELECT *, 1 AS version FROM main.sketch",
+)
 _LOOKS_NEW: Mapping[int, tuple[str, ...]] = {
+    3: _SINCE_3,
     2: (
-        "PRAGMA temp_store = MEMORY",
+        *_SINCE_3,
         "CREATE TEMP VIEW layer_block AS SELECT *, NULL AS whole FROM main.layer_block",
         "CREATE TEMP TABLE mark (run INTEGER, kind TEXT, target TEXT, value TEXT, at REAL)",
         "CREATE TEMP VIEW marks AS SELECT * FROM mark",
-    )
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-VERSION = 3
+VERSION = 4
 
 # Plain SQL that runs after the new tables and columns of a version exist.
 MIGRATIONS: Mapping[int, tuple[str, ...]] = {}
@@ -23,6 +23,7 @@ class Column:
     meaning: str
     null: bool = False
     since: int = 1
+    default: int | None = None  # of rows that an older version wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,13 @@ def _records(
     index: str = "",
     since: int = 1,
 ) -> Table:
-    """The table of a record type: coordinates, its own columns, identity."""
+    """The table of a record type: coordinates, its own columns, identity, and last the columns that came later."""
+    own = [column for column in columns if column.since <= since]
+    later = [column for column in columns if column.since > since]
     return Table(
         name=name,
         meaning=meaning,
-        columns=(*_where(at), *columns, *_IDENTITY),
+        columns=(*_where(at), *own, *_IDENTITY, *later),
         indexes=(tuple(index.split()),) if index else (("run", "round"),),
         view=view,
         since=since,
@@ -156,6 +159,7 @@ TABLES: tuple[Table, ...] = (
         "A random projection of an update: angles and distances survive it.",
         Column("values", "blob", "The numbers, float32, little endian."),
         Column("digest", "text", "Digest of the update itself: equal digests are equal updates."),
+        Column("version", "integer", "Version of the projection: only equal ones compare.", since=4, default=1),
     ),
     _records(
         "finding",

@@ -39,10 +39,10 @@ class Recorder:
     def layers(self, scope: Scope, family: str, matrix: Array, table: str, step: int | None = None) -> None:
         self.emit(LayerStats(where(scope, step), time.time(), family, matrix, table))
 
-    def sketch(self, scope: Scope, values: tuple[float, ...]) -> None:
+    def sketch(self, scope: Scope, values: tuple[float, ...], version: int) -> None:
         """With a digest: the same update gives the same sums to the last bit, so equal digests are equal updates."""
         digest = hashlib.blake2b(struct.pack(f"{len(values)}d", *values), digest_size=8).hexdigest()
-        self.emit(Sketch(where(scope), time.time(), values, digest))
+        self.emit(Sketch(where(scope), time.time(), values, digest, version))
 
     def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
         """The Span of a scope, and what it was told as: a copy, since what is emitted gets an identity."""

@@ -105,6 +105,7 @@ class Sketches(Struct, array_like=True, forbid_unknown_fields=True, tag=5):
     sequence: Natural | None
     values: bytes
     digest: Word
+    version: Natural = 1
 
 
 class Findings(Struct, array_like=True, forbid_unknown_fields=True, tag=6):

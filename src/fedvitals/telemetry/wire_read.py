@@ -218,7 +218,7 @@ _READ: dict[type[Entry], Callable[[Reader, Any, _At, _Identity], Record]] = {
         *at, r.word(e.level), r.word(e.name), e.message, r.data(e.data), *identity
     ),
     fields.Sketches: lambda r, e, at, identity: Sketch(
-        *at, struct.unpack(f"<{len(e.values) // 8}d", e.values), r.word(e.digest), *identity
+        *at, struct.unpack(f"<{len(e.values) // 8}d", e.values), r.word(e.digest), e.version, *identity
     ),
     fields.Findings: _finding,
     fields.Actions: lambda r, e, at, identity: Action(

@@ -186,7 +186,7 @@ _WRITE: dict[type[Record], tuple[int, _Fields]] = {
         lambda w, r: (w.word(r.sender), w.word(r.receiver), r.bytes, r.raw_bytes, r.seconds, w.word(r.kind)),
     ),
     Event: (4, lambda w, r: (w.word(r.level), w.word(r.name), text(r.message), w.data(r.data))),
-    Sketch: (5, lambda w, r: (struct.pack(f"<{len(r.values)}d", *r.values), w.word(r.digest))),
+    Sketch: (5, lambda w, r: (struct.pack(f"<{len(r.values)}d", *r.values), w.word(r.digest), r.version)),
     Finding: (
         6,
         lambda w, r: (

@@ -24,13 +24,14 @@ from fedvitals.lab.site import Site
 from fedvitals.lab.work import Task
 from fedvitals.protocols import NullObserver, Observer, Stack
 from fedvitals.trials.bench_gpu_kernel import kernel_rows
+from fedvitals.trials.bench_gpu_llm import llm_rows
 from fedvitals.trials.bench_gpu_precision import precision_rows
 from fedvitals.trials.bench_gpu_study import study_rows
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
-PARTS = ("round", "statistics", "kernel", "clients", "monitored", "precision", "study")
+PARTS = ("round", "statistics", "kernel", "clients", "monitored", "llm", "precision", "study")
 CLIENTS, ITERATIONS, BATCH, SAMPLES = 100, 20, 16, 313
 BAR_ROUND = {"tf32": 40.0, "float32": 70.0}  # milliseconds
 BAR_LOOP = {"tf32": 100.0, "float32": 60.0}  # times the per-client loop
@@ -53,6 +54,8 @@ def bench_gpu(*, quick: bool = False, tell: Tell = lambda _: None, only: Collect
         rows += _many(repeats, tell)
     if "monitored" in parts:
         rows += _monitored(repeats, tell)
+    if "llm" in parts:
+        rows += llm_rows(quick, tell)
     if "precision" in parts:
         tell("a step against float64")
         rows += precision_rows(Site.of(experiment(4)))

@@ -128,21 +128,30 @@ def pooled_rounds(rounds: Sequence[int]) -> Sequence[int]:
 
 
 def rounds_with_sketches(reader: Reader, run: str) -> list[int]:
-    """Ascending; the newest where there are very many."""
+    """Ascending; the newest where there are very many. Only rounds with sketches of the run's newest version."""
     found = reader.database.rows(
         "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM sketch AS s WHERE s.run = r.run "
-        "AND s.round = r.round) ORDER BY r.round DESC LIMIT ?",
-        (reader.names.number(run) or 0, MOST_ROUNDS),
+        "AND s.round = r.round AND s.version = ?) ORDER BY r.round DESC LIMIT ?",
+        (reader.names.number(run) or 0, newest_version(reader, run), MOST_ROUNDS),
     )
     return [row[0] for row in reversed(found)]
+
+
+def newest_version(reader: Reader, run: str) -> int:
+    """The version of the sketches of the run's last round: a run may go on after an upgrade of fedvitals."""
+    found = reader.database.rows(
+        "SELECT version FROM sketch WHERE run = ? ORDER BY round DESC, arrival DESC LIMIT 1",
+        (reader.names.number(run) or 0,),
+    )
+    return int(found[0][0]) if found else 1
 
 
 def sketches(reader: Reader, run: str, round: int) -> dict[str, Array]:  # noqa: A002 - the domain's word
     """Each client's newest sketch of a round; of one length, that of most."""
     found = reader.database.rows(
         'SELECT n.text, s."values" FROM sketch AS s JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ? '
-        "ORDER BY s.arrival",
-        (reader.names.number(run) or 0, round),
+        "AND s.version = ? ORDER BY s.arrival",
+        (reader.names.number(run) or 0, round, newest_version(reader, run)),
     )
     newest = {node: bytes(values) for node, values in found if is_client(node) and values}
     sizes = Counter(len(values) for values in newest.values())
