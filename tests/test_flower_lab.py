@@ -20,7 +20,9 @@ from fedvitals.lab.site import Site
 from fedvitals.lab.work import Task
 from fedvitals.monitor import Monitor
 from fedvitals.protocols import NullObserver
+from fedvitals.records import Run
 from fedvitals.store import open_reader
+from fedvitals.telemetry.wire import decode, encode
 from fedvitals.testing import MemorySink
 from fedvitals.worker import WorkerObserver
 from flower_grid import InProcessGrid, flower_run
@@ -271,6 +273,22 @@ def test_telemetry_of_others_is_refused_and_the_round_goes_on():
     assert {r.where.node for r in refused} == {"c1", "c4"}
     lost = [r for r in sink.records if type(r).__name__ == "Event" and r.name == "worker.lost"]
     assert {r.where.node for r in lost} == {"c1", "c4"}
+
+
+def test_telemetry_that_moves_a_client_to_another_group_is_refused():
+    def move(node, reply):
+        sent = decode(reply.content[lab_messages.KEY]["payload"])
+        moved = [r if isinstance(r, Run) else dataclasses.replace(r, where=in_group(r.where, "c0")) for r in sent]
+        return answered(reply, payload=encode(moved)) if node == 900 else reply
+
+    def in_group(where, group):
+        return dataclasses.replace(where, group=group if where.node == "c1" else where.group)
+
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink]) as monitor:
+        through(experiment(rounds=1), InProcessGrid(client_app, NODES, move), monitor)
+    assert {event.where.node for event in sink.events("telemetry.refused")} == {"c1", "c4"}
+    assert {r.where.group for r in sink.records if not isinstance(r, Run)} == {None}
 
 
 def test_garbage_in_the_place_of_telemetry_is_counted():

@@ -203,6 +203,13 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure(
+        "update.nonfinite",
+        "values",
+        "NaN and Inf in the update, counted by whoever holds it; absent if none.",
+        needs=_MODEL,
+        rare=True,
+    ),
+    Measure(
         "update.duplicates",
         "clients",
         "Other clients that sent exactly the same update in this round; absent if none.",

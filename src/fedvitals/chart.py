@@ -52,7 +52,7 @@ from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
 FAMILY_OF = {issue.code: issue.family for issue in ISSUES}
-CAUSES_REPORTED = 100  # a cause whose words differ each time must not fill the user's log
+CAUSES_REPORTED, CAUSES_OF_CLIENT = 100, 10  # a cause whose words differ each time must not fill the user's log
 
 
 class Chart:
@@ -89,12 +89,14 @@ class Chart:
         self.round: Scope | None = None  # that is open
         self.last_round: int | None = None
         self.tables: dict[str, LayerTable] = {}  # by digest
+        self.own_tables: dict[str, LayerTable] = {}  # those of models known here and in our own workers
         self.missed = 0  # records of workers that never came home, as far as is known
         self._way_out = outlet
         self._outlet: Outlet | Parcel | None = None
         self._closed = False
         self._lock = threading.RLock()
-        self._reported: set[str] = set()
+        self._reported: dict[Node | None, set[str]] = {}  # causes, by the node that they are about
+        self._causes: set[str] = set()  # all of them
         self._stop: Callable[[], None] = lambda: None
         self._machine: MachineSampler | None = None
 
@@ -122,7 +124,7 @@ class Chart:
         record.metrics(scope, results.metrics)
         for family, matrix, step in results.matrices:
             rows = FAMILIES[family].rows
-            table = results.tables.get(rows) or self._table_for(rows, len(matrix))
+            table = self._table_of(results, rows, len(matrix))
             if table is not None:
                 record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
@@ -132,20 +134,31 @@ class Chart:
         for name, message, data in results.remarks:
             record.event(scope, "info", name, message, data)
 
-    def know(self, tables: Mapping[str, LayerTable]) -> None:
-        """Write down layer tables the first time they are seen."""
-        if all(t.digest in self.tables for t in tables.values()):
+    def know(self, tables: Mapping[str, LayerTable], *, own: bool = True) -> None:
+        """Write down layer tables the first time they are seen.
+
+        `own`: False for what a sender says of its layers. Nothing that is measured here is ever told by such a table.
+        """
+        if own:
+            self.own_tables = {**self.own_tables, **{t.digest: t for t in tables.values()}}
+        new = {t.digest: t for t in tables.values() if t.digest not in self.tables}
+        if not new:
             return
         with self._lock:
             outlet = self._outlet or self._open()  # first: opening adds to what is known of the run
-            self.tables = {**self.tables, **{t.digest: t for t in tables.values()}}
+            self.tables = {**self.tables, **new}
             self.run = replace(self.run, tables=tuple(self.tables.values()))
             outlet.emit(self.run)
 
-    def _table_for(self, rows: str, layers: int) -> str | None:
-        """The newest table with rows of this kind and number."""
-        fitting = (t.digest for t in reversed(self.tables.values()) if t.rows == rows and len(t.layers) == layers)
+    def table_for(self, rows: str, layers: int) -> str | None:
+        """The newest table of our own with rows of this kind and number."""
+        fitting = (t.digest for t in reversed(self.own_tables.values()) if t.rows == rows and len(t.layers) == layers)
         return next(fitting, None)
+
+    def _table_of(self, results: Results, rows: str, layers: int) -> str | None:
+        """The table that results name for such rows, if it has as many; else the newest that does."""
+        named = self.tables.get(results.tables.get(rows, ""))
+        return named.digest if named is not None and len(named.layers) == layers else self.table_for(rows, layers)
 
     def hosted(self, host: str, config: Mapping[str, Any], policy: Policy, trace: str | None) -> None:
         """Whose run it is, known only after the monitor was made."""
@@ -360,21 +373,43 @@ class Chart:
             self.report(error, doing, scope)
             return None
 
-    def report(self, error: Exception, doing: str, scope: Scope | None = None) -> None:
-        """Say once per cause what failed on our side (in `scope`, if not where the caller stands)."""
+    def attempt(
+        self, doing: str, work: Callable[[], Any], node: Node | None = None, *, here: Callable[[Node | None], Scope]
+    ) -> Any:
+        """As `guard`, of work that is about one node or about none; `here` gives the scope of either.
+
+        What fails is told of each node for which it does.
+        """
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - as in `guard`
+            self.report(error, doing, here(node), each=True)
+            return None
+
+    def report(self, error: Exception, doing: str, scope: Scope | None = None, *, each: bool = False) -> None:
+        """Say once per cause (`each`: and node) what failed on our side, in `scope`, if not where the caller stands.
+
+        Each client has a number of causes of its own: one whose data fail in ever new ways silences nobody else's.
+        """
         if self.strict:
             raise error
         kind = type(error).__name__
         cause = f"{doing}: {kind}: {error}"[:1000]
-        if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
-            return
-        self._reported.add(cause)
         place, data = where(scope or self.here()), {"doing": doing, "exception": kind}
+        own = self._reported.setdefault(place.node, set())
+        first = cause not in self._causes
+        most = CAUSES_REPORTED if place.node in SERVER else CAUSES_OF_CLIENT
+        if len(own) >= most or cause in own or not (first or each):
+            return
+        own.add(cause)
+        self._causes.add(cause)
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.
         told = released(event, self._policy, stray=self._stray())
         text = told.message if isinstance(told, Event) else doing
-        logger.warning("fedvitals could not finish %s; training goes on.", text)
+        about = "" if place.node in SERVER else f" (client '{place.node}')"
+        if first:
+            logger.warning("fedvitals could not finish %s%s; training goes on.", text, about)
         if self._outlet is not None:
             self.emit(event)
 

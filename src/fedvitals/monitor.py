@@ -30,7 +30,7 @@ from fedvitals.diagnosis.live import Findings
 from fedvitals.diagnosis.policy import Policy, policy_of
 from fedvitals.diagnosis.unusable import Unusable
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.probes.kits import as_array, instruments, measured
+from fedvitals.probes.kits import as_array, instruments, measured_apart
 from fedvitals.probes.results import Results
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Exchange, Ledger
@@ -316,8 +316,9 @@ class Monitor:
                 action = self._care.unusable(round, node, issue, why)
                 answers.extend([] if action is None else [action])
 
-        for node, vector, rows in self._guard("updates()", lambda: measured(updates)) or ():
-            self._guard("updates()", functools.partial(take, node, vector, rows))
+        attempt = functools.partial(self._chart.attempt, here=self._clients.at)
+        for node, vector, rows in measured_apart(updates, attempt):
+            attempt("updates()", functools.partial(take, node, vector, rows), node)
         excluded = [action.target for action in answers if action.target is not None]
         self._guard("taping updates", lambda: self._chart.loop.sent(round, updates, excluded))
         return tuple(answers)
@@ -456,9 +457,10 @@ class Monitor:
             except RecordError as error:
                 if sender is None:
                     raise
-                self.event("warning", "telemetry.refused", f"Telemetry is refused: {error}", node=sender.node)
+                text, counted = f"Telemetry is refused: {error}", {"records": 1}
+                self.event("warning", "telemetry.refused", text, node=sender.node, data=counted)
 
-        self._guard("absorb()", take)
+        self._guard("absorb()", take, None if sender is None else self._clients.at(sender.node))
 
     def round_end(
         self,

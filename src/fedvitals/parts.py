@@ -26,6 +26,7 @@ from dataclasses import replace
 from fedvitals.records import Metric, Span
 
 ROUND, SERVER, EDGE, JOURNEY, CLIENT = "round", "server", "edge", "journey", "client"  # names of Spans
+ROUND_SECONDS = "time.round"  # the metric that marks a round as complete
 NESTED = (ROUND, SERVER, EDGE, JOURNEY, CLIENT)  # from the outside in
 
 WORK = {  # parts in which something is done, and what a round is bound by that consists of them
@@ -59,6 +60,8 @@ def of_the_whole(record: Span | Metric) -> bool:
     """Whether it says what a round was, for all: who runs the round says so, and no client may."""
     if isinstance(record, Span):
         return record.name in NESTED and record.name != CLIENT
+    if record.name == ROUND_SECONDS:  # whatever node it names: it would have a round examined before it is over
+        return True
     return record.where.node is None and record.name.startswith(("time.", "bottleneck."))
 
 

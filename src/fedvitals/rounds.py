@@ -4,23 +4,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
 from fedvitals.parts import EDGE, JOURNEY, ROUND, SERVER
-from fedvitals.probes.cohort import Cohort
+from fedvitals.probes.attempts import Attempt
+from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
 from fedvitals.probes.results import Results
-from fedvitals.profiling.ledger import Ledger
+from fedvitals.profiling.ledger import Ledger, Told
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.protocols import Node
-from fedvitals.records import Span
+from fedvitals.records import LayerStats, Span
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
+from fedvitals.telemetry.payload_check import is_claim
 from fedvitals.telemetry.timing import new_span_id
 from fedvitals.worker import Arrivals
 
@@ -64,6 +68,8 @@ class Rounds:
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._chart.continued:
             self._first_model(model)
+        elif not self._chart.own_tables:  # a run that goes on: the store does not say which of its tables are ours
+            self._know_layers(model)
 
     def joined(self, span: Span, results: Results) -> None:
         """A client has finished in this process."""
@@ -81,44 +87,99 @@ class Rounds:
         return opened
 
     def finish(self, opened: OpenScope, model: Any, metrics: Mapping[str, float]) -> None:
+        """Tell of a round that is over. Each step is done by itself: what fails costs what it would have told."""
+        attempt = self._attempts(opened.scope)
         try:
             for name, value in metrics.items():
-                self._record.metric(opened.scope, public_name(name), float(value))
-            self._tell(opened, model)
+                attempt("noting a metric", partial(self._tell_metric, opened.scope, name, value))
+            self._tell(opened, model, attempt)
         finally:
             self._chart.leave(opened.scope, opened.token)
 
-    def _tell(self, opened: OpenScope, model: Any) -> None:
+    def _tell_metric(self, scope: Scope, name: str, value: Any) -> None:
+        self._record.metric(scope, public_name(name), float(value))
+
+    def _attempts(self, scope: Scope) -> Attempt:
+        """Does pieces of work, each for itself; what fails is told of the node that it is about."""
+        return partial(self._chart.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
+
+    def _tell(self, opened: OpenScope, model: Any, attempt: Attempt) -> None:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
         if model is not None:
-            self._know_layers(model)
-        for (node, group), results in cohort.receive(opened.sent):
-            self._chart.tell(replace(scope, node=node, group=group), results)
-        self._arrivals.close_round(scope, cohort)
-        self._kit.updates.know(self._chart.tables.values())
-        for (node, group), results in cohort.close(self._kit, model, self._least):
-            self._chart.tell(replace(scope, node=node, group=group), results)
-        for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
-            if size is not None:
-                self._record.metric(scope, name, size)
+            attempt("reading a model's layers", lambda: self._know_layers(model))
+        self._tell_updates(opened, attempt)
+        attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
+        attempt("reading layers", lambda: self._kit.updates.know(self._chart.own_tables.values()))
+        closing = partial(cohort.close, self._kit, model, self._least, attempt)
+        self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
+        attempt("measuring memory", lambda: self._tell_memory(scope))
+        cost = cohort.cost + time.perf_counter() - started
         self._record.metric(scope, "monitor.lost", self._chart.lost)
-        self._record.metric(scope, "monitor.cost", cohort.cost + time.perf_counter() - started)
+        self._record.metric(scope, "monitor.cost", cost)
         if self._ledger is not None:
             self._ledger.spent("measure", time.perf_counter() - started, "server")
         seconds = time.perf_counter() - opened.began
-        self._tell_time(scope, opened.at + seconds)
+        attempt("telling what time went to", lambda: self._tell_time(scope, opened.at + seconds))
         self._record.span(scope, ROUND, opened.at, seconds, {})
         self._record.metric(scope, "time.round", seconds)  # last: it marks the round as complete
 
+    def _tell_updates(self, opened: OpenScope, attempt: Attempt) -> None:
+        """What the server measured of the updates that it got. A sender's own word counts only where there is none."""
+        cohort, sent = opened.cohort, opened.sent
+        held = self._arrivals.take_held()
+        claims = {
+            node: [r for r in own if isinstance(r, LayerStats) and r.family == "update" and r.where.step is None]
+            for node, own in held.items()
+        }
+        found = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
+        if found is None:  # because of somebody: each by itself, so that it costs nobody else
+            apart = [(node, partial(cohort.receive, {node: rows}, claims)) for node, rows in sent.items()]
+            found = [one for node, work in apart for one in attempt("measuring an update", work, node) or ()]
+        others = [r for own in held.values() for r in own if isinstance(r, LayerStats) and not is_claim(r)]
+        attempt("taking in statistics of layers", lambda: self._chart.admit(self._by_acceptance(others)))
+        for node, own in held.items():
+            stands = filter(is_claim, own) if node not in sent else self._usable(claims[node], sent[node])
+            attempt("taking in what a client tells of its update", partial(self._chart.admit, stands), node)
+        self._tell_all(opened.scope, found, attempt)
+
+    def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:
+        """Statistics by senders, those last whose layer table the server or most of them have.
+
+        A history calls a family's layers what the newest table does: no client may rename them for all.
+        """
+        nodes: dict[tuple[str, str], set[Node | None]] = defaultdict(set)
+        for record in statistics:
+            nodes[record.family, record.table].add(record.where.node)
+        own = self._chart.own_tables
+        return sorted(statistics, key=lambda r: (r.table in own, len(nodes[r.family, r.table])))
+
+    def _usable(self, claims: Sequence[LayerStats], rows: Array) -> Sequence[LayerStats]:
+        """A sender's own sums, where ours are of layers that we have no names for and its are the same."""
+        return () if self._chart.table_for("parameter", len(rows)) else agreeing_claims(claims, rows)
+
+    def _tell_all(self, scope: Scope, found: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
+        for (node, group), results in found:
+            own = replace(scope, node=node, group=group)
+            attempt("telling what was measured", partial(self._chart.tell, own, results), node)
+
+    def _tell_memory(self, scope: Scope) -> None:
+        for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
+            if size is not None:
+                self._record.metric(scope, name, size)
+
     def _tell_time(self, scope: Scope, ended: float) -> None:
         """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
+        attempt = self._attempts(scope)
         for told in () if self._ledger is None else self._ledger.close(ended):
-            own = replace(scope, node=told.node, group=told.group, span=told.id or new_span_id(), parent=told.parent)
-            self._record.span(own, told.name, told.began, told.seconds, {"parts": told.parts, **told.attributes})
-            for part in TOLD_PARTS.get(told.name, ()):
-                if part in told.parts:
-                    self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
+            attempt("telling what time went to", partial(self._tell_parts, scope, told), told.node)
+
+    def _tell_parts(self, scope: Scope, told: Told) -> None:
+        own = replace(scope, node=told.node, group=told.group, span=told.id or new_span_id(), parent=told.parent)
+        self._record.span(own, told.name, told.began, told.seconds, {"parts": told.parts, **told.attributes})
+        for part in TOLD_PARTS.get(told.name, ()):
+            if part in told.parts:
+                self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
 
     @contextmanager
     def edge(self, name: Node, model: Any) -> Iterator[None]:

@@ -22,6 +22,7 @@ import functools
 import os
 import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
 import threading
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,19 +32,30 @@ import numpy as np
 from fedvitals.chart import Chart
 from fedvitals.clients import Clients
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.parts import CLIENT, edge_span, of_the_whole
-from fedvitals.probes.cohort import Cohort
-from fedvitals.probes.presets import Planned, Preset, resolve
+from fedvitals.parts import CLIENT, edge_span
+from fedvitals.probes.cohort import SENDER, WORKER, Cohort
+from fedvitals.probes.kits import WorkerKit
+from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, run_of
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Span, Transfer
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
 from fedvitals.store.delivered import Intervals, fresh
-from fedvitals.telemetry.outlet import SOURCE
 from fedvitals.telemetry.parcel import LOST, Parcel
+from fedvitals.telemetry.payload_check import (
+    SOURCES,
+    SOURCES_OF_SENDER,
+    NameQuota,
+    TableQuota,
+    is_claim,
+    is_empty,
+    is_possible,
+    tables_of_payload,
+    within_quota,
+)
 from fedvitals.telemetry.privacy import Policy
 from fedvitals.telemetry.sender import Sender, as_seen
 from fedvitals.telemetry.traceparent import arrived
@@ -51,13 +63,10 @@ from fedvitals.telemetry.wire import decode
 
 if TYPE_CHECKING:
     from fedvitals.probes.kits import Kit
-    from fedvitals.probes.session import Instruments
 
 __all__ = ["Arrivals", "Sender", "WorkerObserver"]
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
-SOURCES = 10_000  # processes whose deliveries are remembered
-TABLES = 1_000  # kinds of models in one run: each is written again whenever something about the run changes
 
 
 # -- in the child -----------------------------------------------------------------------------------------------------
@@ -68,27 +77,10 @@ class _Desk:
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.parcel = Parcel(worker.policy, worker.known)
-        self._preset, self.initial, self.trained = worker.preset, worker.initial, worker.trained
+        self.kit = WorkerKit(worker.preset)
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
-        self.clients = Clients(self.chart, lambda: self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
-
-    @functools.cached_property
-    def kit(self) -> Instruments:
-        """Made for the first model that is watched: it imports torch, and many clients have no such model."""
-        from fedvitals.probes.session import Instruments  # noqa: PLC0415 - imports torch
-
-        return Instruments(resolve(self._preset), update_memory=0)
-
-    def kit_for_training(self) -> Instruments:
-        """The kit as a client begins with it: with the run's first model, and without what others left behind."""
-        import torch  # noqa: PLC0415 - the model that is watched has imported it
-
-        if self.kit.initial is None and self.initial is not None:
-            self.kit.initial = torch.frombuffer(bytearray(self.initial), dtype=torch.float32)
-        self.kit.trained |= self.trained
-        self.kit.norms.clear()  # a client's last round may have been in another process: the parent compares
-        return self.kit
+        self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
 
 
 @functools.lru_cache(maxsize=1)
@@ -163,7 +155,7 @@ class WorkerObserver:
     def stack_begin(self, stack: Stack, *, round: int | None = None) -> None:  # noqa: A002
         """Clients begin to train as one batch: records as of `client_begin`, for all of them at `stack_end`."""
         desk = self._desk()
-        desk.chart.guard("watching clients", desk.kit_for_training)
+        desk.chart.guard("watching clients", desk.kit.prepare)
         desk.clients.begin_stack(stack, inside=self._inside(desk, round))
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
@@ -227,13 +219,13 @@ class WorkerObserver:
     def watching(self, node: Node, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
         """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
         desk = self._desk()
-        desk.chart.guard("watching a client", desk.kit_for_training)
+        desk.chart.guard("watching a client", desk.kit.prepare)
         with desk.clients.watching(node, model, data, loss):
             yield self
 
     def _begin(self, desk: _Desk, node: Node, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
         if model is not None:
-            desk.chart.guard("watching a client", desk.kit_for_training)
+            desk.chart.guard("watching a client", desk.kit.prepare)
         inside = self._inside(desk, number)
         if model is None:
             inside = replace(inside, watch=functools.partial(self.watching, node))
@@ -253,7 +245,7 @@ class WorkerObserver:
                 if other[0] != self.run and not old.clients:
                     desks.pop(other).chart.close()
             desk = desks[self.run, self.policy] = _Desk(self)
-        desk.initial, desk.trained = desk.initial or self.initial, desk.trained | self.trained
+        desk.kit.know(self.initial, self.trained)
         desk.parcel.known.update(self.known)
         return desk
 
@@ -270,7 +262,9 @@ class Arrivals:
         self._chart, self._kit, self.policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()
         self._capture = capture
-        self._delivered: dict[tuple[str, str], Intervals] = {}
+        self._delivered: dict[Node | None, dict[tuple[str, str], Intervals]] = {}  # by sender; None: our own workers
+        self._quota, self._names = TableQuota(), NameQuota()
+        self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, None] = {}
         self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
 
@@ -290,7 +284,7 @@ class Arrivals:
             round=None if here is None else here.round,
             trace=chart.trace,
             span=None if here is None else here.span,
-            known=frozenset(chart.tables),
+            known=frozenset(chart.own_tables),
             trained=kit.trained,
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
@@ -305,70 +299,98 @@ class Arrivals:
         if payload == b"":
             return
         with self._lock:  # a pool's callbacks come on a thread of their own
-            try:
-                records = decode(payload)
-                if sender is not None:
-                    records = [sender.own(record, self._chart.run.id) for record in records]
-                self._check(records)
-            except RecordError:
-                self._chart.missed += 1
-                raise
-            for record in records:
-                if isinstance(record, Run):
-                    self._chart.know({table.digest: table for table in record.tables})
-            new = [self._placed(r) for r in fresh(records, self._delivered) if not isinstance(r, Run)]
+            new = self._read(payload, sender)
+            if sender is not None:
+                new = self._of_sender(new, sender)
+            now = time.time()
+            # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
+            new = [record if record.at <= now else replace(record, at=now) for record in new]
             new = self._without_known_labels(new)
-            if sender is not None and self._ledger is not None:
-                new = [as_seen(record, self._ledger.seen(sender.node)) for record in new]
-            while len(self._delivered) > SOURCES:
-                self._delivered.pop(next(iter(self._delivered)))
-            self._chart.admit(new)
-            self._join(new, cohort)
+            if sender is None or cohort is None:
+                self._chart.admit(new)
+            else:
+                self._held.setdefault(sender.node, []).extend(
+                    r for r in new if isinstance(r, LayerStats) or is_claim(r)
+                )
+                self._chart.admit(r for r in new if not (isinstance(r, LayerStats) or is_claim(r)))
+                new = [record for record in new if not is_claim(record)]
+            self._join(new, cohort, sender)
             self._tell_size(new, len(payload))
+
+    def _read(self, payload: bytes, sender: Sender | None) -> list[Any]:
+        """The records of a payload that have not come before, in their round; its layer tables are then known."""
+        records: Sequence[Record] = ()
+        try:
+            records = decode(payload)
+            if sender is not None:
+                records = [sender.own(record, self._chart.run.id) for record in records]
+            tables = tables_of_payload(records, self._chart.run.id, self._chart.tables)
+            self._quota.charge(sender, tables, self._chart.tables, self._chart.own_tables)
+        except RecordError as error:
+            self._chart.missed += 1
+            nodes = dict.fromkeys(r.where.node for r in records if not isinstance(r, Run) and r.where.node is not None)
+            if sender is not None or not nodes:
+                raise
+            raise RecordError(f"{error} Its records are of {', '.join(nodes)[:200]}.") from error
+        self._chart.know(tables, own=sender is None)
+        node, most = (None, SOURCES) if sender is None else (sender.node, SOURCES_OF_SENDER)
+        delivered = self._delivered.setdefault(node, {})
+        new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run) and not is_empty(r)]
+        while len(delivered) > most:
+            delivered.pop(next(iter(delivered)))
+        return new
+
+    def _of_sender(self, records: list[Any], sender: Sender) -> list[Any]:
+        """At times that the server saw, and no more of them than one sender may bring."""
+        seen = None if self._ledger is None else self._ledger.seen(sender.node)
+        seen = seen or (self._chart.run.started, time.time())
+        kept = [r for r in within_quota(records) if is_possible(r) and self._names.admits(sender, r)]
+        if len(kept) < len(records):
+            gone, here = len(records) - len(kept), self._chart.round or self._chart.here()
+            self._chart.missed += gone
+            text = (
+                f"{gone} of {len(records)} records of '{sender.node}' were left out: too many, or impossible numbers."
+            )
+            self._chart.record.event(replace(here, node=sender.node), "warning", LOST, text, {"records": gone})
+        return [as_seen(record, seen) for record in kept]
 
     def _tell_size(self, records: Sequence[Record], size: int) -> None:
         """What watching itself has added to the way of each client's message."""
-        spans = [r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None]
-        for span in spans if self._ledger is not None else ():
+        own = (r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None)
+        spans = {span.where.node: span for span in own}
+        for span in spans.values() if self._ledger is not None else ():
             share, node = size // len(spans), span.where.node or ""
             at = span.at + span.seconds
             self._chart.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
 
     def forget(self) -> None:
-        """Nobody is expected any more."""
-        self._expected = {}
+        """Nobody is expected any more, and what was kept back is dropped."""
+        self._expected, self._held = {}, {}
+
+    def take_held(self) -> dict[Node, list[Record]]:
+        """What the senders of the open round said of layers and updates, by node; the round's end decides on it.
+
+        Where the server has an update itself, what it measures stands alone; and a run's layers are called what most
+        clients call them.
+        """
+        with self._lock:
+            held, self._held = self._held, {}
+        return held
 
     def close_round(self, scope: Scope, cohort: Cohort) -> None:
         """Clients that were handed out and did not come home, each with a word of it."""
         missing, self._expected = [*self._expected], {}
         for node in missing:
-            self._chart.missed += 1
-            text = f"The worker of client '{node}' did not bring its records home."
-            self._chart.record.event(replace(scope, node=node), "warning", LOST, text)
-            if node not in cohort:
-                cohort.add(node, None, Results(), failed=True)
+            self._chart.guard(
+                "noting who is missing", functools.partial(self._tell_missing, scope, node, cohort), scope
+            )
 
-    def _check(self, records: Sequence[Record]) -> None:
-        """Well-formed is not enough: they must be of this run, of a worker, and about layers that are known."""
-        run = self._chart.run.id
-        tables = dict(self._chart.tables)
-        for record in records:
-            if run_of(record) != run:
-                raise RecordError(f"A payload of run '{run_of(record)[:80]}' was given to run '{run}'.")
-            if record.source == "" or record.source.startswith(SOURCE):
-                raise RecordError(f"A payload has records of source '{record.source}', which is no worker's.")
-            if isinstance(record, Span | Metric) and of_the_whole(record):
-                told = f"{type(record).__name__} '{record.name[:80]}'"
-                raise RecordError(f"A payload has the {told} of the whole round, which is not a worker's to tell.")
-            if isinstance(record, Run):
-                tables |= {table.digest: table for table in record.tables}
-                if len(tables) > TABLES:
-                    raise RecordError(f"A payload brings layer tables beyond the {TABLES} that a run may have.")
-            elif isinstance(record, LayerStats):
-                table = tables.get(record.table)
-                if table is None or len(table.layers) != len(record.matrix):
-                    rows = f"{len(record.matrix)} layers of table '{record.table[:80]}'"
-                    raise RecordError(f"A payload has statistics of {rows}, which no run record tells of.")
+    def _tell_missing(self, scope: Scope, node: Node, cohort: Cohort) -> None:
+        self._chart.missed += 1
+        text = f"The worker of client '{node}' did not bring its records home."
+        self._chart.record.event(replace(scope, node=node), "warning", LOST, text)
+        if node not in cohort:
+            cohort.add(node, None, Results(), failed=True)
 
     def _placed(self, record: Record) -> Record:
         """In the round that is open, where the worker did not know it."""
@@ -393,7 +415,7 @@ class Arrivals:
                 self._labels[record.where.node] = histogram
         return [r for r in records if not known or not _about_labels(r, known)]
 
-    def _join(self, records: Sequence[Record], cohort: Cohort | None) -> None:
+    def _join(self, records: Sequence[Record], cohort: Cohort | None, sender: Sender | None) -> None:
         finished: dict[Node, tuple[Span, Results]] = {}
         for record in records:
             if isinstance(record, Span) and record.name == "client" and record.where.node is not None:
@@ -412,8 +434,11 @@ class Arrivals:
             if self._ledger is not None:
                 self._ledger.trained(span)
             if cohort is not None:
-                cohort.add(node, span.where.group, results, failed=bool(span.attributes.get("failed")))
-                cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+                kind = WORKER if sender is None else SENDER
+                cohort.add(node, span.where.group, results, failed=bool(span.attributes.get("failed")), origin=kind)
+                cost = sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+                # A sender's word for it, as far as it can be: the round's cost is not one client's to make up.
+                cohort.cost += cost if sender is None else min(cost, span.seconds) if cost > 0 else 0.0
 
     def _compare(self, span: Span, results: Results) -> None:
         """`gradient.change_round`, which a worker cannot know: the client's last round may have been elsewhere."""

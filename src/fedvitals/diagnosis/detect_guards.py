@@ -51,7 +51,8 @@ def no_weight(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
     """ZERO_TOTAL_WEIGHT: the aggregation failed, or would, since all claim to have no samples."""
     failed = events_in(history, round, "aggregation.failed")
     claims = history.latest("update.samples", round)
-    empty = bool(claims) and not any(claims.values())
+    # Of everybody who took part: what one client claims is no word for the others.
+    empty = bool(claims) and not any(claims.values()) and all(node in claims for node in clients_of(history, round))
     if not failed and not empty:
         return
     text = f"All {len(claims)} clients claim to have 0 samples." if empty else "Nothing could be aggregated."

@@ -249,7 +249,13 @@ def _shares_of(history: History, number: int, node: Node | None) -> tuple[dict[s
         if "activations" in newest and "model" in newest:
             break
     tried = None if node is None else history.latest("memory.batch", number).get(node)
-    return {k: v for k, v in newest.items() if math.isfinite(v) and v >= 0}, measured, tried or measured
+    shares = {name: size for name, size in newest.items() if size == 0 or 1 <= size < math.inf}
+    return shares, _samples(measured), _samples(tried) or _samples(measured)
+
+
+def _samples(batch: float | None) -> float | None:
+    """The size of a batch, if it can be one: a client may say anything."""
+    return batch if batch is not None and 1 <= batch < math.inf else None
 
 
 def _other_than_tensors(peak: float, resident: float | None, limit: float | None) -> str:

@@ -63,13 +63,16 @@ def _poisoned_since(history: History, round: int) -> int:  # noqa: A002
 
 
 def _lost_in(history: History, family: str, round: int) -> dict[Node, float]:  # noqa: A002
-    """How many values are not finite, of the clients where any is."""
+    """How many values are not finite, of the clients where any is.
+
+    Of updates, the server's count stands beside its sums per layer: it needs no names of layers.
+    """
     nodes, counts = history.across(family, ("nans", "infs"), round)
-    if not nodes:
-        return {}
-    totals = np.nansum(counts, axis=(1, 2))
+    totals = np.nansum(counts, axis=(1, 2)).tolist() if nodes else []
+    lost = {node: n for node, n in zip(nodes, totals, strict=True) if n > 0}
+    lost = {**(history.latest("update.nonfinite", round) if family == "update" else {}), **lost}
     clients = set(clients_of(history, round))
-    return {node: float(n) for node, n in zip(nodes, totals, strict=True) if n > 0 and node in clients}
+    return {node: float(n) for node, n in lost.items() if n > 0 and node in clients}
 
 
 def _origins(history: History, round: int) -> dict[Node, Origin]:  # noqa: A002

@@ -291,9 +291,9 @@ def clocks(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
 
 def lost_telemetry(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
     """TELEMETRY_LOST: a client trained and its measurements did not come; or records were lost here."""
-    told = events_in(history, round, "worker.lost", "client.failed")
+    told = events_in(history, round, "worker.lost", "telemetry.refused", "client.failed")
     failed = {event.where.node for event in told if event.name == "client.failed"}
-    lost = {event.where.node: event for event in told if event.name == "worker.lost"}
+    lost = {event.where.node: event for event in told if event.name != "client.failed"}
     for node, event in lost.items():
         if node not in failed:
             yield finding(
@@ -301,11 +301,20 @@ def lost_telemetry(history: History, round: int) -> Iterator[Finding]:  # noqa: 
             )
     counts = up_to(history.series("monitor.lost", None), round)
     before = counts[-2][1] if len(counts) > 1 else 0.0
-    more = counts[-1][1] - before - len(lost) if counts and counts[-1][0] == round else 0.0
+    named = sum(_records_lost(event) for event in told)
+    more = counts[-1][1] - before - named if counts and counts[-1][0] == round else 0.0
     if more > 0 and None not in lost:
         text = f"{more:.0f} records were lost before they were stored."
         number = Number("monitor.lost", counts[-1][1], before, of="own past")
         yield finding("TELEMETRY_LOST", round, text, confidence=1.0, numbers=[number])
+
+
+def _records_lost(event: Event) -> int:
+    """How many of the records that `monitor.lost` counts an event accounts for."""
+    records = event.data.get("records")
+    if event.name == "worker.lost":
+        return records if isinstance(records, int) and records > 0 else 1
+    return records if event.name == "telemetry.refused" and isinstance(records, int) else 0
 
 
 def bottleneck(history: History, round: int) -> Iterator[Finding]:  # noqa: A002

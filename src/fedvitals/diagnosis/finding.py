@@ -51,7 +51,8 @@ def finding(
         ],
         **(more or {}),
     }
-    where = Where("", round, node, step, layer, group)
+    # What clients say may give any number, and a store takes no larger one.
+    where = Where("", round, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
     level = known.severity if severity is None else severity
     # The time, too, is filled in by whoever runs the detector: the same history must give the same finding.
     return Finding(where, 0.0, issue, level, min(max(confidence, 0.0), 1.0), message, evidence, tuple(suspects))

@@ -11,7 +11,7 @@ from typing import Protocol
 from fedvitals.diagnosis.cases import Attendance, Case, attend, cases, rank
 from fedvitals.diagnosis.examine import Examination, of_run
 from fedvitals.protocols import Detector, History, Node, Sink
-from fedvitals.records import Action, Finding, Metric, Record, Run, Truth
+from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 
@@ -41,13 +41,18 @@ class LiveDetectors:
     def write(self, records: Sequence[Record], /) -> None:
         self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
         for record in records:
-            if isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.round is not None:
-                self._examine(record.where.round)
+            if isinstance(record, Metric) and record.name == ROUND_COMPLETE and _of_whole_round(record.where):
+                self._examine(record.where.round or 0)
 
     def _examine(self, number: int) -> None:
         attend(self.attendance, self._memory.history(self._run), number)
         for finding in self._examination.of(number):
             self._found(of_run(finding, self._run, time.time()))
+
+
+def _of_whole_round(where: Where) -> bool:
+    """Not of a client, which may say whatever it likes."""
+    return where.round is not None and where.node is None
 
 
 def _measured(record: Record) -> Record:

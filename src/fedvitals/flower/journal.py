@@ -18,6 +18,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
+from fedvitals.chart import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.flower import arrays, guard, orders, protection, replies
 from fedvitals.flower.known_models import KnownModels
 from fedvitals.flower.letter import bytes_of, node_name, told_round
@@ -83,7 +84,7 @@ class Journal:
         self._phases: dict[str, Phase] = {}
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
-        self._told: set[str] = set()
+        self._reported: dict[str | None, set[str]] = {}  # causes of what failed, by the node that it was about
         self._instead: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
@@ -233,13 +234,13 @@ class Journal:
             for key in [key for key, owing in self.owed.items() if owing.node == asked.node]:
                 self.owed.pop(key)
             began = time.perf_counter()
-            instead = self._guarded("reading a reply", lambda: replies.read(self, asked, reply, at))
+            instead = self._guarded("reading a reply", lambda: replies.read(self, asked, reply, at), asked.node)
             self.monitor.spent("receive", time.perf_counter() - began)
             if isinstance(instead, guard.NonFiniteUpdateError):
                 self._way.clear()  # nobody waits for the others any more
                 self.close()
                 raise instead
-            self._guarded("recording a reply", lambda: self.scribe.came(asked, reply, instead))
+            self._guarded("recording a reply", lambda: self.scribe.came(asked, reply, instead), asked.node)
             return reply if instead is None else instead
 
     def came_late(self, reply: Message, at: float) -> None:
@@ -247,7 +248,7 @@ class Journal:
         with self._lock:
             asked = self.owed.pop(reply.metadata.reply_to_message_id, None)
             if asked is not None:
-                self._guarded("reading a late reply", lambda: replies.read_late(self, asked, reply, at))
+                self._guarded("reading a late reply", lambda: replies.read_late(self, asked, reply, at), asked.node)
 
     def given_up(self, ids: set[str]) -> None:
         """No answer came in time."""
@@ -286,15 +287,19 @@ class Journal:
         data = {"phase": name, **{kind: nodes[:NAMED] for kind, nodes in lists.items()}}
         self.monitor.event("info", "cohort", f"{name}: {told}.", data=data)
 
-    def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
+    def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
+        """The result of our own work, or None if it failed: told once per cause, and of the node that it was about."""
         try:
             return work()
         except guard.NonFiniteUpdateError as error:
             return error
         except Exception as error:  # noqa: BLE001 - the run goes on, whatever happens to us
             cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
-            if cause not in self._told and len(self._told) < 100:
-                self._told.add(cause)
-                logger.warning("fedvitals could not finish %s; training goes on.", cause)
-                self.monitor.event("warning", "monitor.error", cause, data={"doing": doing})
+            reported = self._reported.setdefault(node, set())
+            if cause not in reported and len(reported) < (CAUSES_REPORTED if node is None else CAUSES_OF_CLIENT):
+                reported.add(cause)
+                about = "" if node is None else f" (client '{node}')"
+                logger.warning("fedvitals could not finish %s%s; training goes on.", cause, about)
+                data = {"doing": doing, "exception": type(error).__name__}
+                self.monitor.event("warning", "monitor.error", cause, node=node, data=data)
             return None

@@ -150,17 +150,24 @@ class FlowerEngine:
             return _failed(tasks, f"The answer of the SuperNode {node} cannot be used. {error}"), b""
 
     def _may_tell(self, payload: bytes, tasks: Sequence[Task], observer: Observer) -> bool:
-        """Whether what came home tells of nobody but the clients that were asked there."""
-        own = {node for task in tasks for node in task.nodes} | {None}
+        """Whether what came home tells of nobody but the clients that were asked there, each in the group it is in."""
+        groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
+        groups[None] = None
         try:
-            strange = [r.where.node for r in decode(payload) if not isinstance(r, Run)] if payload else []
+            places = [r.where for r in decode(payload) if not isinstance(r, Run)] if payload else []
         except RecordError:
             return True  # whoever takes it will say so
-        strange = [node for node in strange if node not in own]
-        for task in tasks if strange else ():
-            text = f"Telemetry told of '{str(strange[0])[:80]}', whose training was asked of another node."
+        strange = next((place.node for place in places if place.node not in groups), None)
+        text = f"Telemetry told of '{str(strange)[:80]}', whose training was asked of another node."
+        moved = next((place for place in places if place.group not in (None, groups.get(place.node))), None)
+        if strange is None and moved is not None:
+            text = (
+                f"Telemetry put '{moved.node}' into the group '{str(moved.group)[:80]}', to which it does not belong."
+            )
+        refused = strange is not None or moved is not None
+        for task in tasks if refused else ():
             observer.event("warning", "telemetry.refused", text, node=task.nodes[0])
-        return not strange
+        return not refused
 
 
 def described(experiment: Experiment) -> str:

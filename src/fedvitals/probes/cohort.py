@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.results import Results
+from fedvitals.records import LayerStats
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
 
 if TYPE_CHECKING:
@@ -23,6 +27,9 @@ Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape
 Counts = npt.NDArray[np.int64]  # [layers] of clients
 Key = tuple[str | None, str | None]  # node, group; None: the whole
 
+# Where a client's statistics were computed: in this process, in a worker process of our own, or by a sender that is
+# trusted with nothing but its own numbers.
+HERE, WORKER, SENDER = "here", "worker", "sender"
 ROUNDING = 1e-4  # what a client's sums of an update may differ by from the server's, of the same update
 
 
@@ -38,7 +45,8 @@ class Cohort:
         self._sent: dict[str, int] = defaultdict(int)
         self._received: dict[str, int] = defaultdict(int)
         self._groups: dict[str, str | None] = {}
-        self._tables: dict[str, Mapping[str, str]] = {}
+        self._tables: dict[str, Mapping[str, str]] = {}  # that the server's own numbers of a client are told by
+        self._elsewhere: set[str] = set()  # whose statistics came over a wire
         self.failed = 0
         self.cost = 0.0
         self.measured_edges: set[str] = set()  # whose own model gave their weight.difference
@@ -46,10 +54,14 @@ class Cohort:
     def __contains__(self, node: str) -> bool:
         return node in self._groups
 
-    def add(self, node: str, group: str | None, results: Results, *, failed: bool) -> None:
+    def add(self, node: str, group: str | None, results: Results, *, failed: bool, origin: str = HERE) -> None:
+        """Take in a client that has finished. `origin`: where its statistics were computed."""
         with self._lock:
             self._groups[node] = group
-            self._tables[node] = results.tables
+            if origin != HERE:
+                self._elsewhere.add(node)
+            # What a sender calls its layers names its own numbers, and never the server's.
+            self._tables[node] = {} if origin == SENDER else results.tables
             self.failed += failed
             for family, matrix, step in results.matrices:
                 if step is None and FAMILIES[family].merge is not None:
@@ -63,28 +75,45 @@ class Cohort:
                         self._difference[group][name.endswith("absolute")] += value
                         self._differing[group].add(node)
 
-    def receive(self, sent: Mapping[str, Array]) -> list[tuple[Key, Results]]:
-        """What the server got: the nine sums of each client's update, to be told unless the client told the same.
+    def receive(
+        self, sent: Mapping[str, Array], claims: Mapping[str, Sequence[LayerStats]] | None = None
+    ) -> list[tuple[Key, Results]]:
+        """Return what the server measured of the updates that it got, where it does not agree with the clients' own.
 
-        A client tells honestly of its training, and may have sent something else. What was sent is what counts.
+        `sent`: the nine sums per layer of each client's update. `claims`: what senders say of theirs. A client tells
+        honestly of its training, and may have sent something else. What was sent is what counts; a client's own sums
+        stand only where they are one record that agrees.
         """
+        claims = claims or {}
         with self._lock:
-            others = self._others(sent)
-            groups = [own for kind, found in self._matrices.items() if kind[0] == "update" for own in found.values()]
-            told = {node for own in groups for node, _ in own}
-        untold = [node for node in sent if node not in told]  # strangers, and those whose level keeps it from us
-        for node in untold:
-            results = _of_sums(sent[node], self._tables.get(node, {}))
-            self.add(node, self._groups.get(node), results, failed=False)
-        found: list[tuple[Key, Results]] = [
-            ((n, self._groups[n]), _of_sums(sent[n], self._tables[n])) for n in (*untold, *others)
-        ]
-        for (told_of, _), results in found:
-            if told_of in others:
+            differing = self._replace_others(sent)
+            agreeing = self._agreeing(sent)
+        # Strangers, those whose level keeps it from us, senders, and those who told of other layers.
+        untold = [node for node in sent if node not in agreeing and node not in differing]
+        found: list[tuple[Key, Results]] = []
+        for node in (*untold, *differing):
+            results = Results(matrices=[("update", sent[node], None)], tables=self._tables.get(node, {}))
+            if node not in differing:
+                self.add(node, self._groups.get(node), replace(results), failed=False)
+            if node in differing or _contradicts(claims.get(node, ()), sent[node]):
                 results.take({"update.differs": 1.0})
+            found.append(((node, self._groups.get(node)), results))
         return found
 
-    def _others(self, sent: Mapping[str, Array]) -> list[str]:
+    def _agreeing(self, sent: Mapping[str, Array]) -> set[str]:
+        """The clients whose own sums need nothing beside them, once those of another update have been replaced."""
+        shapes: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        for kind, groups in self._matrices.items():
+            for node, rows in (member for own in groups.values() for member in own if kind[0] == "update"):
+                shapes[node].append(rows.shape)
+        return {
+            node
+            for node, own in shapes.items()
+            # Of a client in this process, all are measured here. Over a wire may come anything, and several times.
+            if node in sent and sent[node].shape in own and (node not in self._elsewhere or len(own) == 1)
+        }
+
+    def _replace_others(self, sent: Mapping[str, Array]) -> list[str]:
         """Whose own sums of their update are of another one; what was sent is put in the place of these."""
         told = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
         places: dict[tuple[int, ...], list[tuple[list[tuple[str, Array]], int, str]]] = defaultdict(list)
@@ -93,14 +122,13 @@ class Cohort:
                 # Of other layers than the client's it would be nothing that could be told in its place.
                 if node in sent and sent[node].shape == rows.shape:
                     places[rows.shape].append((own, i, node))
-        found: dict[str, None] = {}
+        others: list[tuple[list[tuple[str, Array]], int, str]] = []
         for same in places.values():
             alike = _alike(np.stack([own[i][1] for own, i, _ in same]), np.stack([sent[node] for _, _, node in same]))
-            for index in np.flatnonzero(~alike):
-                own, i, node = same[index]
-                own[i] = (node, sent[node])
-                found[node] = None
-        return [*found]
+            others += [same[index] for index in np.flatnonzero(~alike)]
+        for own, i, node in others:
+            own[i] = (node, sent[node])
+        return [*dict.fromkeys(node for _, _, node in others)]
 
     def clients_of(self, group: str | None) -> int:
         """How many clients have finished in a group so far."""
@@ -111,35 +139,62 @@ class Cohort:
             self._sent[sender] += size
             self._received[receiver] += size
 
-    def close(self, kit: Kit, model: Any, least: int) -> list[tuple[Key, Results]]:
+    def close(self, kit: Kit, model: Any, least: int, attempt: Attempt = unguarded) -> list[tuple[Key, Results]]:
         """Everything that is known only now: cosines and duplicates, groups, the whole, the global model, traffic.
 
-        `least`: the fewest clients whose sum may be told where they may not be told one by one.
+        `least`: the fewest clients whose sum may be told where they may not be told one by one. `attempt`: runs each
+        step by itself, so that one that fails costs nothing else.
         """
-        found = [self._of_update(update, kit) for update in kit.updates.close_round()]
-        for kind, members in self._matrices.items():
-            found += _merged(kind, members, least)
+        found: list[tuple[Key, Results]] = []
+
+        def step(doing: str, work: Callable[[], list[tuple[Key, Results]]], node: str | None = None) -> None:
+            found.extend(attempt(doing, work, node) or ())
+
+        for update in kit.updates.close_round(attempt):
+            step("measuring an update", partial(self._of_update, update, kit), update.node)
+        for kind, members in self._by_members():
+            step(f"adding up '{kind[0]}'", partial(_merged, kind, members, least))
+        step("adding up groups", self._of_groups)
+        for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
+            for node, size in traffic.items():
+                step("adding up traffic", partial(self._of_traffic, name, node, size), node)
+        step("counting clients", partial(self._of_whole, kit))
+        if model is not None:
+            step("measuring the global model", lambda: [(("server", None), kit.model_results(model))])
+        return found
+
+    def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[tuple[str, Array]]]]]:
+        """What is to be added up, by family; of one family, the layers that most clients have come last.
+
+        A history calls a family's layers what the newest table does.
+        """
+        families = {family: i for i, family in enumerate(dict.fromkeys(kind[0] for kind in self._matrices))}
+        return sorted(self._matrices.items(), key=lambda item: (families[item[0][0]], sum(map(len, item[1].values()))))
+
+    def _of_groups(self) -> list[tuple[Key, Results]]:
+        found: list[tuple[Key, Results]] = []
         for group, (signed, absolute) in self._difference.items():
             if group not in self.measured_edges:
                 results = Results(clients=len(self._differing[group]))
                 results.take({"weight.difference": signed, "weight.difference_absolute": absolute})
                 found.append(((group, group), results))
-        for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
-            for node, size in traffic.items():
-                results = Results()
-                results.take({name: size})
-                found.append(((node, self._groups.get(node)), results))
+        return found
+
+    def _of_traffic(self, name: str, node: str, size: int) -> list[tuple[Key, Results]]:
+        results = Results()
+        results.take({name: size})
+        return [((node, self._groups.get(node)), results)]
+
+    def _of_whole(self, kit: Kit) -> list[tuple[Key, Results]]:
         whole = Results()
         whole.take({"clients": len(self._groups), "clients.failed": self.failed})
         if kit.updates.approximate and not self._approximate_before:
             text = "Updates exceed update_memory: cosines are estimated from sketches, standard error 0.06."
             whole.remarks.append(("updates.approximate", text, {}))
         whole.remarks += kit.remarks()
-        if model is not None:
-            found.append((("server", None), kit.model_results(model)))
-        return [*found, ((None, None), whole)]
+        return [((None, None), whole)]
 
-    def _of_update(self, update: Update | ArrayUpdate, kit: Kit) -> tuple[Key, Results]:
+    def _of_update(self, update: Update | ArrayUpdate, kit: Kit) -> list[tuple[Key, Results]]:
         results = Results(tables=self._tables.get(update.node, {}))
         results.take(update.metrics)
         if update.alignment is not None:
@@ -148,23 +203,30 @@ class Cohort:
             results.matrices.append(("update.peers", update.peers, None))
         if update.sketch is not None and not kit.preset.brief:
             results.sketch = update.sketch
-        return (update.node, self._groups.get(update.node)), results
+        return [((update.node, self._groups.get(update.node)), results)]
 
 
-def _of_sums(rows: Array, tables: Mapping[str, str]) -> Results:
-    return Results(matrices=[("update", rows, None)], tables=tables)
+def _contradicts(claims: Sequence[LayerStats], sent: Array) -> bool:
+    """Whether a sender says other sums of as many layers than those of the update that it sent."""
+    same = [claim.matrix for claim in claims if claim.matrix.shape == sent.shape]
+    return bool(same) and not _alike(np.stack(same), np.stack([sent] * len(same))).all()
+
+
+def agreeing_claims(claims: Sequence[LayerStats], sent: Array) -> list[LayerStats]:
+    """The sums of a sender that are those of the update that it sent."""
+    return [c for c in claims if c.matrix.shape == sent.shape and bool(_alike(c.matrix[None], sent[None]).all())]
 
 
 def _alike(own: Array, got: Array) -> npt.NDArray[np.bool_]:
     """Whether nine sums and nine sums are of the same update; [clients, layers, 9] → [clients].
 
-    Sums are compared by the size of what they sum: they may cancel to nearly nothing.
+    Sums are compared by the size of what they sum, as it arrived: they may cancel to nearly nothing.
     """
     counts = [COUNT, NANS, INFS]
     alike: npt.NDArray[np.bool_] = (own[..., counts] == got[..., counts]).all(axis=(1, 2))
-    size = own[..., SUM_MAGNITUDES]
-    largest = np.abs(np.where(np.isfinite(own[..., [MIN, MAX]]), own[..., [MIN, MAX]], 0.0)).max(axis=2)
-    limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, own[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
+    size = got[..., SUM_MAGNITUDES]
+    largest = np.abs(np.where(np.isfinite(got[..., [MIN, MAX]]), got[..., [MIN, MAX]], 0.0)).max(axis=2)
+    limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, got[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
     for column, limit in limits:
         alike &= np.isclose(got[..., column], own[..., column], rtol=0, atol=ROUNDING * limit).all(axis=1)
     return alike
@@ -173,9 +235,10 @@ def _alike(own: Array, got: Array) -> npt.NDArray[np.bool_]:
 def _merged(kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int) -> list[tuple[Key, Results]]:
     """client + client = edge; edge + edge = round; each with the number of clients that it speaks for."""
     family, _, tables = kind
-    sums = {group: merge(family, [matrix for _, matrix in found]) for group, found in members.items()}
+    with np.errstate(all="ignore"):  # what clients say may be infinite
+        sums = {group: merge(family, [matrix for _, matrix in found]) for group, found in members.items()}
+        whole = merge(family, [*sums.values()])
     clients = speaking_for({group: contributors(found) for group, found in members.items()}, least)
-    whole = merge(family, [*sums.values()])
     found = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
     return [
         (key, Results(matrices=[(family, matrix, None)], tables=dict(tables), clients=number))

@@ -13,11 +13,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.numpy_peers import PastModels, peer_rows
 from fedvitals.probes.peer_columns import Layout, layout_of
 from fedvitals.probes.presets import Preset
@@ -128,6 +130,9 @@ class ArrayUpdates:
         update.metrics["update.norm"] = math.sqrt(update.squares)
         if update.finite and update.squares == 0:
             update.metrics["update.zero"] = 1.0
+        lost = own[:, NANS].sum() + own[:, INFS].sum()
+        if lost:
+            update.metrics["update.nonfinite"] = float(lost)
         with self._lock:
             self._release(self._round.get(node))
             if self._held + 2 * vector.nbytes > self._memory:
@@ -149,8 +154,11 @@ class ArrayUpdates:
                 self._layouts[tuple(math.prod(layer.shape) for layer in table.layers)] = layout_of(table)
 
     @np.errstate(all="ignore")
-    def close_round(self) -> list[ArrayUpdate]:
-        """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
+    def close_round(self, attempt: Attempt = unguarded) -> list[ArrayUpdate]:
+        """The round's updates with their cosines and duplicates; they become the clients' previous ones.
+
+        `attempt`: does each comparison by itself. Where one fails, its cosines are missing and nothing else.
+        """
         with self._lock:
             closing, self._round = self._round, {}
         cohorts: dict[tuple[int, ...], list[ArrayUpdate]] = defaultdict(list)
@@ -163,7 +171,7 @@ class ArrayUpdates:
             if update.finite and update.vector is not None:
                 cohorts[update.sizes].append(update)  # only updates of equal models can be compared
         for cohort in cohorts.values():
-            self._align(cohort)
+            attempt("comparing updates", partial(self._align, cohort), None)
         for node, update in closing.items():
             self._release(self._previous.get(node))
             self._previous[node] = update

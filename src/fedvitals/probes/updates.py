@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums
+from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.peers import Layout, Models, Peers, as_rows, from_sketches, layout_of
 from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
@@ -106,6 +108,9 @@ class Updates:
         update.metrics["update.norm"] = math.sqrt(update.squares) if update.finite else _finite_norm(vector, rows)
         if update.squares == 0:
             update.metrics["update.zero"] = 1.0
+        lost = 0 if update.finite else int((~torch.isfinite(vector)).sum())
+        if lost:
+            update.metrics["update.nonfinite"] = float(lost)
         size = vector.numel() * vector.element_size()
         with self._lock:
             self._release(self._round.get(node))
@@ -130,27 +135,36 @@ class Updates:
                 sizes = tuple(math.prod(layer.shape) for layer in table.layers)
                 self._layouts[table.digest] = sizes, layout_of(table)
 
-    def close_round(self) -> list[Update]:
-        """The round's updates with their cosines and duplicates; they become the clients' previous ones."""
+    def close_round(self, attempt: Attempt = unguarded) -> list[Update]:
+        """The round's updates with their cosines and duplicates; they become the clients' previous ones.
+
+        `attempt`: does each comparison by itself. Where one fails, its cosines are missing and nothing else.
+        """
         with self._lock:
             closing, self._round = self._round, {}
-        _fetch_sketches(closing.values())
+        attempt("fetching sketches", lambda: _fetch_sketches(closing.values()), None)
         cohorts: dict[tuple[int, ...], list[Update]] = defaultdict(list)
         for update in closing.values():
-            _share(update)
+            attempt("sharing an update out", partial(_share, update), update.node)
             if not self._brief:
                 update.peers = np.full((1, len(PEER_COLUMNS)), np.nan)
             if update.finite:
                 cohorts[tuple(update.sizes)].append(update)  # only updates of equal models can be compared
         for cohort in cohorts.values():
-            vectors = [update.vector for update in cohort if update.vector is not None]
-            if len(vectors) == len(cohort):
-                self._align_exactly(cohort, vectors)
-            else:
-                self._align_by_sketch(cohort)
-        _count_duplicates(closing.values())
+            if not attempt("comparing updates", partial(self._align, cohort), None):
+                attempt("comparing sketches", partial(self._align_by_sketch, cohort), None)
+        attempt("looking for equal updates", lambda: _count_duplicates(closing.values()), None)
         self._keep(closing)
         return list(closing.values())
+
+    def _align(self, cohort: list[Update]) -> bool:
+        """True, once it is done."""
+        vectors = [update.vector for update in cohort if update.vector is not None]
+        if len(vectors) == len(cohort):
+            self._align_exactly(cohort, vectors)
+        else:
+            self._align_by_sketch(cohort)
+        return True
 
     def _align_exactly(self, cohort: list[Update], vectors: list[Tensor]) -> None:
         """Cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous one.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -10,20 +11,27 @@ from typing import Any, cast
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Node
 from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, run_of
+from fedvitals.telemetry.parcel import LOST
+from fedvitals.telemetry.wire import LIMITS
 
 OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
-OF_SERVERS = ("aggregation.failed", "cohort", "groups")  # events that tell of all
+OF_SERVERS = (  # events that tell of all, or in our own words of what the server saw of a client
+    "aggregation.failed", "cohort", "groups", "initialisation", "client.answered_late", "client.busy",
+    "client.unserved", "round.unclosed", "telemetry.refused", "update.late", "update.left_out", "updates.approximate",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
     """Who a payload came from, as the framework knows it: its records may tell of nobody else.
 
-    `run`: what the run is called there, where ours is not known.
+    `run`: what the run is called there, where ours is not known. `group`: the edge, cluster or ring that the host knows
+    it to be in; what the payload says of either is ignored.
     """
 
     node: Node
     run: str
+    group: str | None = None
 
     def own(self, record: Record, run: str) -> Record:
         """The record as one of the run here; an error if it is another's."""
@@ -42,17 +50,28 @@ class Sender:
             raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
         if record.where.round is not None:  # one that is far ahead would push all others out of the detectors' memory
             raise RecordError(f"Telemetry of '{self.node}' is of round {record.where.round}; only the server counts.")
-        return replace(record, where=replace(record.where, run=run, node=self.node))
+        own = replace(record, where=replace(record.where, run=run, node=self.node, group=self.group))
+        return _loss(own) if isinstance(own, Event) and own.name == LOST else own
 
 
-def as_seen(record: Any, seen: tuple[float, float] | None) -> Record:
+def _loss(event: Event) -> Event:
+    """What a sender says that it lost, in our words: a finding quotes them."""
+    records = event.data.get("records")
+    count = min(records, LIMITS.records) if type(records) is int and records > 0 else 1
+    return replace(event, message=f"{count} records of a worker found no room.", data={"records": count})
+
+
+def as_seen(record: Any, seen: tuple[float, float]) -> Record:
     """What a client tells, with times inside of what the server saw: one that lies would bend the charts of all."""
-    if seen is None or isinstance(record, Run):
-        return cast("Record", record)
+    if isinstance(record, Run):
+        return record
     sent, returned = seen
     at = record.at if sent <= record.at <= returned else returned if record.at > returned else sent
     if isinstance(record, Span):
-        return replace(record, at=at, seconds=min(max(record.seconds, 0.0), returned - at))
+        seconds = record.seconds if math.isfinite(record.seconds) else 0.0
+        # No client has a virtual clock: where one says so, the whole run would be shown by it.
+        own = {key: value for key, value in record.attributes.items() if key != "clock"}
+        return replace(record, at=at, seconds=min(max(seconds, 0.0), returned - at), attributes=own)
     return cast("Record", record if at == record.at else replace(record, at=at))
 
 
