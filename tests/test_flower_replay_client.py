@@ -355,31 +355,30 @@ def taped(folder, monkeypatch):
     return folder.parent / "site"
 
 
-def test_the_app_is_found_where_it_was_recorded_and_recorded_once(taped, folder):
+def test_the_app_that_is_named_is_run_and_not_recorded_again(taped, folder):
     before = [(path, path.stat().st_mtime_ns) for path in sorted(taped.rglob("*")) if path.is_file()]
-    found = rerun_client(taped, 2, "101")
+    found = rerun_client(taped, 2, "101", app=folder)
     assert found.holds, str(found)
     assert found.app == str(folder)
     file, _, line = found.handler.rpartition(":")
     assert Path(file).read_text().splitlines()[int(line) - 1] in ("@app.train()", "def train(message, context):")
     assert [(path, path.stat().st_mtime_ns) for path in sorted(taped.rglob("*")) if path.is_file()] == before
-    folder.rename(folder.with_name("moved"))
-    with pytest.raises(ConfigError, match="not there any more: say it with --app DIR"):
+    with pytest.raises(ConfigError, match=f"app is in {folder}. Nothing was run"):
         rerun_client(taped, 2, "101")
     with pytest.raises(ConfigError, match="is no Flower app"):
         rerun_client(taped, 2, "101", app=taped)
 
 
-def test_pdb_stops_at_the_first_line_of_the_users_handler(taped, monkeypatch, capsys):
+def test_pdb_stops_at_the_first_line_of_the_users_handler(taped, folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("p message.metadata.message_type\nn\np rate\nc\n"))
-    found = rerun_client(taped, 2, "101", debugger=True)
+    found = rerun_client(taped, 2, "101", app=folder, debugger=True)
     said = capsys.readouterr().out
     assert "-> rate = 0.1" in said
     assert "'train'" in said
     assert "(Pdb) 0.1" in said
     assert found.holds, str(found)
     monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
-    left = rerun_client(taped, 2, "101", debugger=True)
+    left = rerun_client(taped, 2, "101", app=folder, debugger=True)
     assert left.holds is None
     assert "left" in left.notes[0]
 
@@ -394,12 +393,15 @@ def test_pdb_after_an_exception_stands_where_it_was_raised(tmp_path, monkeypatch
 
 def test_the_command_of_the_site(taped, folder, capsys, monkeypatch):
     told_it = ["replay", "flower-7", "--round", "2", "--node", "101", "--tape", str(taped)]
+    assert exit_code(told_it) == 2  # code is run only from what is named
+    assert f"--app {folder}" in capsys.readouterr().err
+    told_it += ["--app", str(folder)]
     assert exit_code(told_it) == 0
     assert "The same bits: round 2 (train), node 101." in capsys.readouterr().out
     assert exit_code([*told_it, "--json", "--verify"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["holds"] is True
     monkeypatch.setattr("sys.stdin", io.StringIO("p message.metadata\nc\n"))
-    assert exit_code([*told_it, "--pdb", "--app", str(folder)]) == 0
+    assert exit_code([*told_it, "--pdb"]) == 0
     assert "Metadata" in capsys.readouterr().out
     file = next(folder.rglob("client_app.py"))
     file.write_text(file.read_text().replace("rate = 0.1", "rate = 0.2"))

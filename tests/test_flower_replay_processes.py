@@ -111,7 +111,19 @@ def test_the_aggregation_of_a_round_is_computed_again_at_the_server(run):
 def test_a_client_is_run_again_at_its_site_with_proof(run):
     folder, ours, node = run
     code, out = fedvitals(
-        folder, "replay", ours, "--round", 2, "--node", node, "--tape", folder / "site", "--verify", "--json"
+        folder,
+        "replay",
+        ours,
+        "--round",
+        2,
+        "--node",
+        node,
+        "--tape",
+        folder / "site",
+        "--app",
+        folder / "app",
+        "--verify",
+        "--json",
     )
     assert code == 0, out
     found = json.loads(out[out.index("{") :])["result"]

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from fedvitals.errors import ConfigError
+from fedvitals.lab import data_files, data_limits
 from fedvitals.lab.data_files import CIFAR10
 from fedvitals.lab.datasets import load, named
 
@@ -165,3 +166,22 @@ def test_the_jpeg_copy_is_named_so(tmp_path):
     data = load(CIFAR10(), tmp_path)
     assert data.name == "cifar10 (JPEG copy)"
     assert (data.x.float().mean((1, 2, 3)) - 40 * torch.arange(5)).abs().max() <= 1
+
+
+def test_files_that_unpack_to_far_more_than_a_data_set_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_limits, "FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(data_limits, "ARCHIVE_BYTES", 1 << 20)
+    bomb, zeros = tmp_path / "train-images-idx3-ubyte.gz", bytes(2 << 20)
+    bomb.write_bytes(gzip.compress(zeros))
+    with pytest.raises(ConfigError, match=r"train-images-idx3-ubyte.gz unpacks to more than 1,048,576 bytes"):
+        data_files._idx(bomb)
+    form = data_files.FORMS[0]
+    with tarfile.open(tmp_path / form.archive, "w:gz") as archive:
+        member = tarfile.TarInfo(f"{form.folder}/{form.batches[0]}")
+        member.size = len(zeros)
+        archive.addfile(member, io.BytesIO(zeros))
+    with pytest.raises(ConfigError, match="unpacks to more than"):
+        data_files._packed_batches(tmp_path / form.archive, form)
+    np.savez_compressed(tmp_path / "copy.npz", train_jpeg=np.zeros(2 << 20, np.uint8))
+    with pytest.raises(ConfigError, match=r"copy.npz would unpack to 2,0"):
+        data_files._jpeg_copy(tmp_path / "copy.npz")

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedvitals.kernels import sums
 from fedvitals.kernels.sketch import COSINE_ERROR
-from fedvitals.probes import peers
+from fedvitals.probes import peer_columns, peers
 from fedvitals.probes.updates import Updates
 from fedvitals.records import Layer, LayerTable
 from fedvitals.stats import PEER_COLUMNS
@@ -253,7 +253,7 @@ def test_candidates_are_few():
 
 def test_signs_of_evenly_spread_coordinates(monkeypatch):
     """Of a large update, runs of neighbours from all over it; the share is that of these coordinates."""
-    monkeypatch.setattr(peers, "MOST_SIGNS", 1024)
+    monkeypatch.setattr(peer_columns, "MOST_SIGNS", 1024)
     updates = some(5, size=10_000)
     updates[:, ::7] = 0.0
     every = peers.signs_skipped(5, 10_000)

@@ -20,6 +20,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 WITHOUT_TORCH = (
     "records", "protocols", "stats", "catalog", "schedule", "errors", "scope", "store", "telemetry", "cli",
+    "loop_tape", "chart", "clients", "worker", "rounds", "monitor",
+    "probes.results", "probes.presets", "probes.cohort", "probes.numpy_updates", "probes.kits",
+    "flower", "flower.client_mod", "flower.attach", "flower.journal", "flower.strategy", "flower.legacy",
+    "flower.unmodified", "flower.tape_server",
 )  # fmt: skip
 
 LIGHT = """
@@ -94,7 +98,7 @@ def modules() -> list[str]:
     found = []
     for name in WITHOUT_TORCH:
         found.append(f"fedvitals.{name}")
-        if (PACKAGE / name).is_dir():
+        if (PACKAGE / name).is_dir() and name != "flower":  # of Flower's side, what apps need: tapes are another extra
             found += [f"fedvitals.{name}.{module.name}" for module in pkgutil.iter_modules([str(PACKAGE / name)])]
     return found
 

@@ -52,6 +52,8 @@ _HOME = {
     "open_replay": "fedvitals.replay.session",
 }
 
+_EXTRA = {"lab": "lab", "Tape": "replay", "open_replay": "replay"}  # what is missing where torch is; else «torch»
+
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the names are strings
 
 
@@ -59,7 +61,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'fedvitals' has no attribute '{name}'. It offers: {', '.join(_HOME)}.")
-    module = importlib.import_module(home)
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        from fedvitals.errors import MissingExtraError  # noqa: PLC0415 - nothing is loaded before it is needed
+
+        raise MissingExtraError("torch", _EXTRA.get(name, "torch"), f"fedvitals.{name}") from error
     value = module if home.endswith(f".{name}") else getattr(module, name)  # a package of ours is its own value
     globals()[name] = value
     return value

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 import weakref
@@ -22,15 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import fedvitals
-from fedvitals import kernels
 from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.errors import ConfigError
-from fedvitals.kernels.sketch_hash import VERSION as SKETCH_VERSION
 from fedvitals.loop_tape import LoopTape
 from fedvitals.parts import edge_span
 from fedvitals.probes.results import Results
@@ -130,7 +128,9 @@ class Chart:
             if table is not None:
                 record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
-            record.sketch(scope, tuple(results.sketch.tolist()), SKETCH_VERSION)
+            from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
+
+            record.sketch(scope, tuple(results.sketch.tolist()), VERSION)
         for name, message, data in results.remarks:
             record.event(scope, "info", name, message, data)
 
@@ -460,7 +460,16 @@ def _versions() -> dict[str, str]:
     return {
         "fedvitals": fedvitals.__version__,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
         "numpy": np.__version__,
-        "kernel": str(kernels.backend()),
+        **_torch_versions(),
     }
+
+
+def _torch_versions() -> dict[str, str]:
+    """Of torch and what measures its tensors, where somebody has imported it: this does not."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    from fedvitals.kernels import backend  # noqa: PLC0415 - imports torch
+
+    return {"torch": str(getattr(torch, "__version__", "")), "kernel": str(backend())}

@@ -12,24 +12,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Token
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.parts import CLIENT, edge_span
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import ClientSession, Instruments, tables_of
-from fedvitals.probes.stack import StackSession, unmeasured
-from fedvitals.probes.stack_fit import StackFit
-from fedvitals.probes.view import View
 from fedvitals.profiling.capture import OPERATORS, Capture, Captures, Recording
-from fedvitals.profiling.client_memory import ClientMemory, OpenMemory
-from fedvitals.profiling.leak import CENSUS
 from fedvitals.profiling.memory import resident_bytes
-from fedvitals.profiling.phases import Clocks, StepClock, turn_over
+from fedvitals.profiling.turns import turn_over
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import Span, Transfer
 from fedvitals.scope import Scope
@@ -37,6 +29,15 @@ from fedvitals.stats import Array
 from fedvitals.telemetry.logs import bounded
 from fedvitals.telemetry.recorder import where
 from fedvitals.telemetry.timing import new_span_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.session import ClientSession, Instruments
+    from fedvitals.probes.stack import StackSession
+    from fedvitals.probes.stack_fit import StackFit
+    from fedvitals.profiling.client_memory import ClientMemory, OpenMemory
+    from fedvitals.profiling.phases import Clocks, StepClock
 
 LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
 
@@ -84,20 +85,43 @@ class Clients:
     def __init__(
         self,
         chart: Chart,
-        kit: Instruments,
-        sent: Callable[[Node, Tensor, Array | None], Any],
+        kit: Callable[[], Any],
+        sent: Callable[[Node, Any, Array | None], Any],
         joined: Callable[[Span, Results], None],
         *,
         profile: bool,
         capture: Capture | None = None,
     ) -> None:
-        self._chart, self._kit, self._sent, self._joined = chart, kit, sent, joined
-        self._profile, self._clocks = profile, Clocks()
-        self._memory, self._captures = ClientMemory(), Captures(capture)
+        self._chart, self._kit_of_run, self._sent, self._joined = chart, kit, sent, joined
+        self._profile, self._captures = profile, Captures(capture)
         self._open: dict[Node, OpenClient] = {}
         self._stack: OpenStack | None = None
-        self._stack_fit = StackFit(kit.preset.fit_percent)
         self._told_unmeasured = False
+
+    # What watches a model imports torch. It is made for the first model: a client may have none, nor torch.
+
+    @property
+    def _kit(self) -> Instruments:
+        kit: Instruments = self._kit_of_run()
+        return kit
+
+    @functools.cached_property
+    def _clocks(self) -> Clocks:
+        from fedvitals.profiling.phases import Clocks  # noqa: PLC0415
+
+        return Clocks()
+
+    @functools.cached_property
+    def _memory(self) -> ClientMemory:
+        from fedvitals.profiling.client_memory import ClientMemory  # noqa: PLC0415
+
+        return ClientMemory()
+
+    @functools.cached_property
+    def _stack_fit(self) -> StackFit:
+        from fedvitals.probes.stack_fit import StackFit  # noqa: PLC0415
+
+        return StackFit(self._kit.preset.fit_percent)
 
     def __len__(self) -> int:
         return len(self._open) + (self._stack is not None)
@@ -159,6 +183,8 @@ class Clients:
             self._chart.guard("measuring a client", lambda: self._measure(opened, failed=failed), opened.scope)
 
     def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
+        from fedvitals.probes.session import ClientSession, tables_of  # noqa: PLC0415 - imports torch
+
         node = opened.scope.node or ""
         view = self._kit.view(model, round=opened.scope.round, node=node, data=data, loss=loss)
         if not self._kit.preset.brief:
@@ -210,6 +236,10 @@ class Clients:
 
     def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
         def watch(opened: OpenStack) -> None:
+            from fedvitals.probes.session import tables_of  # noqa: PLC0415 - imports torch
+            from fedvitals.probes.stack import StackSession  # noqa: PLC0415
+            from fedvitals.probes.view import View  # noqa: PLC0415
+
             if not self._kit.preset.brief:
                 tables = tables_of(self._kit, View(stack.module))
                 self._chart.know(tables)
@@ -279,6 +309,8 @@ class Clients:
 
     def _tell_unmeasured(self, scope: Scope) -> None:
         """Once: what a preset measures of clients that train alone, and not of these."""
+        from fedvitals.probes.stack import unmeasured  # noqa: PLC0415 - imports torch
+
         names = () if self._told_unmeasured else unmeasured(self._kit)
         self._told_unmeasured = True
         if names:
@@ -317,7 +349,7 @@ class Clients:
             scope = self.at(node)
             client = self._open.get(scope.node or "")
             for name, value in values.items():
-                number = value.detach() if isinstance(value, Tensor) else value
+                number = value.detach() if hasattr(value, "detach") else value
                 self._chart.record.metric(scope, public_name(name), float(number))
                 self._chart.loop.logged(scope.node, name, float(number))
                 if client is not None:
@@ -422,6 +454,8 @@ class Clients:
 
     def _tell_growth(self, scope: Scope, resident: float | None) -> None:
         """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""
+        from fedvitals.profiling.leak import CENSUS  # noqa: PLC0415 - imports torch
+
         grown = self._memory.grown(scope.round, resident) if self._profile else None
         if grown is not None:
             self._chart.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)

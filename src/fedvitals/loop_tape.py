@@ -14,14 +14,15 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fedvitals.errors import StoreError
 from fedvitals.protocols import Message, Node, Recorder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RANDOM = "random"  # where the generators stand, in the notes of a round and in what is said of a client
 DELTA = "delta"  # what is said of an update that is a difference, not a state
@@ -120,6 +121,8 @@ class LoopTape:
         self._describe((tensors or {}).values())
         measured = [float(value) for name, value, _ in results if name == "samples"]
         weight = training.samples if training.samples is not None else (measured or [1.0])[-1]
+        import torch  # noqa: PLC0415 - a monitor without a tape does not need it
+
         error = None if outcome is None else f"{type(outcome).__name__}: {outcome}"[:1000]
         losses = torch.tensor(training.losses) if training.losses else None
         said = {RANDOM: training.random}
@@ -144,6 +147,8 @@ class LoopTape:
             self._recorder.messages(number, found)
 
     def _named(self, update: Any) -> dict[str, Tensor]:
+        import torch  # noqa: PLC0415
+
         pieces = [torch.as_tensor(piece).detach().clone() for piece in update]
         names = self._names if len(self._names) == len(pieces) else [str(i) for i in range(len(pieces))]
         return dict(zip(names, pieces, strict=True))
@@ -152,6 +157,8 @@ class LoopTape:
 
     def _describe(self, tensors: Iterable[Tensor]) -> None:
         """What the bits depend on. CUDA anywhere means that they need not come again."""
+        import torch  # noqa: PLC0415
+
         devices = {tensor.device.type for tensor in tensors} - {"cpu"}
         device = next(iter(sorted(devices)), self._described.get("device", "cpu"))
         told = {"kind": "loop", "device": device, "threads": torch.get_num_threads()}
@@ -167,13 +174,15 @@ class LoopTape:
 
 def tensors_of(state: Any) -> dict[str, Tensor] | None:
     """A copy of a module's state, or of tensors by name; None of anything else. What is no tensor is left out."""
+    import torch  # noqa: PLC0415
+
     held = state.state_dict() if hasattr(state, "state_dict") else state
     if not isinstance(held, Mapping):
         return None
     found = {
         str(name): torch.as_tensor(value).detach().clone()
         for name, value in held.items()
-        if isinstance(value, Tensor | np.ndarray)
+        if isinstance(value, torch.Tensor | np.ndarray)
     }
     return found or None
 
@@ -186,6 +195,8 @@ def random_states() -> dict[str, Any]:
 
     As JSON but for bytes, which whoever writes it turns into base64: not on this thread.
     """
+    import torch  # noqa: PLC0415
+
     found: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
@@ -199,6 +210,8 @@ def random_states() -> dict[str, Any]:
 
 def set_random_states(told: Mapping[str, Any]) -> None:
     """Put the generators where they stood. StoreError where this is no such thing."""
+    import torch  # noqa: PLC0415
+
     try:
         torch.set_rng_state(torch.from_numpy(_numbers(told["torch"], "u1", torch.get_rng_state().numel())))
         if "cuda" in told and torch.cuda.is_available():

@@ -22,9 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import torch
-
 from fedvitals.chart import Chart, check_parts, close_at_exit
 from fedvitals.clients import Clients
 from fedvitals.diagnosis.care import Care
@@ -33,10 +30,8 @@ from fedvitals.diagnosis.live import Findings
 from fedvitals.diagnosis.policy import Policy, policy_of
 from fedvitals.diagnosis.unusable import Unusable
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.probes.presets import resolve
+from fedvitals.probes.kits import as_array, instruments, measured_apart
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments
-from fedvitals.probes.updates import measured_apart
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Exchange, Ledger
 from fedvitals.protocols import Detector, Node, Recorder, Sink, Stack
@@ -94,7 +89,7 @@ class Monitor:
         check_parts(sinks, capture, tape)
         self._wanted = (privacy, cohort, tracebacks)  # of privacy
         self._policy = policy_for(host, *self._wanted)
-        self._kit = Instruments(resolve(probes), update_memory)
+        self._kit = instruments(probes, update_memory)
         self._detectors = choose(detectors, false_alarms)
         self._cure = policy_of(cure)
         described = Run(
@@ -118,7 +113,7 @@ class Monitor:
         self._arrivals = Arrivals(self._chart, self._kit, self._policy, self._ledger, capture)
         self._rounds = Rounds(self._chart, self._kit, self._arrivals, self._ledger, self._policy.cohort)
         joining = (self._kit.updates.add, self._rounds.joined)
-        self._clients = Clients(self._chart, self._kit, *joining, profile=profile, capture=capture)
+        self._clients = Clients(self._chart, lambda: self._kit, *joining, profile=profile, capture=capture)
         if machine:
             self._chart.watch_machine()
         self._care = Care(described.id, self._cure, self._chart.emit, self._chart.history)
@@ -297,7 +292,7 @@ class Monitor:
                 self._rounds.open.cohort.add(node, None, results, failed=False)
 
         def emit_all() -> None:
-            matrices = np.asarray(torch.as_tensor(array).cpu(), dtype=np.float64)
+            matrices = as_array(array)
             nodes, matrices = ([node], matrices[None]) if isinstance(node, str) else (node, matrices)
             for name, matrix in zip(nodes, matrices, strict=True):
                 emit(name, matrix)
@@ -311,7 +306,7 @@ class Monitor:
         """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out."""
         answers: list[Action] = []
 
-        def take(node: Node, vector: torch.Tensor, rows: Array) -> None:
+        def take(node: Node, vector: Any, rows: Array) -> None:
             self._kit.updates.add(node, vector, rows)
             if self._rounds.open is None:
                 self._chart.tell(replace(self._chart.here(), node=node), Results(matrices=[("update", rows, None)]))

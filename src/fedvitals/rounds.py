@@ -10,19 +10,14 @@ from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
 from fedvitals.parts import EDGE, JOURNEY, ROUND, SERVER
+from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments, tables_of
-from fedvitals.probes.updates import Attempt
-from fedvitals.probes.view import flatten
-from fedvitals.probes.weights import check_initialisation, starts_at_zero
 from fedvitals.profiling.ledger import Ledger, Told
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.protocols import Node
@@ -32,6 +27,11 @@ from fedvitals.stats import Array
 from fedvitals.telemetry.payload_check import is_claim
 from fedvitals.telemetry.timing import new_span_id
 from fedvitals.worker import Arrivals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.kits import Kit
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
@@ -52,7 +52,7 @@ class OpenScope:
 class Rounds:
     """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
 
-    def __init__(self, chart: Chart, kit: Instruments, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
+    def __init__(self, chart: Chart, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
         self._chart, self._kit, self._arrivals, self._ledger, self._least = chart, kit, arrivals, ledger, least
         self._record = chart.record
         self.open: OpenScope | None = None
@@ -64,7 +64,7 @@ class Rounds:
         self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
         if model is None:
             return
-        self._kit.updates.begin_round(number, self._kit.view(model).parameters)
+        self._kit.updates.begin_round(number, self._kit.parameters(model))
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._chart.continued:
             self._first_model(model)
@@ -186,7 +186,7 @@ class Rounds:
         """The stretch in which an edge node, cluster or ring does its share."""
         guard = self._chart.guard
         opened: OpenScope | None = guard("opening an edge", lambda: OpenScope(*self._chart.enter(name, group=name)))
-        before = None if model is None else guard("reading a model", lambda: flatten(self._kit.view(model).parameters))
+        before = None if model is None else guard("reading a model", lambda: self._vector(model))
         try:
             yield
         except BaseException as error:
@@ -196,10 +196,10 @@ class Rounds:
             if opened is not None:
                 guard("closing an edge", lambda: self._leave_edge(opened, model, before))
 
-    def _leave_edge(self, opened: OpenScope, model: Any, before: torch.Tensor | None) -> None:
+    def _leave_edge(self, opened: OpenScope, model: Any, before: Tensor | None) -> None:
         self._chart.leave(opened.scope, opened.token)
         if before is not None:
-            change = (flatten(self._kit.view(model).parameters) - before).double()
+            change = (self._vector(model) - before).double()
             results = Results(clients=0 if self.open is None else self.open.cohort.clients_of(opened.scope.node))
             results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
             self._chart.tell(opened.scope, results)
@@ -209,20 +209,22 @@ class Rounds:
             self._ledger.told_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
-    def _know_layers(self, model: torch.nn.Module) -> None:
-        """The layers that train, and all layers: what clients send may be the whole model, frozen parts included."""
-        view = self._kit.view(model)
-        if view.frozen:
-            self._chart.know({"parameter": self._kit.table("parameter", [*model.named_parameters()])})
-        self._chart.know(tables_of(self._kit, view))
+    def _vector(self, model: Any) -> Tensor:
+        """All parameters of a PyTorch model that are measured, as one vector."""
+        from fedvitals.probes.view import flatten  # noqa: PLC0415 - imports torch
 
-    def _first_model(self, model: torch.nn.Module) -> None:
+        return flatten(self._kit.parameters(model))
+
+    def _know_layers(self, model: Any) -> None:
+        for tables in self._kit.tables(model):
+            self._chart.know(tables)
+
+    def _first_model(self, model: Any) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
-        self._kit.initial = flatten(self._kit.view(model).parameters)
         self._know_layers(model)
-        for layer, remark in check_initialisation(model):
+        for layer, remark in self._kit.first_model(model):
             self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
-        zero = starts_at_zero(model)
+        zero = self._kit.zero_layers(model)
         if zero:  # detectors must know: the gradients beside such a matrix begin at 0, or nearly so
             text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."
             self._record.event(self._chart.here(), "info", "initialisation.zero", text, {"layers": zero})

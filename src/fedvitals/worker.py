@@ -25,19 +25,18 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedvitals.chart import Chart
 from fedvitals.clients import Clients
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.parts import CLIENT, edge_span
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
+from fedvitals.probes.kits import WorkerKit
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.protocols import Node, Stack
@@ -62,6 +61,9 @@ from fedvitals.telemetry.sender import Sender, as_seen
 from fedvitals.telemetry.traceparent import arrived
 from fedvitals.telemetry.wire import decode
 
+if TYPE_CHECKING:
+    from fedvitals.probes.kits import Kit
+
 __all__ = ["Arrivals", "Sender", "WorkerObserver"]
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
@@ -75,7 +77,7 @@ class _Desk:
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.parcel = Parcel(worker.policy, worker.known)
-        self.kit = Instruments(worker.preset, update_memory=0)
+        self.kit = WorkerKit(worker.preset)
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
         self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
@@ -99,7 +101,7 @@ class WorkerObserver:
 
     run: str
     name: str
-    preset: Preset
+    preset: Preset | str  # a preset by its name is made where it is needed
     policy: Policy
     strict: bool
     round: int | None  # that was open when this was made
@@ -153,7 +155,7 @@ class WorkerObserver:
     def stack_begin(self, stack: Stack, *, round: int | None = None) -> None:  # noqa: A002
         """Clients begin to train as one batch: records as of `client_begin`, for all of them at `stack_end`."""
         desk = self._desk()
-        desk.kit.norms.clear()
+        desk.chart.guard("watching clients", desk.kit.prepare)
         desk.clients.begin_stack(stack, inside=self._inside(desk, round))
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
@@ -216,11 +218,14 @@ class WorkerObserver:
     @contextlib.contextmanager
     def watching(self, node: Node, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
         """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
-        with self._desk().clients.watching(node, model, data, loss):
+        desk = self._desk()
+        desk.chart.guard("watching a client", desk.kit.prepare)
+        with desk.clients.watching(node, model, data, loss):
             yield self
 
     def _begin(self, desk: _Desk, node: Node, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
-        desk.kit.norms.clear()  # the last round of this client may have been in another process: the parent compares
+        if model is not None:
+            desk.chart.guard("watching a client", desk.kit.prepare)
         inside = self._inside(desk, number)
         if model is None:
             inside = replace(inside, watch=functools.partial(self.watching, node))
@@ -240,9 +245,7 @@ class WorkerObserver:
                 if other[0] != self.run and not old.clients:
                     desks.pop(other).chart.close()
             desk = desks[self.run, self.policy] = _Desk(self)
-        if desk.kit.initial is None and self.initial is not None:
-            desk.kit.initial = torch.frombuffer(bytearray(self.initial), dtype=torch.float32)
-        desk.kit.trained |= self.trained
+        desk.kit.know(self.initial, self.trained)
         desk.parcel.known.update(self.known)
         return desk
 
@@ -254,7 +257,7 @@ class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
     def __init__(
-        self, chart: Chart, kit: Instruments, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
+        self, chart: Chart, kit: Kit, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
     ) -> None:
         self._chart, self._kit, self.policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()
@@ -270,7 +273,7 @@ class Arrivals:
         chart, kit = self._chart, self._kit
         here, initial = chart.round, kit.initial
         if initial is not None:
-            small = initial.numel() * 4 <= INITIAL_BYTES and initial.dtype == torch.float32
+            small = initial.nbytes <= INITIAL_BYTES and str(initial.dtype) == "torch.float32"
             initial = initial.cpu() if small else None
         return WorkerObserver(
             run=chart.run.id,

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 @click.option("--pdb", is_flag=True, help="Run that client in that round again under Python's debugger.")
 @click.option("--tape", type=click.Path(), help="At a Flower client's site: the folder of its own tape.")
 @click.option("--phase", default="train", show_default=True, help="With --tape: of which kind the message was.")
-@click.option("--app", type=click.Path(), help="Of a Flower run: the app's folder, if not the recorded one.")
+@click.option(
+    "--app", type=click.Path(), help="Of a Flower run: the app's folder. Its code is run; needed with --tape."
+)
 @click.option("--strategy", metavar="MODULE:NAME", help="Of a Flower run: what makes its strategy, to aggregate again.")
 @click.option("--loop", metavar="MODULE:NAME", help="Of a plain loop: what has its restore() and train().")
 @click.option("--workers", type=int, default=1, show_default=True, help="Processes; the bits are the same.")

@@ -12,16 +12,20 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from flwr.app import Array, ArrayRecord, RecordDict
-from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
-from fedvitals.probes.view import Flat
+from fedvitals.probes.kits import torch_is_loaded
+from fedvitals.probes.numpy_updates import FlatArrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.view import Flat
 
 Values = npt.NDArray[Any]
 PLAIN = b"\x93NUMPY\x01\x00"  # how the bytes of an array begin, version 1
@@ -44,6 +48,8 @@ def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) 
 
 def tensors_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Tensor]:
     """The same as tensors, which are copies."""
+    import torch  # noqa: PLC0415 - for corrections alone
+
     return {name: torch.from_numpy(values.copy()) for name, values in values_of(record, layers).items()}
 
 
@@ -80,8 +86,13 @@ class Spare:
         return self._room
 
 
-def update_of(sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty) -> Flat:
-    """What a client changed, layer by layer; where shapes differ, what it sent: it shall be seen that they do."""
+def update_of(
+    sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
+) -> Flat | FlatArrays:
+    """What a client changed, layer by layer; where shapes differ, what it sent: it shall be seen that they do.
+
+    As tensors where somebody in this process has imported torch, else as arrays.
+    """
     shapes = {name: values.shape for name, values in got.items()}
     alike = {name: values.shape for name, values in sent.items()} == shapes and [*sent] == [*got]
     double = any(values.dtype == np.float64 for values in got.values())
@@ -91,6 +102,12 @@ def update_of(sent: Mapping[str, Values], got: Mapping[str, Values], room: Calla
         place = vector[at : at + values.size].reshape(values.shape)
         at += values.size
         np.copyto(place, values) if not alike else np.subtract(values, sent[name], out=place, casting="same_kind")
+    if not torch_is_loaded():
+        return FlatArrays(vector, [*shapes.values()])
+    import torch  # noqa: PLC0415 - loaded already
+
+    from fedvitals.probes.view import Flat  # noqa: PLC0415
+
     return Flat(torch.from_numpy(vector), [*shapes.values()])
 
 
@@ -104,20 +121,21 @@ def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequ
     return changed
 
 
-class Outline(nn.Module):
-    """A model of which only names and values are known, in the order of the wire."""
+class ArrayOutline:
+    """A model of which only names and values are known, in the order of the wire; without torch."""
 
     def __init__(self, model: Mapping[str, Values]) -> None:
-        super().__init__()
-        tensors = {name: torch.from_numpy(values.copy()) for name, values in model.items()}
-        self._values = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+        self._values = {name: values.copy() for name, values in model.items()}
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[str, Values]]:
         yield from self._values.items()
 
+    def parameters(self) -> Iterator[Values]:
+        yield from self._values.values()
+
     def fits(self, model: Mapping[str, Values]) -> bool:
-        return {n: p.shape for n, p in self._values.items()} == {n: v.shape for n, v in model.items()}
+        return {n: v.shape for n, v in self._values.items()} == {n: v.shape for n, v in model.items()}
 
     def load(self, model: Mapping[str, Values]) -> None:
-        for parameter, values in zip(self._values.values(), model.values(), strict=True):
-            np.copyto(parameter.data.numpy(), values, casting="same_kind")
+        for own, values in zip(self._values.values(), model.values(), strict=True):
+            np.copyto(own, values, casting="same_kind")

@@ -20,6 +20,8 @@ from fedvitals.flower.protection import LEVEL, hiding_strategy
 from fedvitals.flower.replaying import in_replay
 from fedvitals.flower.strategy import watch_strategy
 from fedvitals.monitor import Monitor
+from fedvitals.probes.kits import torch_is_installed
+from fedvitals.probes.numpy_updates import REMARK
 
 What = TypeVar("What")
 HIGHEST = 4  # of the privacy levels
@@ -89,6 +91,8 @@ class _Hosting:
             file = self._monitor.file
             asking = "" if file is None else f" --store {shlex.quote(str(file))}"
             logging.getLogger("flwr").info("fedvitals watches: fedvitals show %s%s", self._monitor.run.id, asking)
+        if not torch_is_installed():
+            logging.getLogger("flwr").info("fedvitals: %s", REMARK)
         run_id = getattr(getattr(grid, "run", None), "run_id", None)
         if run_id is None:
             return

@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
 
+from fedvitals.errors import MissingExtraError
 from fedvitals.flower import arrays
 from fedvitals.flower.letter import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
 from fedvitals.flower.protection import LEVEL, hiding_mods
 from fedvitals.flower.replaying import in_replay
-from fedvitals.kernels import sums
-from fedvitals.probes.presets import Preset, resolve
-from fedvitals.probes.view import table_of
+from fedvitals.probes import numpy_updates
+from fedvitals.probes.kits import torch_is_loaded
+from fedvitals.probes.presets import Preset, check_name, resolve
+from fedvitals.records import Layer, LayerTable
 from fedvitals.scope import Scope
 from fedvitals.telemetry.privacy import WORDS, Policy, policy_for
 from fedvitals.telemetry.traceparent import entered
@@ -58,14 +60,26 @@ def client_mod(
     here (docs/flower.md); nothing of it leaves the machine.
     """
     policy = policy_for("flower", 2 if privacy is None else privacy, tracebacks=tracebacks)
-    return ClientMod(resolve(probes), policy, None if layers is None else tuple(layers), _tape(tape))
+    return ClientMod(_checked(probes), policy, None if layers is None else tuple(layers), _tape(tape))
+
+
+def _checked(probes: Any) -> Preset | str:
+    """What to measure with. A name is kept as a name: its probes import torch, and are made when a model is watched."""
+    if isinstance(probes, str):
+        check_name(probes)
+        return probes
+    return resolve(probes)
 
 
 def _tape(said: Any) -> ClientTape | None:
     if said is None:
         return None
-    from fedvitals.flower.tape_client import client_tape  # noqa: PLC0415 - an extra, for those who want a tape
-
+    try:
+        from fedvitals.flower.tape_client import client_tape  # noqa: PLC0415 - an extra, for those who want a tape
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise MissingExtraError("torch", "replay", "A client's tape") from error
     return client_tape(said)
 
 
@@ -75,7 +89,7 @@ class ClientMod:
     __name__ = "fedvitals"
 
     def __init__(
-        self, preset: Preset, policy: Policy, layers: Sequence[str] | None, tape: ClientTape | None = None
+        self, preset: Preset | str, policy: Policy, layers: Sequence[str] | None, tape: ClientTape | None = None
     ) -> None:
         self._preset, self._policy, self._layers, self._tape = preset, policy, layers, tape
         self._told = False
@@ -177,8 +191,12 @@ class ClientMod:
         if sent is None or got is None or [*sent] != [*got]:
             return
         before, after = arrays.values_of(sent, self._layers), arrays.values_of(got, self._layers)
-        update = arrays.update_of(before, after)
-        worker.tell_layers(node, "update", sums(update), table_of("parameter", zip(after, update, strict=True)))
+        update: Any = arrays.update_of(before, after)
+        layers = tuple(
+            Layer(name, tuple(part.shape), str(part.dtype).removeprefix("torch."))
+            for name, part in zip(after, update, strict=True)
+        )
+        worker.tell_layers(node, "update", _sums(update), LayerTable("parameter", layers))
 
     def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
         try:
@@ -186,6 +204,15 @@ class ClientMod:
         except Exception as error:  # noqa: BLE001 - training goes on, whatever happens to us
             logger.warning("fedvitals failed in %s (%s: %s); training goes on.", doing, type(error).__name__, error)
             return None
+
+
+def _sums(update: Any) -> Any:
+    """Nine statistics of each layer of an update, by torch's kernel where torch is loaded, else by NumPy."""
+    if not torch_is_loaded():
+        return numpy_updates.sums(update)
+    from fedvitals.kernels import sums  # noqa: PLC0415 - imports torch
+
+    return sums(update)
 
 
 _REFUSED = (

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
-from fedvitals.flower.arrays import Outline, Spare, Values, values_of
+from fedvitals.flower.arrays import ArrayOutline, Spare, Values, values_of
+from fedvitals.probes.kits import torch_is_loaded
+
+if TYPE_CHECKING:
+    from fedvitals.flower.outline import Outline
 
 
 class KnownModels:
@@ -16,7 +21,7 @@ class KnownModels:
     def __init__(self, layers: Sequence[str] | None) -> None:
         self._layers = layers
         self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Values]]] = {}
-        self._outline: Outline | None = None
+        self._outline: Outline | ArrayOutline | None = None
         self.started: ArrayRecord | None = None  # what the open round began with
         self.newest: ArrayRecord | None = None
         self.spare = Spare()
@@ -33,10 +38,18 @@ class KnownModels:
             self._read[key] = record, values_of(record, self._layers)
         return self._read[key][1]
 
-    def outline(self, record: ArrayRecord) -> Outline:
+    def outline(self, record: ArrayRecord) -> Outline | ArrayOutline:
         values = self.values(record)
         if self._outline is None or not self._outline.fits(values):
-            self._outline = Outline(values)
+            self._outline = _new_outline(values)
         else:
             self._outline.load(values)
         return self._outline
+
+
+def _new_outline(values: Mapping[str, Values]) -> Outline | ArrayOutline:
+    if not torch_is_loaded():
+        return ArrayOutline(values)
+    from fedvitals.flower.outline import Outline  # noqa: PLC0415 - imports torch
+
+    return Outline(values)

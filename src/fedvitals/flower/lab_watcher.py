@@ -44,14 +44,15 @@ def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
         raise ConfigError(
             f"On Flower's nodes a fv.Monitor watches, or nothing: {type(watcher).__name__} cannot be sent there."
         )
-    if watcher.preset.name not in PRESETS:
+    name = watcher.preset if isinstance(watcher.preset, str) else watcher.preset.name
+    if name not in PRESETS:
         raise ConfigError(
             f"Probes of your own stay on this machine, and Flower's nodes measure by a preset: {', '.join(PRESETS)}. "
-            f"Got '{watcher.preset.name}'."
+            f"Got '{name}'."
         )
     fields: dict[str, Any] = {field.name: getattr(watcher, field.name) for field in dataclasses.fields(watcher)}
     initial = fields.pop("initial")
-    told = _Told(**{**fields, "preset": watcher.preset.name})
+    told = _Told(**{**fields, "preset": name})
     return msgspec.json.encode(told).decode(), initial or b""
 
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
-from torch import Tensor
 
 from fedvitals.diagnosis.care import FIRST_MODEL
 from fedvitals.errors import ConfigError
 from fedvitals.flower import arrays
 from fedvitals.flower.arrays import Values
+from fedvitals.probes.kits import torch_is_installed
 from fedvitals.protocols import Observer
 from fedvitals.records import Action
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -78,6 +80,7 @@ KINDS: Mapping[str, Callable[[Orders, Action], None]] = {
 }
 
 
+BY_TORCH = ("clip_updates", "server_rate", "robust_aggregator")  # corrections that compute with tensors
 OF_AGGREGATION = ("server_rate", "robust_aggregator", "roll_back")
 
 
@@ -112,6 +115,8 @@ class Ward:
         apply = KINDS.get(action.kind)
         if apply is None:
             raise ConfigError(f"'{action.kind}' is up to the clients, which train by code of their own in Flower.")
+        if action.kind in BY_TORCH and not torch_is_installed():
+            raise ConfigError(f"'{action.kind}' needs torch, which is not installed: pip install 'fedvitals[torch]'.")
         if not self.aggregates and (action.kind in OF_AGGREGATION or "restore" in action.arguments):
             raise ConfigError(f"'{action.kind}' needs a strategy of flwr.serverapp that is attached: it aggregates.")
         name = str(action.arguments.get("id", action.at))
@@ -137,8 +142,10 @@ def applied(
     """A reply as the orders want it, in place: its length and its weight."""
     model = arrays.model_of(reply.content)
     if orders.longest is not None and model is not None and [*start] == [*got]:
-        change = arrays.update_of(start, got)
-        norm = float(torch.linalg.vector_norm(change.vector.double()))
+        change: Any = arrays.update_of(start, got)
+        import torch  # noqa: PLC0415 - for corrections alone
+
+        norm = float(torch.linalg.vector_norm(torch.as_tensor(change.vector).double()))
         if norm > orders.longest:  # what is not finite stays what it is: others shall see it
             shorter = {
                 n: torch.tensor(start[n]) + c * (orders.longest / norm) for n, c in zip(got, change, strict=True)
@@ -184,6 +191,8 @@ def slowed(rate: float, before: ArrayRecord, after: ArrayRecord, layers: Sequenc
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    import torch  # noqa: PLC0415 - for corrections alone
+
     return torch.cat([t.reshape(-1).float() for t in tensors.values()]) if tensors else torch.zeros(0)
 
 

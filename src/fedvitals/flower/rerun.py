@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's message run again at its site, through the user's own ClientApp, with proof or under a debugger.
 
-    fedvitals replay flower-7 --round 12 --node 4711 --tape /var/lib/fedvitals/tape --pdb
+    fedvitals replay flower-7 --round 12 --node 4711 --tape /var/lib/fedvitals/tape --app . --pdb
 
 Message, context and generators are as they were; the reply must have the digest that was recorded. What an app keeps
 elsewhere (files, variables of a module in a process that lived on) is the app's own.
@@ -10,6 +10,7 @@ elsewhere (files, variables of a module in a process that lived on) is the app's
 from __future__ import annotations
 
 import bdb
+import shlex
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -82,15 +83,16 @@ def rerun_client(
 ) -> Rerun:
     """Run what a client was sent in a round through its ClientApp again, and compare the replies.
 
-    `folder`: where clients keep their tapes. `app`: the app's folder, where it is not the recorded one, or a ClientApp.
+    `folder`: where clients keep their tapes. `app`: the app's folder, or a ClientApp. It has to be named: a tape may
+    come from somebody else, and the folder that it mentions is never imported unasked.
     `debugger`: stops under pdb at the first line of the handler; after an exception, where it was raised.
     """
     settle()
     site = Site(Path(folder))
     name = find_run(site, run)
     heard = site.read(name, find_node(site, name, node), round, phase)
+    client_app, where = _app(app, heard, site.folder)
     message, context = _message(site, heard), _context(site, heard)
-    client_app, where = _app(app, heard)
     found = Rerun(name, heard.node, round, phase, where, heard.handler, recorded_error=heard.error)
     found.notes = _notes(heard)
     began = time.perf_counter()
@@ -150,16 +152,35 @@ def _config(told: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tape_records.given_back(value) for name, value in told.items()}
 
 
-def _app(said: Any, heard: Heard) -> tuple[Any, str]:
-    if said is not None and not isinstance(said, str | Path):
-        if not callable(said):
-            raise ConfigError(f"app= takes the folder of an app, or a ClientApp; got {said!r}.")
-        return said, type(said).__name__
-    folder = Path(said if said is not None else heard.app or "")
-    if said is None and (heard.app is None or not folder.is_dir()):
-        gone = "is not known" if heard.app is None else f"was {heard.app}, which is not there any more"
-        raise ConfigError(f"Where the app is {gone}: say it with --app DIR (in Python: app=DIR).")
-    return rerun_app.client_app(folder), str(folder)
+def _app(chosen: Any, heard: Heard, folder: Path) -> tuple[Any, str]:
+    """The ClientApp that the user chose, and how to call it in words. Nothing else is ever imported."""
+    if chosen is None:
+        raise ConfigError(_not_run(heard, folder))
+    if isinstance(chosen, str | Path):
+        return rerun_app.client_app(Path(chosen)), str(Path(chosen))
+    if not callable(chosen):
+        raise ConfigError(f"app= takes the folder of an app, or a ClientApp; got {chosen!r}.")
+    return chosen, type(chosen).__name__
+
+
+def _not_run(heard: Heard, folder: Path) -> str:
+    """Why nothing was run: a tape may come from anybody, so its word is not enough to import code."""
+    words = [heard.run, "--round", str(heard.round), "--node", heard.node, "--tape", str(folder)]
+    words += ["--phase", heard.phase] if heard.phase != TRAIN else []
+    command = f"fedvitals replay {shlex.join(words)}"
+    if heard.app is None:
+        return (
+            "This tape does not say where its app is. Nothing was run: code is imported only from a folder that you "
+            f"name. To run it:  {command} --app DIR  (in Python: app=DIR)."
+        )
+    inside = False
+    with suppress(OSError, ValueError, RuntimeError):  # a path that cannot be one
+        inside = Path(heard.app).resolve().is_relative_to(folder.resolve())
+    warning = " That folder is part of the tape itself: whoever made the tape wrote the code in it." if inside else ""
+    return (
+        f"This tape says its app is in {heard.app}.{warning} Nothing was run: code is imported only from a folder that "
+        f"you name. To run it:  {command} --app {shlex.quote(heard.app)}  (in Python: app=DIR)."
+    )
 
 
 def _notes(heard: Heard) -> list[str]:

@@ -22,6 +22,7 @@ from fedvitals.errors import StoreError, unknown
 from fedvitals.replay.digests import Mark, Tensors, digest_of
 from fedvitals.replay.objects import NAME as OBJECT
 from fedvitals.replay.objects import Objects, pack, replace_file
+from fedvitals.replay.unpack_limits import read_json
 
 try:
     import fcntl
@@ -217,18 +218,12 @@ def place_of(handler: Any) -> str | None:
 
 def _read(path: Path) -> Heard:
     try:
-        heard = msgspec.json.decode(_unpacked(path.read_bytes()), type=Heard)
+        heard = read_json(path, Heard, LARGEST)
     except (OSError, ValueError, zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise StoreError(f"The message in {path} cannot be read: {error}") from error
     if heard.version != 1:
         raise StoreError(f"The message in {path} was written by another version of fedvitals ({heard.version}).")
     return heard
-
-
-def _unpacked(packed: bytes) -> bytes:
-    if zstandard.frame_content_size(packed) not in range(LARGEST):
-        raise ValueError("it does not say how large it is, or is larger than any message.")
-    return zstandard.ZstdDecompressor().decompress(packed)
 
 
 def _listed(folder: Path) -> list[tuple[int, str]]:

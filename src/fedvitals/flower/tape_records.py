@@ -13,15 +13,16 @@ import ctypes
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from torch import Tensor
 
 from fedvitals.errors import StoreError
 from fedvitals.flower.arrays import HEADER, PLAIN
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUMPY = "numpy.ndarray"
 KINDS = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "|b1")  # of numpy, which torch and safetensors have
@@ -29,7 +30,7 @@ WORDS = 64 << 10  # bytes of a text or of bytes in an outline: what is longer is
 ARRAYS, METRICS, CONFIG = "arrays", "metrics", "config"
 
 Outline = dict[str, Any]
-Tensors = dict[str, Tensor]
+Tensors = dict[str, "Tensor"]
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------
@@ -37,6 +38,8 @@ Tensors = dict[str, Tensor]
 
 def tensor_of(array: Array) -> tuple[Tensor, dict[str, Any] | None]:
     """A tensor over the array's own bytes, which nobody can change; and how to read it, unless it is plain."""
+    import torch  # noqa: PLC0415 - a server without a tape does not need it
+
     data = array.data
     if array.stype == NUMPY and data[:8] == PLAIN:
         file = io.BytesIO(data[:HEADER])
@@ -157,6 +160,8 @@ def _apart(names: dict[str, str], taken: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _values(key: str, record: Mapping[str, Any], tensors: Tensors | None) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 - as above
+
     found: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, str | bytes) and len(value) > WORDS and tensors is not None:

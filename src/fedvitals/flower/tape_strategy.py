@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord
-from torch import Tensor
 
 from fedvitals.errors import StoreError
 from fedvitals.flower.post import MARK
@@ -30,6 +28,9 @@ from fedvitals.flower.tape_records import (
     tensor_of,
     tensors_of,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STATE = "strategy/"  # how the names of such states begin
 MOST = 1000  # values in a list or a dict that are looked at
@@ -102,10 +103,12 @@ def made_again(told: Mapping[str, Any]) -> Any:
 
 def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
     """Arrays in one of the shapes that strategies keep them in; copies."""
+    import torch  # noqa: PLC0415 - a server without a tape does not need it
+
     if isinstance(value, ArrayRecord):
         tensors, outline = tensors_of(value)
         return tensors, {**outline, "kind": "record"}
-    if isinstance(value, np.ndarray | Tensor):
+    if isinstance(value, np.ndarray | torch.Tensor):
         return _listed("array", {"": value})
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
         return _listed("dict", value) if _all_arrays([*value.values()]) else None
@@ -116,8 +119,10 @@ def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
 
 def _all_arrays(values: Sequence[Any]) -> bool:
     """Numbers among them were arrays of no dimension, until somebody computed with them."""
-    any_array = any(isinstance(value, np.ndarray | Tensor) for value in values)
-    return any_array and all(isinstance(v, np.ndarray | np.generic | Tensor) and not _objects(v) for v in values)
+    import torch  # noqa: PLC0415
+
+    any_array = any(isinstance(value, np.ndarray | torch.Tensor) for value in values)
+    return any_array and all(isinstance(v, np.ndarray | np.generic | torch.Tensor) and not _objects(v) for v in values)
 
 
 def _objects(value: Any) -> bool:
@@ -125,11 +130,13 @@ def _objects(value: Any) -> bool:
 
 
 def _listed(kind: str, values: Mapping[str, Any]) -> tuple[Tensors, Outline] | None:
+    import torch  # noqa: PLC0415
+
     found, arrays = Tensors(), []
     for name, value in values.items():
         if _objects(value):
             return None
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             how: dict[str, Any] | None = {"torch": True}
             found[name] = value.detach().cpu().clone()
         else:
@@ -141,6 +148,8 @@ def _listed(kind: str, values: Mapping[str, Any]) -> tuple[Tensors, Outline] | N
 
 def _copied(own: np.ndarray[Any, Any]) -> tuple[Tensor, dict[str, Any] | None]:
     """An array that nobody else has."""
+    import torch  # noqa: PLC0415
+
     return (torch.from_numpy(own), None) if own.dtype.str in KINDS else tensor_of(Array(own))
 
 

@@ -65,6 +65,9 @@ def _tape(told: Settings) -> Any:
     except MissingExtraError as error:
         _warn(error, "keeps no tape of")
         return None
+    except ModuleNotFoundError as error:
+        _warn(MissingExtraError(error.name or "torch", "replay", "A tape"), "keeps no tape of")
+        return None
     return Tape(every=1, updates=UPDATES, durable=True)
 
 

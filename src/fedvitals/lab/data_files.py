@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import tarfile
 import zipfile
@@ -19,6 +18,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab.arrays import Arrays
+from fedvitals.lab.data_limits import check_arrays, read_bounded, read_gzip
 from fedvitals.lab.data_pickle import batch as pickled_batch
 from fedvitals.lab.data_sources import Source, missing
 from fedvitals.lab.description import Description, require
@@ -125,7 +125,7 @@ def _fashion(files: Sequence[Path]) -> Arrays:
 def _idx(path: Path) -> Numbers:
     """The idx format: two zero bytes, 8 for uint8, the number of axes, each axis as a 32-bit number, then the bytes."""
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        raw = read_gzip(path) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be unpacked: {error}. Get the file anew.") from error
     axes = raw[3] if raw[:3] == b"\0\0\x08" and len(raw) > 3 else 0
@@ -184,7 +184,7 @@ def _packed_batches(path: Path, form: _Form) -> Arrays:
             for member in archive:  # in the archive's order, since a gzip cannot be sought in
                 file = archive.extractfile(member) if member.name in members else None
                 if file is not None:
-                    found[member.name] = form.read(file.read(), member.name)
+                    found[member.name] = form.read(read_bounded(file, f"{path}: {member.name}"), member.name)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be unpacked: {error}. Get the file anew.") from error
     for name in members:
@@ -195,10 +195,11 @@ def _packed_batches(path: Path, form: _Form) -> Arrays:
 
 def _jpeg_copy(path: Path) -> Arrays:
     try:
+        check_arrays(path)
         with np.load(path, allow_pickle=False) as packed:
             x, y = _decoded(packed["train_jpeg"], packed["train_off"]), packed["train_y"].astype(np.int64)
             test_x, test_y = _decoded(packed["test_jpeg"], packed["test_off"]), packed["test_y"].astype(np.int64)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{path} cannot be read as a JPEG copy of CIFAR-10: {error}. Get the file anew.") from error
     return Arrays(x, y, test_x, test_y, classes=10, name="cifar10 (JPEG copy)")
 
@@ -211,5 +212,7 @@ def _decoded(data: Numbers, offsets: Numbers) -> Numbers:
     raw, images = data.tobytes(), np.empty((len(offsets) - 1, 3, 32, 32), np.uint8)
     for index, (begin, end) in enumerate(pairwise(offsets)):
         with Image.open(io.BytesIO(raw[int(begin) : int(end)])) as image:
+            if image.size != (32, 32):  # known before it is decoded
+                raise ValueError(f"image {index} has {image.size} pixels, not 32 × 32")
             images[index] = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     return images

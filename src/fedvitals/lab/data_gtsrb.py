@@ -25,6 +25,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab.arrays import Arrays
+from fedvitals.lab.data_limits import check_arrays, read_member
 from fedvitals.lab.data_sources import Source, missing
 from fedvitals.lab.description import Description, require
 
@@ -102,10 +103,11 @@ def _packed(paths: Sequence[Path]) -> Arrays:
 def _unpacked(path: Path) -> Labelled:
     """The images lie in the file as differences modulo 256: colours from green, then each pixel from its neighbours."""
     try:
+        check_arrays(path)
         with np.load(path, allow_pickle=False) as packed:
             pixels, labels = packed["x_delta"], packed["y"].astype(np.int64)
             groups = labels * 100 + packed["track"] if "track" in packed else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{path} cannot be read as packed GTSRB: {error}. Get the file anew.") from error
     pixels = np.cumsum(np.cumsum(pixels, axis=2, dtype=np.uint8), axis=3, dtype=np.uint8)
     pixels[:, 0] += pixels[:, 1]
@@ -144,7 +146,7 @@ class _Zip:
         return [name.removeprefix(self.prefix) for name in self.file.namelist() if name.startswith(self.prefix)]
 
     def read(self, name: str) -> bytes:
-        return self.file.read(self.prefix + name)
+        return read_member(self.file, self.prefix + name)
 
 
 def _unzipped(paths: Sequence[Path]) -> Arrays:
@@ -156,7 +158,7 @@ def _zipped(paths: Sequence[Path]) -> Arrays:
         try:
             train, test, truth = (stack.enter_context(zipfile.ZipFile(path)) for path in paths)
             inside = next((name for name in truth.namelist() if name.endswith(TRUTH)), TRUTH)
-            return _official(_Zip(train, TRAIN + "/"), _Zip(test, TEST + "/"), truth.read(inside).decode())
+            return _official(_Zip(train, TRAIN + "/"), _Zip(test, TEST + "/"), read_member(truth, inside).decode())
         except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
             listed = ", ".join(map(str, paths))
             raise ConfigError(f"One of {listed} is damaged: {error}. Delete it, and download it anew.") from error

@@ -8,19 +8,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
+from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.results import Results
-from fedvitals.probes.session import Instruments
-from fedvitals.probes.updates import Attempt, Update, unguarded
-from fedvitals.probes.view import View
-from fedvitals.probes.weights import weights
 from fedvitals.records import LayerStats
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
+
+if TYPE_CHECKING:
+    from fedvitals.probes.kits import Kit
+    from fedvitals.probes.numpy_updates import ArrayUpdate
+    from fedvitals.probes.updates import Update
 
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
 Counts = npt.NDArray[np.int64]  # [layers] of clients
@@ -138,9 +139,7 @@ class Cohort:
             self._sent[sender] += size
             self._received[receiver] += size
 
-    def close(
-        self, kit: Instruments, model: nn.Module | None, least: int, attempt: Attempt = unguarded
-    ) -> list[tuple[Key, Results]]:
+    def close(self, kit: Kit, model: Any, least: int, attempt: Attempt = unguarded) -> list[tuple[Key, Results]]:
         """Everything that is known only now: cosines and duplicates, groups, the whole, the global model, traffic.
 
         `least`: the fewest clients whose sum may be told where they may not be told one by one. `attempt`: runs each
@@ -161,7 +160,7 @@ class Cohort:
                 step("adding up traffic", partial(self._of_traffic, name, node, size), node)
         step("counting clients", partial(self._of_whole, kit))
         if model is not None:
-            step("measuring the global model", lambda: [(("server", None), _of_model(kit.view(model)))])
+            step("measuring the global model", lambda: [(("server", None), kit.model_results(model))])
         return found
 
     def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[tuple[str, Array]]]]]:
@@ -186,15 +185,16 @@ class Cohort:
         results.take({name: size})
         return [((node, self._groups.get(node)), results)]
 
-    def _of_whole(self, kit: Instruments) -> list[tuple[Key, Results]]:
+    def _of_whole(self, kit: Kit) -> list[tuple[Key, Results]]:
         whole = Results()
         whole.take({"clients": len(self._groups), "clients.failed": self.failed})
         if kit.updates.approximate and not self._approximate_before:
             text = "Updates exceed update_memory: cosines are estimated from sketches, standard error 0.06."
             whole.remarks.append(("updates.approximate", text, {}))
+        whole.remarks += kit.remarks()
         return [((None, None), whole)]
 
-    def _of_update(self, update: Update, kit: Instruments) -> list[tuple[Key, Results]]:
+    def _of_update(self, update: Update | ArrayUpdate, kit: Kit) -> list[tuple[Key, Results]]:
         results = Results(tables=self._tables.get(update.node, {}))
         results.take(update.metrics)
         if update.alignment is not None:
@@ -275,14 +275,3 @@ def speaking_for(groups: Mapping[str | None, Counts], least: int) -> dict[str | 
 def _fewest(counts: Counts) -> int:
     """The smallest count that is not zero: a layer without anybody tells of nobody."""
     return int(counts[counts > 0].min()) if counts.any() else 0
-
-
-def _of_model(view: View) -> Results:
-    """The global model's own statistics."""
-    results = Results()
-    for name, value in weights(view).items():
-        if name in FAMILIES:
-            results.matrices.append((name, np.asarray(torch.as_tensor(value).cpu()), None))
-        else:
-            results.take({name: value})
-    return results

@@ -12,23 +12,36 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedvitals.probes.view import flatten
-from fedvitals.records import LayerTable
-from fedvitals.stats import PEER_COLUMNS, SUM_MAGNITUDES, SUM_SQUARES, Array
-
-COSINE, FIRST, HEAD, STEP, BACK, NEAREST, SIGNS, CLASSES, CLASSES_MIN, CLASS_ENTROPY, BIAS, SPREAD = range(
-    len(PEER_COLUMNS)
+from fedvitals.probes.peer_columns import (
+    BACK,
+    BIAS,
+    CLASS_ENTROPY,
+    CLASSES,
+    CLASSES_MIN,
+    COSINE,
+    FIRST,
+    HEAD,
+    NEAREST,
+    ROUNDS_BACK,
+    RUN_OF_SIGNS,
+    SIGNS,
+    STEP,
+    Layout,
+    Piece,
+    layout_of,
+    signs_skipped,
+    spread,
 )
-ROUNDS_BACK = 5
-MOST_SIGNS = 65_536  # coordinates whose signs are compared
-RUN_OF_SIGNS = 64  # taken as so many neighbours at a time: to read one number costs as much as to read these
-SIGNS_TOGETHER = 8 << 20  # of all clients; fewer of each where these are many
+from fedvitals.probes.view import flatten
+from fedvitals.stats import SUM_SQUARES, Array
+
+__all__ = ["Layout", "Models", "Peers", "as_rows", "from_sketches", "layout_of", "signs_skipped", "spread"]
+
 CANDIDATE = 0.8  # sketch cosine from which a pair is compared exactly
 CANDIDATES = 4  # of each client, at most; one each where updates are so large that four would take long:
 PAIRED_NUMBERS = 64 << 20  # that are read for exact comparisons
@@ -38,41 +51,6 @@ STRETCH_AWAY = 1 << 28  # on a device: no cache to stay in, and each call has it
 # Below this share of one's own square, what is left after taking one's own part from a sum is mostly rounding.
 _CANCELLED = 1e-3
 _NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One layer of a flat update: its number, where it lies, and how many rows it has as a matrix."""
-
-    layer: int
-    place: slice
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The layers that are looked at on their own; None where a model has no such layer, or where it is not known."""
-
-    first: Piece | None = None  # the first and the last weight of two or more dimensions
-    head: Piece | None = None
-    bias: Piece | None = None  # of the head
-
-
-def layout_of(table: LayerTable) -> Layout:
-    """Where the first weight, the head and its bias lie in a model with these parameters."""
-    shapes = [layer.shape for layer in table.layers]
-    sizes = [math.prod(shape) for shape in shapes]
-    ends = np.cumsum(sizes, dtype=int).tolist()
-
-    def piece(layer: int) -> Piece:
-        return Piece(layer, slice(ends[layer] - sizes[layer], ends[layer]), shapes[layer][0])
-
-    weights = [i for i, shape in enumerate(shapes) if len(shape) >= 2 and sizes[i]]
-    if not weights:
-        return Layout()
-    head = weights[-1]
-    biased = head + 1 < len(shapes) and shapes[head + 1] == shapes[head][:1]
-    return Layout(piece(weights[0]), piece(head), piece(head + 1) if biased else None)
 
 
 class Models:
@@ -256,12 +234,6 @@ class Peers:
         return dict(zip(pairs, cosines, strict=True))
 
 
-def signs_skipped(clients: int, length: int) -> int:
-    """Of how many runs of neighbours one is looked at, so that there are not too many signs."""
-    most = min(MOST_SIGNS, max(RUN_OF_SIGNS, SIGNS_TOGETHER // clients))
-    return 1 if length <= most else math.ceil(length / RUN_OF_SIGNS / (most // RUN_OF_SIGNS))
-
-
 def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
     """One run of neighbours in `every` so many, along the last axis; all where it is 1."""
     if every == 1:
@@ -285,15 +257,6 @@ def agreement(signs: Tensor) -> Array:
     agree, against = _home((sums + differences) / 2)
     with np.errstate(invalid="ignore"):
         return np.asarray(agree / (agree + against))
-
-
-def spread(sums: Array) -> Array:
-    """The rows of clients of which nothing but the nine sums is known: NaN, and how evenly their updates spread."""
-    rows = np.full((len(sums), len(PEER_COLUMNS)), np.nan)
-    count, squares, magnitudes = (sums[..., i].sum(axis=1) for i in (0, SUM_SQUARES, SUM_MAGNITUDES))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rows[:, SPREAD] = np.where(squares > 0, magnitudes / np.sqrt(squares * count), np.nan)
-    return rows
 
 
 def from_sketches(sums: Array, sketches: Array) -> Array:

@@ -16,17 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fedvitals.errors import ConfigError, unknown
-from fedvitals.probes.activations import activations
-from fedvitals.probes.full_gradient import full_gradient
-from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient
-from fedvitals.probes.nonlinearity import nonlinearity
-from fedvitals.probes.scale import scale
-from fedvitals.probes.weights import weights
+from fedvitals.errors import ConfigError, MissingExtraError, unknown
 from fedvitals.protocols import Probe, Schedule
 from fedvitals.schedule import always, at_exit, budget
 
+NAMES = LIGHT, STANDARD, DEEP = ("light", "standard", "deep")
 SCALE_PERCENT = 7.0  # what 16 samples cost of the paper's 20 iterations
 
 
@@ -52,13 +48,26 @@ class Preset:
 
 def preset(name: str) -> Preset:
     """A preset by name; fresh, since a budget holds the state of one run."""
+    check_name(name)
+    try:  # probes import torch, which takes more than a second: not before somebody measures with them
+        from fedvitals.probes.activations import activations  # noqa: PLC0415
+        from fedvitals.probes.full_gradient import full_gradient  # noqa: PLC0415
+        from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient  # noqa: PLC0415
+        from fedvitals.probes.nonlinearity import nonlinearity  # noqa: PLC0415
+        from fedvitals.probes.scale import scale  # noqa: PLC0415
+        from fedvitals.probes.weights import weights  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise MissingExtraError("torch", "torch", "Measuring a PyTorch model") from error
+
     match name:
         case "light":
             return Preset("light", (Planned(last_gradient),), fit_percent=0.2, brief=True)
         case "standard":
             probes = (Planned(gradients, always), Planned(weights), Planned(scale(), percent=SCALE_PERCENT))
             return Preset("standard", probes, fit_percent=0.7)
-        case "deep":
+        case _:
             return Preset(
                 "deep",
                 (
@@ -73,7 +82,19 @@ def preset(name: str) -> Preset:
                 fit_percent=None,
                 difference_each_step=True,
             )
-    raise ConfigError(unknown("preset", name, ("light", "standard", "deep")))
+
+
+def check_name(name: str) -> None:
+    if name not in NAMES:
+        raise ConfigError(unknown("preset", name, NAMES))
+
+
+def named(probes: Any) -> Preset:
+    """What the user passed as `probes=`, where no probe can run because torch is not installed."""
+    if isinstance(probes, str):
+        check_name(probes)
+        return Preset(probes, (), fit_percent=None, brief=probes == LIGHT)
+    return Preset("own", (), fit_percent=None)
 
 
 def resolve(probes: str | Preset | Sequence[str | Preset | Planned | Probe | tuple[Probe, Schedule]]) -> Preset:

@@ -29,7 +29,7 @@ from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
 from fedvitals.probes.updates import Updates
 from fedvitals.probes.view import View, flatten, split, table_of
-from fedvitals.probes.weights import movement
+from fedvitals.probes.weights import check_initialisation, movement, starts_at_zero, weights
 from fedvitals.protocols import Moment, Probe
 from fedvitals.records import LayerTable
 from fedvitals.schedule import always, at_exit, budget
@@ -77,6 +77,39 @@ class Instruments:
         view = View(model, trained=self.trained, **about)
         self.trained |= {name for name, parameter in view.named_parameters if parameter.requires_grad}
         return view
+
+    def parameters(self, model: nn.Module) -> list[Tensor]:
+        """The parameters of a global model that are measured."""
+        return self.view(model).parameters
+
+    def tables(self, model: nn.Module) -> list[Mapping[str, LayerTable]]:
+        """The layers that train, and all layers: what clients send may be the whole model, frozen parts included."""
+        view = self.view(model)
+        whole = [{"parameter": self.table("parameter", [*model.named_parameters()])}] if view.frozen else []
+        return [*whole, tables_of(self, view)]
+
+    def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
+        """Remember what drift is measured from; gives what looks wrong with it, as (layer, remark)."""
+        self.initial = flatten(self.view(model).parameters)
+        return check_initialisation(model)
+
+    def zero_layers(self, model: nn.Module) -> list[str]:
+        """The matrices that begin at 0 on purpose."""
+        return starts_at_zero(model)
+
+    def model_results(self, model: nn.Module) -> Results:
+        """The statistics of the global model's own weights and buffers."""
+        results = Results()
+        for name, value in weights(self.view(model)).items():
+            if name in FAMILIES:
+                results.matrices.append((name, np.asarray(torch.as_tensor(value).cpu()), None))
+            else:
+                results.take({name: value})
+        return results
+
+    def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
+        """What a round should say of the instruments themselves."""
+        return []
 
     def table(self, rows: str, tensors: Sequence[tuple[str, Tensor]]) -> LayerTable:
         key = (rows, *((name, t.shape, t.dtype) for name, t in tensors))

@@ -13,16 +13,17 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums
+from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.peers import Layout, Models, Peers, as_rows, from_sketches, layout_of
 from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
@@ -33,17 +34,6 @@ _ROUNDING = 1e-6  # of a sum of squares
 _CANCELLED = 1e-3
 _TOGETHER = 32 << 20  # bytes of updates that are compared in one go
 _TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price
-
-
-class Attempt(Protocol):
-    """Does a piece of work, described in words, about a node or None; gives its result, or None if it failed."""
-
-    def __call__(self, doing: str, work: Callable[[], Any], node: str | None = None, /) -> Any: ...
-
-
-def unguarded(doing: str, work: Callable[[], Any], node: str | None = None, /) -> Any:  # noqa: ARG001 - as an Attempt
-    """Do the work and let it raise."""
-    return work()
 
 
 @dataclass(slots=True)
@@ -88,15 +78,6 @@ def measured(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor,
         rows = np.asarray(torch.as_tensor(sums(layers, clients=True)).cpu())
         found += zip(nodes, vectors, rows, strict=True)
     return found
-
-
-def measured_apart(updates: Mapping[str, Sequence[Tensor]], attempt: Attempt) -> list[tuple[str, Tensor, Array]]:
-    """As `measured`; where that fails, those updates that can be read, each tried by itself."""
-    try:
-        return measured(updates)
-    except Exception:  # noqa: BLE001 - because of somebody, and the attempts below say who that is
-        found = [attempt("updates()", partial(measured, {node: own}), node) for node, own in updates.items()]
-        return [one for own in found for one in own or ()]
 
 
 class Updates:

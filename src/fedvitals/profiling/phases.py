@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import dataloader
 
 from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.profiling.turns import turn as _turn
 
 now = time.perf_counter
 
@@ -39,24 +40,6 @@ FIRST, EVERY = 3, 17  # steps that are looked into; a prime, so that each of sev
 # What a client is doing; what ends next is counted there.
 START, BETWEEN, FORWARD, BACKWARD, MEASURING, STEP = range(6)
 GAP, WAITED, WENT_FORWARD, WENT_BACKWARD, COMPUTED, OPTIMIZED, SAMPLES = range(7)  # of one step
-
-
-class _Turn(threading.local):
-    """Of a thread: which client trained on it last, until when, and how long it has waited for DataLoaders so far."""
-
-    clock: StepClock | None = None
-    mark = 0.0
-    loading = 0.0
-    loaders = 0  # batches that came from one
-    inside = 0  # of how many loaders, one within the other
-
-
-_turn = _Turn()
-
-
-def turn_over() -> None:
-    """A client was closed on this thread: until now it was its turn."""
-    _turn.mark = now()
 
 
 class StepClock:

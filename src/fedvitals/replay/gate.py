@@ -21,6 +21,8 @@ from pathlib import Path
 import msgspec
 
 from fedvitals.errors import BusyError
+from fedvitals.replay.objects import replace_file
+from fedvitals.replay.unpack_limits import read_note
 
 if sys.platform != "win32":
     import fcntl
@@ -127,7 +129,7 @@ class Handle:
     def waiting(self) -> int | None:
         """The round after which the run waits now."""
         with contextlib.suppress(OSError, ValueError):
-            return int(self._at.read_text(encoding="ascii")) if _fresh(self._at) else None
+            return int(read_note(self._at)) if _fresh(self._at) else None
         return None
 
     def stands(self) -> bool:
@@ -142,14 +144,13 @@ class Handle:
                 self._sign.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        partial = self._sign.with_name(f"{SIGN}.partial")
-        partial.write_bytes(msgspec.json.encode(self._orders))
-        os.replace(partial, self._sign)  # noqa: PTH105 - atomic
+        replace_file(self._sign, msgspec.json.encode(self._orders))  # never through a link that lies in the folder
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Two sessions that begin in the same moment look one after the other."""
-        file = os.open(self._sign.with_name(f"{SIGN}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        file = os.open(self._sign.with_name(f"{SIGN}.lock"), flags, 0o644)
         try:
             if sys.platform != "win32":
                 with contextlib.suppress(OSError):  # a folder of a file server may know no locks
@@ -168,8 +169,8 @@ class Handle:
 
 def _read(sign: Path) -> Orders | None:
     """None where there is no sign, or one that cannot be read."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(sign.read_bytes(), type=Orders)
+    with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_note(sign), type=Orders)
     return None
 
 

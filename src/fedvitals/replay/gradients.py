@@ -20,6 +20,7 @@ import msgspec
 from fedvitals.protocols import Moment
 from fedvitals.replay.digests import Tensors, digest_of
 from fedvitals.replay.objects import Objects, replace_file
+from fedvitals.replay.unpack_limits import read_note
 
 LEVEL = 4  # of privacy: tensors, on the site where they were made
 FOLDER = "gradients"
@@ -84,8 +85,8 @@ def kept(folder: Path) -> list[Kept]:
     found = []
     for file in (folder / FOLDER).glob("*.json"):
         try:
-            found.append(msgspec.json.decode(file.read_bytes(), type=Kept))
-        except (OSError, msgspec.MsgspecError):  # half written, or not ours
+            found.append(msgspec.json.decode(read_note(file), type=Kept))
+        except (OSError, ValueError, msgspec.MsgspecError):  # half written, or not ours
             continue
     return sorted(found, key=lambda one: (one.round, one.node, one.step))
 

@@ -17,8 +17,9 @@ import zstandard
 from fedvitals.errors import StoreError
 from fedvitals.replay.digests import Mark
 from fedvitals.replay.objects import replace_file
+from fedvitals.replay.unpack_limits import decode_json, read_json, regular_file
 
-LARGEST = 256 << 20  # bytes of one round's entry
+LARGEST_SETTING = 64 << 20  # bytes of tape.json
 E = TypeVar("E", bound=msgspec.Struct)
 
 
@@ -85,10 +86,10 @@ class Journal:
         """A round as a struct of fewer fields: who looks at many rounds need not read everything of each."""
         path = self._rounds / f"{number:08d}"
         try:
-            return msgspec.json.decode(_unpacked(path.read_bytes()), type=kind)
+            return read_json(path, kind)
         except FileNotFoundError:
             raise StoreError(f"Round {number} is not on the tape. It has: {spans(self.rounds())}.") from None
-        except (ValueError, zstandard.ZstdError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, zstandard.ZstdError, msgspec.MsgspecError) as error:
             raise StoreError(
                 f"Round {number} on the tape cannot be read: {error}. The others can be without it: remove {path}."
             ) from error
@@ -121,10 +122,12 @@ class Journal:
 
     def setting(self) -> Setting:
         try:
-            return msgspec.json.decode((self.folder / "tape.json").read_bytes(), type=Setting)
+            with regular_file(self.folder / "tape.json") as file:
+                content = file.read(LARGEST_SETTING)  # of a longer one, the rest is missed by the decoder
+            return decode_json(content, Setting, 0)
         except FileNotFoundError:
             raise StoreError(f"There is no tape in {self.folder}.") from None
-        except msgspec.MsgspecError as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise StoreError(f"{self.folder / 'tape.json'} cannot be read: {error}") from error
 
 
@@ -137,9 +140,3 @@ def spans(rounds: list[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts) or "none"
-
-
-def _unpacked(packed: bytes) -> bytes:
-    if zstandard.frame_content_size(packed) > LARGEST:
-        raise ValueError("it says that it is larger than any round.")
-    return zstandard.ZstdDecompressor().decompress(packed)

@@ -8,16 +8,19 @@ and what is read is what was written, or an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
-import msgspec
 import numpy as np
 from torch import Tensor
 
-from fedvitals.errors import MissingExtraError, StoreError
+from fedvitals.errors import ConfigError, MissingExtraError, StoreError
+from fedvitals.replay import unpack_limits
 from fedvitals.replay.digests import Tensors, digest_of
 
 try:
@@ -27,7 +30,6 @@ except ModuleNotFoundError as error:  # pragma: no cover - the extra
     raise MissingExtraError(error.name or "zstandard", "replay", "The replay tape") from error
 
 LEVEL = 1  # of zstd: higher ones take three times as long for a hundredth
-LARGEST = 64 << 30  # bytes of one state: what says that it is larger is no state of ours
 NAME = re.compile(r"[0-9a-f]{32}")
 
 
@@ -37,12 +39,16 @@ class Objects:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._sizes: dict[str, int] = {}
+        self._disk_bytes = 0  # without the holes that a file may have
         for file in folder.glob("??/*"):
-            if NAME.fullmatch(file.name):
-                self._sizes[file.name] = file.stat().st_size
+            with contextlib.suppress(OSError):  # a link that leads nowhere
+                status = file.stat()
+                if NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode):
+                    self._sizes[file.name] = status.st_size
+                    self._disk_bytes += unpack_limits.bytes_on_disk(status)
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._sizes or self._path(digest).exists()
+        return digest in self._sizes or self._path(digest).is_file()
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._sizes])
@@ -60,18 +66,30 @@ class Objects:
         packed = pack(tensors)
         replace_file(path, packed)
         self._sizes[digest] = len(packed)
+        self._disk_bytes += len(packed)
         return len(packed)
 
     def get(self, digest: str) -> dict[str, Tensor]:
+        path = self._path(digest)
         try:
-            tensors = unpack(self._path(digest).read_bytes())
+            with unpack_limits.regular_file(path) as file:
+                own = unpack_limits.bytes_on_disk(os.fstat(file.fileno()))  # may be newer than this list
+                tensors = unpack(file, unpack_limits.state_limit(max(self._disk_bytes, own)))
         except FileNotFoundError:
             raise StoreError(f"The state {digest} is not on the tape (any more).") from None
+        except ConfigError:  # of the user's own limit
+            raise
         except Exception as error:  # of three libraries, each with its own
-            raise StoreError(f"The state {digest} on the tape cannot be read: {error}") from error
+            raise StoreError(f"The state {digest} on the tape cannot be read: {error}. Its file is {path}.") from error
         if digest_of(tensors) != digest:
-            raise StoreError(f"The state {digest} on the tape is damaged: its content has another digest.")
+            raise StoreError(
+                f"The state {digest} on the tape is damaged: its content has another digest. Its file is {path}."
+            )
         return tensors
+
+    def limit_together(self) -> int:
+        """The bytes that the states of one round may unpack to together."""
+        return unpack_limits.state_limit(self._disk_bytes, together=True)
 
     def size(self, digest: str) -> int:
         return self._sizes.get(digest, 0)
@@ -111,23 +129,41 @@ def pack(tensors: Tensors) -> bytes:
     return bytes([width]) + zstandard.ZstdCompressor(level=LEVEL).compress(written)
 
 
-def unpack(packed: bytes) -> dict[str, Tensor]:
-    if zstandard.frame_content_size(packed[1:]) > LARGEST:
-        raise StoreError("it says that it is larger than any state.")
-    written, width = zstandard.ZstdDecompressor().decompress(packed[1:]), packed[0]
-    head = 8 + int.from_bytes(written[:8], "little")
-    if width > 1:
-        body = np.frombuffer(written, np.uint8, offset=head).reshape(width, -1)
-        written = written[:head] + body.T.tobytes()
-    found = safetensors.torch.load(written)
-    order = order_in(written[8:head])
+def unpack(file: IO[bytes], limit: int) -> dict[str, Tensor]:
+    """The tensors of a packed file. Raises StoreError before more than `limit` bytes are unpacked.
+
+    The header is read first: it says how many bytes follow, and what does not hold that is refused.
+    """
+    width = file.read(1)
+    unpacked = unpack_limits.decompressed(file)
+    length = unpacked.read(8)
+    size = int.from_bytes(length, "little")
+    if not width or len(length) < 8 or size > unpack_limits.HEADER_BYTES:
+        raise StoreError(f"its header is missing, or has more than {unpack_limits.HEADER_BYTES} bytes")
+    header = unpacked.read(size)
+    body_bytes, order = _described(header)
+    if 8 + size + body_bytes > limit:
+        raise StoreError(unpack_limits.too_large(8 + size + body_bytes, limit))
+    body = unpacked.read(body_bytes)
+    if len(body) != body_bytes or unpacked.read(1):
+        raise StoreError("it does not hold as many bytes as its header says")
+    if width[0] > 1:
+        body = np.frombuffer(body, np.uint8).reshape(width[0], -1).T.tobytes()
+    found = safetensors.torch.load(b"".join((length, header, body)))
     return {name: found[name] for name in order} if sorted(order) == sorted(found) else found
 
 
-def order_in(header: bytes) -> list[str]:
-    """safetensors sorts tensors by its own rule; a state has them in the model's order."""
-    noted = msgspec.json.decode(header).get("__metadata__", {}).get("order", "")
-    return str(noted).split("\n") if noted else []
+def _described(header: bytes) -> tuple[int, list[str]]:
+    """What a safetensors header says: how many bytes follow it, and the names in the model's order.
+
+    safetensors sorts tensors by its own rule; a state has them in the model's order.
+    """
+    entries = unpack_limits.decode_json(header, dict[str, Any], 0)
+    noted = str(entries.pop("__metadata__", {}).get("order", ""))
+    ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
+    if any(end < 0 for end in ends):
+        raise StoreError("its header names a negative place")
+    return max(ends, default=0), noted.split("\n") if noted else []
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from fedvitals.replay.session import Session
 
 SHOWN_METRICS = ("accuracy", "loss")
+TROUBLES = 3  # rounds that cannot be read, each with a sentence
 
 
 def of_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> Shown:
     """What can be replayed, and how: stretches of rounds of the same kind."""
     rows: list[tuple[Cell, ...]] = []
-    for how, stretch in itertools.groupby(tape.coverage(), key=lambda one: one.how):
+    coverage = tape.coverage()
+    for how, stretch in itertools.groupby(coverage, key=lambda one: one.how):
         found = [*stretch]
         numbers = [one.round for one in found]
         rows.append((spans(numbers), how, sum(one.updates for one in found), sum(one.answers for one in found)))
@@ -34,7 +36,7 @@ def of_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> Show
     what = [f"host {tape.setting.host}", f"{len(tape.rounds)} rounds", f"tape of {size(tape.bytes)}"]
     what += [f"engine {told['engine']}"] if "engine" in told else []
     columns = ("rounds", "their state", "updates kept", "of")
-    notes = [_can(tape)]
+    notes = [_can(tape), *[covered.trouble for covered in coverage if covered.trouble is not None][:TROUBLES]]
     if run.finished is None:
         notes.append("The run has not ended: where it still trains, `pause` holds it after its round.")
     troubles = cases(findings)
@@ -58,7 +60,7 @@ def how_again(tape: TapeReader) -> str:
     if tape.setting.host == "flower":
         return (
             "Clients of a Flower run train at their own sites. There, what one was sent can be run again: `fedvitals "
-            f"replay {name} --round 3 --node NAME --tape DIR` (--pdb). Here, aggregations can: --verify."
+            f"replay {name} --round 3 --node NAME --tape DIR --app DIR` (--pdb). Here, aggregations can: --verify."
         )
     return (
         "The training of a plain loop is your own code: with its restore() and train(), --loop module:name (in Python "
@@ -70,6 +72,9 @@ def of_rounds(tape: TapeReader, findings: Sequence[Finding], here: int) -> Shown
     told = Counter(finding.where.round for finding in findings)
     rows: list[tuple[Cell, ...]] = []
     for covered in tape.coverage():
+        if covered.trouble is not None:
+            rows.append(("", covered.round, None, *(None for _ in SHOWN_METRICS), None, covered.how, None))
+            continue
         entry = tape.entry(covered.round)
         came = sum(one.mark is not None for one in entry.came)
         numbers = [entry.metrics.get(name) for name in SHOWN_METRICS]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals.errors import StoreError
-from fedvitals.replay.digests import Mark, Tensors
+from fedvitals.replay.digests import Mark, Tensors, bytes_of
 from fedvitals.replay.journal import Entry, Journal, Setting, spans
 from fedvitals.replay.objects import Objects
+from fedvitals.replay.unpack_limits import SMALL_ROUND, too_large
 from fedvitals.store import Target
 from fedvitals.store.tapes import tape_folder
 
@@ -25,9 +26,12 @@ class Coverage:
     since: int | None  # the nearest earlier whole state; None: there is none
     updates: int  # whole ones on the tape
     answers: int
+    trouble: str | None = None  # why the round cannot be read
 
     @property
     def how(self) -> str:
+        if self.trouble is not None:
+            return "cannot be read"
         if self.stored:
             return "stored"
         if self.since is None:
@@ -84,7 +88,23 @@ class TapeReader:
         return self._stored(self.marks(number))
 
     def state(self, number: int) -> dict[str, Tensors]:
-        return {name: self.tensors(mark.digest) for name, mark in self.marks(number).items()}
+        """All tensors of a round's beginning. Equal states share their tensors.
+
+        Raises StoreError where together they would unpack to more than is plausible on this tape.
+        """
+        total, limit = 0, SMALL_ROUND
+        found: dict[str, Tensors] = {}
+        by_digest: dict[str, Tensors] = {}
+        for name, mark in self.marks(number).items():
+            if mark.digest not in by_digest:
+                by_digest[mark.digest] = self.tensors(mark.digest)
+            found[name] = by_digest[mark.digest]
+            total += bytes_of(found[name])
+            if total > limit:
+                limit = Objects(self.folder / "objects").limit_together()  # a run that still trains adds to them
+            if total > limit:
+                raise StoreError(f"The state of round {number} cannot be read: {too_large(total, limit)}.")
+        return found
 
     def notes(self, number: int) -> dict[str, object]:
         return self.entry(number).notes if number in self.rounds else self.entry(number - 1).after_notes
@@ -107,11 +127,20 @@ class TapeReader:
         return self._before_restores(start, number)
 
     def coverage(self) -> list[Coverage]:
-        """In one pass, for runs of many rounds; a correction that went back costs a second look."""
+        """In one pass, for runs of many rounds; a correction that went back costs a second look.
+
+        A round that cannot be read says why in `trouble`; those after it are run again from the next stored state.
+        """
         found: list[Coverage] = []
         since = 0 if self.begins_from_seed else None
         back = False
-        for entry in self.journal.entries():
+        for number in self.journal.rounds():
+            try:
+                entry = self.journal.read(number)
+            except StoreError as error:
+                since = None
+                found.append(Coverage(number, stored=False, since=None, updates=0, answers=0, trouble=str(error)))
+                continue
             stored = self._stored(entry.state)
             since = entry.round if stored else since
             back = back or any("restore" in a.get("arguments", {}) for a in entry.notes.get("actions", ()))

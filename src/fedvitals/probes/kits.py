@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instruments of a run: torch's where torch is installed, NumPy's where it is not.
+
+Nothing in here imports torch by itself. A process in which nobody has imported it, such as the client of a federation
+of scikit-learn models, does without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedvitals.probes import numpy_updates
+from fedvitals.probes.attempts import Attempt
+from fedvitals.probes.numpy_updates import ArrayInstruments
+from fedvitals.probes.presets import Preset, named, resolve
+from fedvitals.stats import Array
+
+if TYPE_CHECKING:
+    from fedvitals.probes.session import Instruments
+
+    Kit = Instruments | ArrayInstruments
+
+
+def torch_is_loaded() -> bool:
+    """Whether somebody in this process has imported torch."""
+    return sys.modules.get("torch") is not None
+
+
+def torch_is_installed() -> bool:
+    """Whether torch could be imported here. Importing it takes more than a second, asking does not."""
+    if "torch" in sys.modules:
+        return torch_is_loaded()
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except (ImportError, ValueError):  # a finder that refuses
+        return False
+
+
+def instruments(probes: Any, update_memory: int) -> Kit:
+    """What measures a run by these probes. Without torch, probes cannot run: updates are measured by NumPy alone."""
+    if not torch_is_installed():
+        return ArrayInstruments(named(probes), update_memory)
+    from fedvitals.probes.session import Instruments  # noqa: PLC0415 - imports torch
+
+    return Instruments(resolve(probes), update_memory)
+
+
+class WorkerKit:
+    """Torch's instruments in a worker process, made for the first model that is watched.
+
+    Many clients have no such model, nor torch. Called, it gives the instruments.
+    """
+
+    def __init__(self, preset: Preset | str) -> None:
+        self._preset = preset
+        self._initial: bytes | None = None  # the run's first model, float32
+        self._trained: frozenset[str] = frozenset()  # names of the layers that train
+        self._made: Instruments | None = None
+
+    def know(self, initial: bytes | None, trained: frozenset[str]) -> None:
+        """What the parent process knows of the run by now."""
+        self._initial, self._trained = self._initial or initial, self._trained | trained
+
+    def __call__(self) -> Instruments:
+        if self._made is None:
+            from fedvitals.probes.session import Instruments  # noqa: PLC0415 - imports torch
+
+            self._made = Instruments(resolve(self._preset), update_memory=0)
+        return self._made
+
+    def prepare(self) -> None:
+        """Before a client trains: it begins with the run's first model, and without what another left behind."""
+        import torch  # noqa: PLC0415 - the model that is watched has imported it
+
+        kit = self()
+        if kit.initial is None and self._initial is not None:
+            kit.initial = torch.frombuffer(bytearray(self._initial), dtype=torch.float32)
+        kit.trained |= self._trained
+        kit.norms.clear()  # a client's last round may have been in another process: the parent compares
+
+
+def measured(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Array]]:
+    """Each update as one vector, with its nine sums per layer."""
+    if not torch_is_loaded():
+        return [*numpy_updates.measured(updates)]
+    from fedvitals.probes.updates import measured as by_torch  # noqa: PLC0415 - imports torch
+
+    return [*by_torch(updates)]
+
+
+def measured_apart(updates: Mapping[str, Sequence[Any]], attempt: Attempt) -> list[tuple[str, Any, Array]]:
+    """As `measured`; where that fails, those updates that can be read, each tried by itself."""
+    try:
+        return measured(updates)
+    except Exception:  # noqa: BLE001 - because of somebody, and the attempts below say who that is
+        found = [attempt("updates()", partial(measured, {node: own}), node) for node, own in updates.items()]
+        return [one for own in found for one in own or ()]
+
+
+def as_array(values: Any) -> Array:
+    """Numbers of any library as float64; tensors come to the CPU."""
+    found = values.detach().cpu() if hasattr(values, "detach") else values
+    return np.asarray(found, dtype=np.float64)

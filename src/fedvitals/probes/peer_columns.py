@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns of the family `update.peers`, for both modules that compute it: `peers` (torch) and `numpy_peers`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.records import LayerTable
+from fedvitals.stats import PEER_COLUMNS, SUM_MAGNITUDES, SUM_SQUARES, Array
+
+COSINE, FIRST, HEAD, STEP, BACK, NEAREST, SIGNS, CLASSES, CLASSES_MIN, CLASS_ENTROPY, BIAS, SPREAD = range(
+    len(PEER_COLUMNS)
+)
+ROUNDS_BACK = 5
+MOST_SIGNS = 65_536  # coordinates whose signs are compared
+RUN_OF_SIGNS = 64  # taken as so many neighbours at a time: to read one number costs as much as to read these
+SIGNS_TOGETHER = 8 << 20  # of all clients; fewer of each where these are many
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One layer of a flat update: its number, where it lies, and how many rows it has as a matrix."""
+
+    layer: int
+    place: slice
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layers that are looked at on their own; None where a model has no such layer, or where it is not known."""
+
+    first: Piece | None = None  # the first and the last weight of two or more dimensions
+    head: Piece | None = None
+    bias: Piece | None = None  # of the head
+
+
+def layout_of(table: LayerTable) -> Layout:
+    """Where the first weight, the head and its bias lie in a model with these parameters."""
+    shapes = [layer.shape for layer in table.layers]
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = np.cumsum(sizes, dtype=int).tolist()
+
+    def piece(layer: int) -> Piece:
+        return Piece(layer, slice(ends[layer] - sizes[layer], ends[layer]), shapes[layer][0])
+
+    weights = [i for i, shape in enumerate(shapes) if len(shape) >= 2 and sizes[i]]
+    if not weights:
+        return Layout()
+    head = weights[-1]
+    biased = head + 1 < len(shapes) and shapes[head + 1] == shapes[head][:1]
+    return Layout(piece(weights[0]), piece(head), piece(head + 1) if biased else None)
+
+
+def spread(sums: Array) -> Array:
+    """The rows of clients of which nothing but the nine sums is known: NaN, and how evenly their updates spread."""
+    rows = np.full((len(sums), len(PEER_COLUMNS)), np.nan)
+    count, squares, magnitudes = (sums[..., i].sum(axis=1) for i in (0, SUM_SQUARES, SUM_MAGNITUDES))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rows[:, SPREAD] = np.where(squares > 0, magnitudes / np.sqrt(squares * count), np.nan)
+    return rows
+
+
+def signs_skipped(clients: int, length: int) -> int:
+    """Of how many runs of neighbours one is looked at, so that there are not too many signs."""
+    most = min(MOST_SIGNS, max(RUN_OF_SIGNS, SIGNS_TOGETHER // clients))
+    return 1 if length <= most else math.ceil(length / RUN_OF_SIGNS / (most // RUN_OF_SIGNS))
