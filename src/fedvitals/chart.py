@@ -83,6 +83,7 @@ class Chart:
         self._memory = MemoryStore(rounds=LOOK_BACK)  # what detectors look back on
         self._store, self._sinks, self._detectors = store, sinks, detectors
         self._live: LiveDetectors | None = None
+        self._kept_in: Sink | None = None  # the store, once it is open
         self._policy = policy
         self._training: dict[str | None, int] = {}  # span of each open client → thread that it was opened on
         self.trace = new_trace()
@@ -225,6 +226,7 @@ class Chart:
             if self._outlet is not None:
                 return self._outlet
             sinks: list[Sink] = [] if self._store is None else [open_store(self._store)]
+            self._kept_in = sinks[0] if sinks else None
             live: list[Sink] = [LiveProfile(self.emit)] if self._profile else []
             if self._detectors:
                 own = (self.run.id, self._memory, self._detectors)
@@ -322,6 +324,8 @@ class Chart:
     @property
     def file(self) -> Path | None:
         target = None if self._store is None else store_target(self._store)
+        moved = getattr(self._kept_in, "path", None)  # it goes on beside the store if that was replaced
+        target = moved if isinstance(moved, Path) else target
         return target.absolute() if isinstance(target, Path) else None
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from fedvitals.errors import FedvitalsError, StoreError
 from fedvitals.store import doctor
 from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.salvage import salvage
 from fedvitals.store.sqlite import check_file
@@ -34,7 +35,9 @@ def _mend_file(path: Path) -> list[str]:
     if path.with_name(path.name + ".lock").exists() and doctor.writing_process(path) is None:
         done.append("Removed the lock of a process that was killed.")
     log = path.with_name(path.name + "-wal")
-    if log.exists() and log.stat().st_size:
+    if has_foreign_log(path):
+        done.append(f"Moved {log.name} aside: it belongs to another file that had this name before.")
+    elif log.exists() and log.stat().st_size:
         done.append(f"Folded {log.stat().st_size / 1e6:.1f} MB of {log.name} into the store.")
     with upkeep(path) as database:
         if wrong:

@@ -15,6 +15,7 @@ from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.history import SqlHistory
+from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.packing import NONE, entries_of, numbers_of
 from fedvitals.store.schema import LAYER_STATISTICS, VERSION
 from fedvitals.store.sqlite import check_file, check_version
@@ -109,7 +110,9 @@ def read_sqlite(path: Path) -> Reader:
     check_file(path)
     # Beside a write-ahead log, even a reader needs a file of its own. In a folder where it can have none (an archive, a
     # read-only mount) nobody can write either, and the store may be taken as it lies.
+    # A log of another file that had this name before is not to be read into this one.
     fixed = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
+    fixed = fixed or has_foreign_log(path)
     address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if fixed else ''}"
     try:
         connection = sqlite3.connect(address, uri=True, timeout=10, isolation_level=None, check_same_thread=False)

@@ -26,9 +26,15 @@ class Writer:
     added in turns, and whatever another writer may have changed is read again in each transaction.
     """
 
-    def __init__(self, database: Database, changed_elsewhere: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        changed_elsewhere: Callable[[], bool],
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
         self._database = database
         self._changed_elsewhere = changed_elsewhere
+        self._before_commit = before_commit
         self._symbols = Symbols(database)
         self._delivered = Delivered(database, self._symbols)
         self._rows = {kind: (rows.insert(kind), rows.to_rows(kind, self._symbols.number)) for kind in rows.TABLE_OF}
@@ -64,6 +70,7 @@ class Writer:
                 self._delivered.forget()
                 self._symbols.begin()
             work()
+            self._before_commit()
             self._database.execute("COMMIT")
         except BaseException:
             self._forget()  # memory and tables must agree again, whatever went wrong
