@@ -137,8 +137,8 @@ class FileWatch:
 
     @property
     def identified(self) -> bool:
-        """Whether the file itself holds a run by which it can be recognised."""
-        return self._content is not None and bool(self._content.runs)
+        """Whether the file itself holds anything by which it can be recognised."""
+        return self._content is not None and any(self._content.highest)
 
     def note(self) -> str | None:
         """What another process needs in order to see that the log belongs to the file."""
@@ -165,8 +165,8 @@ class FileWatch:
             return Condition.SAME
         if signature is None or self._signature is None or signature[:2] != self._signature[:2]:
             return Condition.MOVED
-        maintained, self._maintained = self._maintained, _MAINTAINED.get(self._path, 0)
-        if maintained != self._maintained or self._content is None:
+        before, self._maintained = self._maintained, _MAINTAINED.get(self._path, 0)
+        if before != self._maintained or self._content is None:
             self._signature, self._content = signature, content_of(self._path)
             return Condition.SAME
         deadline = time.monotonic() + PATIENCE
