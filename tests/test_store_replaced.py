@@ -198,12 +198,15 @@ def test_what_others_may_do_to_a_store_is_no_exchange(tmp_path, change):
     with open_store(path) as store:
         store.write([RUN, *batch(0)])
         store.write(batch(1))
-        code = "import os, sqlite3, sys\nd = sqlite3.connect(sys.argv[1], isolation_level=None)\n" + {
-            "fold": "d.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
-            "row": "d.execute('INSERT INTO mark (run, kind, target, value, at) SELECT id, ?, ?, ?, 0 FROM run', "
-            "('tag', 'good', ''))\nd.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
-            "mode": "os.chmod(sys.argv[1], 0o600)",
-        }[change]
+        code = (
+            "import os, sqlite3, sys\nd = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+            + {
+                "fold": "d.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
+                "row": "d.execute('INSERT INTO mark (run, kind, target, value, at) SELECT id, ?, ?, ?, 0 FROM run', "
+                "('tag', 'good', ''))\nd.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
+                "mode": "os.chmod(sys.argv[1], 0o600)",
+            }[change]
+        )
         subprocess.run([sys.executable, "-c", code, path], check=True)
         store.write(batch(2))
         assert store.path == path

@@ -10,6 +10,7 @@ from contextvars import Token
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedvitals.catalog import public_name
@@ -23,7 +24,7 @@ from fedvitals.probes.weights import check_initialisation
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.protocols import Node
-from fedvitals.records import Span
+from fedvitals.records import AnyName, Span, node_name, round_index
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.timing import new_span_id
@@ -53,7 +54,10 @@ class Rounds:
         self._record = chart.record
         self.open: OpenScope | None = None
 
-    def begin(self, number: int, model: Any) -> None:
+    def begin(self, number: object, model: Any) -> None:
+        """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
+        self._chart.last_round = None
+        number = round_index(number)
         self.open = OpenScope(*self._chart.enter_round(number))
         if self._ledger is not None:
             self._ledger.begin(self.open.scope.span, self.open.at)
@@ -120,11 +124,26 @@ class Rounds:
                 if part in told.parts:
                     self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
 
+    def stats(self, node: Any, family: str, array: Any) -> None:
+        """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""
+        matrices = np.asarray(torch.as_tensor(array).cpu(), dtype=np.float64)
+        nodes, matrices = ([node], matrices[None]) if matrices.ndim < 3 else (node, matrices)
+        for name, matrix in zip(map(node_name, nodes), matrices, strict=True):
+            results = Results(matrices=[(family, matrix, None)])
+            self._chart.tell(replace(self._chart.here(), node=name), results)
+            if self.open is not None:
+                self.open.cohort.add(name, None, results, failed=False)
+
     @contextmanager
-    def edge(self, name: Node, model: Any) -> Iterator[None]:
+    def edge(self, name: AnyName, model: Any) -> Iterator[None]:
         """The stretch in which an edge node, cluster or ring does its share."""
         guard = self._chart.guard
-        opened: OpenScope | None = guard("opening an edge", lambda: OpenScope(*self._chart.enter(name, group=name)))
+
+        def begin() -> OpenScope:
+            node = node_name(name)
+            return OpenScope(*self._chart.enter(node, group=node))
+
+        opened: OpenScope | None = guard("opening an edge", begin)
         before = None if model is None else guard("reading a model", lambda: flatten([*model.parameters()]))
         try:
             yield

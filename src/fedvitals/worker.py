@@ -40,7 +40,20 @@ from fedvitals.probes.session import Instruments
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Ledger
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, run_of
+from fedvitals.records import (
+    AnyName,
+    Event,
+    LayerStats,
+    LayerTable,
+    Metric,
+    Record,
+    Run,
+    Span,
+    Transfer,
+    node_name,
+    round_index,
+    run_of,
+)
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
 from fedvitals.store.delivered import Intervals, fresh
@@ -107,13 +120,13 @@ class WorkerObserver:
     @contextlib.contextmanager
     def client(
         self,
-        name: Node,
+        name: AnyName,
         model: Any = None,
         optimizer: Any = None,  # noqa: ARG002 - found by its parameters
         *,
         data: Any = None,
         loss: Callable[..., Any] | None = None,
-        group: str | None = None,
+        group: AnyName | None = None,
         round: int | None = None,  # noqa: A002 - the domain's word
     ) -> Iterator[WorkerObserver]:
         """One client's local training, as `Monitor.client`.
@@ -126,18 +139,18 @@ class WorkerObserver:
 
     def client_begin(
         self,
-        node: Node,
+        node: AnyName,
         model: Any = None,
         optimizer: Any = None,  # noqa: ARG002
         data: Any = None,
-        group: str | None = None,
+        group: AnyName | None = None,
         *,
         loss: Callable[..., Any] | None = None,
         round: int | None = None,  # noqa: A002
     ) -> None:
         self._begin(self._desk(), node, model, data, group, loss, round)
 
-    def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
+    def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
         self._desk().clients.end_of(node, outcome)
 
     def stack_begin(self, stack: Stack, *, round: int | None = None) -> None:  # noqa: A002
@@ -150,17 +163,17 @@ class WorkerObserver:
         """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
         self._desk().clients.step_stack(step, gradients)
 
-    def stack_end(self, failed: Mapping[Node, BaseException]) -> None:
+    def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
         self._desk().clients.end_stack(failed)
 
-    def log(self, values: Mapping[str, float] | None = None, /, *, node: Node | None = None, **more: float) -> None:
+    def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
         """Metrics of your own, for the client that is open, or for a node that you name."""
         self._desk().clients.log({**(values or {}), **more}, node)
 
     def transfer(
         self,
-        sender: Node,
-        receiver: Node,
+        sender: AnyName,
+        receiver: AnyName,
         bytes: int,  # noqa: A002
         raw_bytes: int | None = None,
         seconds: float | None = None,
@@ -171,20 +184,20 @@ class WorkerObserver:
         desk.chart.guard("transfer()", told)
 
     def event(
-        self, level: str, name: str, message: str, *, node: Node | None = None, data: Mapping[str, Any] | None = None
+        self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
         """Something that happened, as `Monitor.event`."""
         desk = self._desk()
         desk.chart.guard("event()", lambda: desk.clients.event(level, name, message, node, data))
 
-    def tell_layers(self, node: Node, family: str, matrix: Any, table: LayerTable) -> None:
+    def tell_layers(self, node: AnyName, family: str, matrix: Any, table: LayerTable) -> None:
         """Statistics that a host computed of a node's layers, [layers, columns]."""
         desk = self._desk()
         results = Results(matrices=[(family, np.asarray(matrix), None)], tables={table.rows: table.digest})
 
         def tell() -> None:
             desk.chart.know({table.rows: table})
-            desk.chart.tell(replace(self._inside(desk, None), node=node), results)
+            desk.chart.tell(replace(self._inside(desk, None), node=node_name(node)), results)
 
         desk.chart.guard("tell_layers()", tell)
 
@@ -204,12 +217,12 @@ class WorkerObserver:
         return replace(self, round=found.round, trace=found.trace, span=found.span)
 
     @contextlib.contextmanager
-    def watching(self, node: Node, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
+    def watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
         """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
         with self._desk().clients.watching(node, model, data, loss):
             yield self
 
-    def _begin(self, desk: _Desk, node: Node, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
+    def _begin(self, desk: _Desk, node: Any, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
         desk.kit.norms.clear()  # the last round of this client may have been in another process: the parent compares
         inside = self._inside(desk, number)
         if model is None:
@@ -218,7 +231,11 @@ class WorkerObserver:
 
     def _inside(self, desk: _Desk, number: int | None) -> Scope:
         """The round's scope, as far as it is known here."""
-        number = self.round if number is None else number
+        wanted = number
+        if wanted is None:
+            number = self.round
+        else:
+            number = desk.chart.guard("opening a client", lambda: round_index(wanted))
         span = self.span if number == self.round else None
         return Scope(self.run, desk.chart.emit, number, trace=self.trace, span=span)
 
@@ -274,8 +291,8 @@ class Arrivals:
             capture=self._capture,
         )
 
-    def expect(self, nodes: Iterable[Node]) -> None:
-        self._expected.update(dict.fromkeys(nodes))
+    def expect(self, nodes: Iterable[AnyName]) -> None:
+        self._expected.update(dict.fromkeys(map(node_name, nodes)))
 
     def take(self, payload: bytes, cohort: Cohort | None, sender: Sender | None = None) -> None:
         """Into the queues with their own identity; clients that finished into the cohort of the open round."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import sys
 from dataclasses import dataclass
@@ -131,7 +130,9 @@ def _exchanged(path: Path) -> list[Sign]:
         signs.append(Sign("replaced", "note", said))
     if logs:
         names = ", ".join(log.name for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
-        said = f"logs of another file that had this name are kept as {names}; no store needs them, and you may delete them"
+        said = (
+            f"logs of another file that had this name are kept as {names}; no store needs them, and you may delete them"
+        )
         signs.append(Sign("replaced", "note", said))
     return signs
 

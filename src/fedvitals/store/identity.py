@@ -93,7 +93,7 @@ def content_of(path: Path) -> Content | None:
     highest = ", ".join(f"(SELECT MAX(rowid) FROM {table})" for table in TABLES)
     try:
         with contextlib.closing(_alone(path)) as connection:
-            row = connection.execute(f"SELECT {highest}").fetchone()  # noqa: S608 - our own words only
+            row = connection.execute(f"SELECT {highest}").fetchone()
             runs = connection.execute("SELECT id, started FROM run ORDER BY id LIMIT ?", (RUNS_COMPARED,)).fetchall()
     except (sqlite3.Error, sqlite3.Warning):
         return None

@@ -20,7 +20,15 @@ from fedvitals.errors import StoreError, StoreLostError
 from fedvitals.records import Event, Metric, Record, Run, Where
 from fedvitals.store import ddl
 from fedvitals.store.dialect import SQLITE, Database
-from fedvitals.store.identity import SIDE_FILES, Condition, FileWatch, free_name, maintained, set_foreign_log_aside, signature_of
+from fedvitals.store.identity import (
+    SIDE_FILES,
+    Condition,
+    FileWatch,
+    free_name,
+    maintained,
+    set_foreign_log_aside,
+    signature_of,
+)
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.schema import VERSION
 from fedvitals.store.writer import Writer
@@ -314,7 +322,8 @@ class SqliteStore:
         self._database = self._writer = self._watch = None
         self._hold()
         writer, source = self._begin(), f"store-{os.urandom(4).hex()}"
-        events = [Event(Where(run), time.time(), "warning", "store.replaced", told, {}, source, 0) for run in self._runs]
+        now, level = time.time(), "warning"
+        events = [Event(Where(run), now, level, "store.replaced", told, {}, source, 0) for run in self._runs]
         if events:
             writer.write([*self._runs.values(), *events])
             self._remember()
