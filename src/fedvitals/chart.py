@@ -26,6 +26,7 @@ import torch
 
 import fedvitals
 from fedvitals import kernels
+from fedvitals.diagnosis.gaps import Failure, gaps
 from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
@@ -91,6 +92,8 @@ class Chart:
         self.round: Scope | None = None  # that is open
         self.last_round: int | None = None
         self.tables: dict[str, LayerTable] = {}  # by digest
+        self._failures: list[Failure] = []  # of our own work, each cause once
+        self._lost_told = 0  # as last recorded
         self.missed = 0  # records of workers that never came home, as far as is known
         self._way_out = outlet
         self._outlet: Outlet | Parcel | None = None
@@ -233,7 +236,7 @@ class Chart:
                 self._live = LiveDetectors(*own, self._take_finding, self.report)
                 live.append(self._live)
             if live:
-                sinks.append(_OneAfterTheOther(live))
+                sinks.append(_OneAfterTheOther(live, self.report))
             spill = None if self._store is None else spill_folder(self._store)
             for sink in self._sinks:
                 if hasattr(sink, "begin"):  # an alert may name a family of issues, and wait on disk
@@ -319,7 +322,8 @@ class Chart:
     def findings(self) -> Findings:
         """What the detectors have said so far."""
         attendance = None if self._live is None else self._live.attendance
-        return Findings(self.found, installed=len(self._detectors), attendance=attendance)
+        missing = gaps(self._failures, self.lost)
+        return Findings(self.found, installed=len(self._detectors), attendance=attendance, gaps=missing)
 
     @property
     def file(self) -> Path | None:
@@ -349,9 +353,24 @@ class Chart:
             self.guard("ending the tape", lambda: (outlet.flush(30.0), self._tape.close()))
         self.run = replace(self.run, finished=time.time())
         self.emit(self.run)
-        self.guard("closing the sinks", outlet.close)
+        closing = functools.partial(outlet.close, before_store=self._tell_lost)
+        self.guard("closing the sinks", closing if isinstance(outlet, Outlet) else outlet.close)
         if self.lost:
             logger.warning("fedvitals lost %d records of run %s.", self.lost, self.run.id)
+
+    def _tell_lost(self) -> None:
+        """The final count of lost records, for whoever reads the store: the last round told what was known by then."""
+        if self.lost == self._lost_told or not isinstance(self._outlet, Outlet):
+            return
+        scope, causes = Scope(self.run.id, self.emit, self.last_round, trace=self.trace), self._outlet.losses
+        self.record_lost(scope)
+        told = ", ".join(f"{cause} {count}" for cause, count in causes.items()) or f"workers {self.missed}"
+        self.record.event(scope, "warning", "telemetry.lost", f"{self.lost} records were lost ({told}).", causes)
+
+    def record_lost(self, scope: Scope) -> None:
+        """How many records were lost so far, as a metric."""
+        self._lost_told = self.lost
+        self.record.metric(scope, "monitor.lost", self._lost_told)
 
     # -- never harm the patient ---------------------------------------------------------------------------------------
 
@@ -373,6 +392,7 @@ class Chart:
             return
         self._reported.add(cause)
         place, data = where(scope or self.here()), {"doing": doing, "exception": kind}
+        self._failures.append(Failure(doing, kind, place.round, place.node))
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.
         told = released(event, self._policy, stray=self._stray())
@@ -388,12 +408,15 @@ class _OneAfterTheOther:
     name = "detectors"
     ignores = LiveDetectors.ignores
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], failed: Callable[[Exception, str], None]) -> None:
+        self._sinks, self._failed = sinks, failed
 
     def write(self, records: Sequence[Record], /) -> None:
         for sink in self._sinks:
-            sink.write(records)
+            try:
+                sink.write(records)
+            except Exception as error:  # noqa: BLE001 - it must not keep the records from the next one
+                self._failed(error, "profiling" if isinstance(sink, LiveProfile) else "the detectors")
 
 
 def check_parts(sinks: Any, capture: Any, tape: Any) -> None:

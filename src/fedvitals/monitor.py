@@ -155,7 +155,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def round(self, number: int, global_model: Any = None) -> Iterator[Monitor]:
-        """One round of the federation; what is logged or raised inside belongs to it. `number`: an integer from 0 on."""
+        """One round of the federation, counted from 0 or 1; what is logged or raised inside belongs to it."""
         self.round_begin(number, global_model)
         try:
             yield self
@@ -179,7 +179,8 @@ class Monitor:
     ) -> Iterator[Monitor]:
         """One client's local training: hooks on, and off again at the end.
 
-        Only name and model are needed. A name that is no text (3, an enum's member, ...) is taken as its text. `data` (a DataLoader, a Dataset, a pair of tensors or a list of batches) and
+        Only name and model are needed; a name is taken as its text, so 3 and "3" are one client. `data` (a
+        DataLoader, a Dataset, a pair of tensors or a list of batches) and
         `loss` add how well the model suits the client's own samples. The optimiser is found by its parameters.
         """
         with self._clients.scope(self._clients.begin(name, model, data, group, loss)):
@@ -467,7 +468,7 @@ class Monitor:
 
     def round_end(
         self,
-        round: int,  # noqa: A002
+        round: int,  # noqa: A002, ARG002 - the one that is open
         global_state: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:

@@ -106,7 +106,7 @@ class Rounds:
         for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
             if size is not None:
                 self._record.metric(scope, name, size)
-        self._record.metric(scope, "monitor.lost", self._chart.lost)
+        self._chart.record_lost(scope)
         self._record.metric(scope, "monitor.cost", cohort.cost + time.perf_counter() - started)
         if self._ledger is not None:
             self._ledger.spent("measure", time.perf_counter() - started, "server")

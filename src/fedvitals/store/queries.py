@@ -107,10 +107,6 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         "FROM finding WHERE run = ?) AS troubles",
         (run,),
     )
-    ((lost,),) = ask(
-        "SELECT MAX(value) FROM metric WHERE run = ? AND name = (SELECT id FROM symbol WHERE text = 'monitor.lost')",
-        (run,),
-    )
     end = finished if finished is not None else last
     identity = reader.names.texts([run])[0]
     return RunSummary(
@@ -127,8 +123,23 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         loss=newest(reader, identity, "loss"),
         events=dict(levels),
         findings=findings,
-        lost=int(lost or 0),
+        lost=_lost(reader, run),
     )
+
+
+def lost_records(reader: Reader, run: str) -> int:
+    """How many records of a run were lost, as far as its monitors have told."""
+    return _lost(reader, _number(reader, run))
+
+
+def _lost(reader: Reader, number: int | None) -> int:
+    """The sum of what each process that wrote the run has counted; each counts from 0."""
+    ((lost,),) = reader.database.rows(
+        "SELECT SUM(most) FROM (SELECT MAX(value) AS most FROM metric WHERE run = ? "
+        "AND name = (SELECT id FROM symbol WHERE text = 'monitor.lost') GROUP BY source) AS counted",
+        (number,),
+    )
+    return int(lost or 0)
 
 
 def newest(reader: Reader, run: str, metric: str) -> float | None:

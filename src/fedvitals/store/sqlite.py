@@ -10,10 +10,10 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from fedvitals.errors import StoreError, StoreLostError
@@ -306,28 +306,28 @@ class SqliteStore:
             f"The store '{self.path}' was overwritten by another program while it was written: {lost} records that it "
             f"held are lost. The run goes on in '{place}'; the overwritten file is left alone.{aside}"
         )
-        writer = self._go_on_in(place, told)
-        lost_so_far = [
-            Metric(Where(run), time.time(), "monitor.lost", float(lost), f"store-{os.urandom(4).hex()}", 0)
-            for run in self._runs
-        ]
-        if lost_so_far:
-            writer.write(lost_so_far)
+        self._go_on_in(place, told, {"records": lost})
         raise StoreLostError(told, lost)
 
-    def _go_on_in(self, place: Path, told: str) -> Writer:
+    def _go_on_in(self, place: Path, told: str, data: Mapping[str, int] = MappingProxyType({})) -> Writer:
         """Open another file, and tell of it in each run."""
         self._file_lock.release()
         self.path, self._file_lock = place, WriterLock(place)
         self._database = self._writer = self._watch = None
         self._hold()
         writer, source = self._begin(), f"store-{os.urandom(4).hex()}"
-        now, level = time.time(), "warning"
-        events = [Event(Where(run), now, level, "store.replaced", told, {}, source, 0) for run in self._runs]
+        name, level, now = "store.replaced", "warning", time.time()
+        events = [Event(Where(run), now, level, name, told, data, source, 0) for run in self._runs]
         if events:
             writer.write([*self._runs.values(), *events])
             self._remember()
         return writer
+
+    def _tell_lost(self, lost: int) -> None:
+        """In the new file, when the run is over: before that, the monitor tells it with whatever else is lost."""
+        if self._writer is not None and self._runs:
+            now, source = time.time(), f"store-{os.urandom(4).hex()}"
+            self._writer.write([Metric(Where(run), now, "monitor.lost", lost, source, 0) for run in self._runs])
 
     def _changed_elsewhere(self) -> bool:
         """Whether another connection has written since the last time that this was asked."""
@@ -348,6 +348,7 @@ class SqliteStore:
                     self._open()
                 except StoreLostError as error:
                     lost = error
+                    self._tell_lost(error.lost)
                 _fold(self._database)
             finally:
                 if self._database is not None:

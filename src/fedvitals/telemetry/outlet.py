@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedvitals.protocols import Sink
@@ -74,12 +74,22 @@ class Outlet:
         done = [queue.flush(max(0.0, deadline - time.monotonic())) for queue in queues]
         return all(done)
 
-    def close(self, timeout: float = 10.0) -> None:
-        """The store, which is first, closes last: what the others say while they close still reaches it."""
+    def close(self, timeout: float = 10.0, before_store: Callable[[], None] = lambda: None) -> None:
+        """The store, which is first, closes last: what the others say while they close still reaches it.
+
+        `before_store` is called when all others are closed, and their losses are known.
+        """
         with contextlib.ExitStack() as stack:  # closes in reverse, each one even if another raised
-            for queue in self._queues:
+            for i, queue in enumerate(self._queues):
                 stack.callback(queue.close, timeout)
+                if i == 0:
+                    stack.callback(before_store)
             self.flush(timeout)
+
+    @property
+    def losses(self) -> dict[str, int]:
+        """How many records were lost, by sink and cause: «detectors: sink failed»."""
+        return {f"{queue.name}: {cause}": count for queue in self._queues for cause, count in queue.lost.items()}
 
 
 def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:
