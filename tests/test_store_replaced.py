@@ -96,7 +96,7 @@ def test_a_store_replaced_between_two_batches(tmp_path):
     foreign = make_other(tmp_path / "other.db")
     with open_store(path) as store:
         store.write([RUN, *batch(0)])
-        os.replace(tmp_path / "other.db", path)
+        (tmp_path / "other.db").replace(path)
         store.write(batch(1))
         assert store.path == tmp_path / f"runs.db.rescued-{os.getpid()}"
     assert path.read_bytes() == foreign
@@ -235,7 +235,7 @@ def test_a_writer_moves_the_log_of_another_file_aside(tmp_path, caplog):
     path = tmp_path / "runs.db"
     killed_writer(path)
     make_other(tmp_path / "other.db")
-    os.replace(tmp_path / "other.db", path)
+    (tmp_path / "other.db").replace(path)
     with open_store(path) as store:
         store.write([RUN, *batch(9)])
     assert "lay the log of another store" in caplog.text
@@ -276,7 +276,7 @@ def test_a_training_whose_store_is_exchanged(tmp_path, monkeypatch, caplog, how)
         if number != 2:
             return
         if how == "replace":
-            os.replace(tmp_path / "other.db", path)
+            (tmp_path / "other.db").replace(path)
         elif how == "copy":
             shutil.copyfile(tmp_path / "other.db", path)
         else:

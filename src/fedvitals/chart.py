@@ -39,7 +39,7 @@ from fedvitals.profiling.live import LiveProfile
 from fedvitals.profiling.machine import MachineSampler
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.protocols import Recorder as TapeRecorder
-from fedvitals.records import Event, Finding, LayerTable, Record, Run
+from fedvitals.records import Event, Finding, LayerTable, Metric, Record, Run, Where
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
 from fedvitals.store import MemoryStore, open_reader, open_store, spill_folder, store_target
@@ -49,7 +49,7 @@ from fedvitals.telemetry.outlet import SOURCE, Outlet
 from fedvitals.telemetry.parcel import Parcel
 from fedvitals.telemetry.privacy import SERVER, WORDS, Policy, released
 from fedvitals.telemetry.recorder import Recorder, where
-from fedvitals.telemetry.spill import readmit
+from fedvitals.telemetry.spill import Spill, readmit
 from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
@@ -355,17 +355,35 @@ class Chart:
         self.emit(self.run)
         closing = functools.partial(outlet.close, before_store=self._tell_lost)
         self.guard("closing the sinks", closing if isinstance(outlet, Outlet) else outlet.close)
+        if self.lost > self._lost_told and isinstance(outlet, Outlet) and self._store is not None:
+            leave = functools.partial(self._leave_word_of_losses, outlet, spill_folder(self._store))
+            self.guard("telling of lost records", leave)
         if self.lost:
             logger.warning("fedvitals lost %d records of run %s.", self.lost, self.run.id)
 
     def _tell_lost(self) -> None:
         """The final count of lost records, for whoever reads the store: the last round told what was known by then."""
-        if self.lost == self._lost_told or not isinstance(self._outlet, Outlet):
+        outlet = self._outlet
+        if self.lost == self._lost_told or self._store is None or not isinstance(outlet, Outlet):
             return
-        scope, causes = Scope(self.run.id, self.emit, self.last_round, trace=self.trace), self._outlet.losses
-        self.record_lost(scope)
-        told = ", ".join(f"{cause} {count}" for cause, count in causes.items()) or f"workers {self.missed}"
-        self.record.event(scope, "warning", "telemetry.lost", f"{self.lost} records were lost ({told}).", causes)
+        self._lost_told, event = self.lost, self._loss_of(outlet)
+        for record in (Metric(event.where, event.at, "monitor.lost", float(self._lost_told)), event):
+            outlet.store(record)
+
+    def _loss_of(self, outlet: Outlet) -> Event:
+        """How many records were lost so far, and by which sink."""
+        causes = {**({"workers": self.missed} if self.missed else {}), **outlet.losses}
+        told = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
+        place, words = Where(self.run.id, self.last_round), f"{self.lost} records were lost ({told})."
+        return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.lost})
+
+    def _leave_word_of_losses(self, outlet: Outlet, folder: Path) -> None:
+        """Beside the store, which took no more: the next process brings it in."""
+        spill = Spill(folder, "losses")
+        try:
+            spill.append(outlet.stamped(self._loss_of(outlet)))
+        finally:
+            spill.close(keep=True)
 
     def record_lost(self, scope: Scope) -> None:
         """How many records were lost so far, as a metric."""

@@ -68,7 +68,7 @@ def round_index(number: object) -> int:
     if not 0 <= index < MOST_ROUNDS:
         raise ConfigError(
             f"A round's number is an integer from 0 on, for example monitor.round(3); got {number!r}. "
-            "Nothing is recorded for this round. Count the rounds: for number, ... in enumerate(...)."
+            "What happens in this one is recorded in no round. Count them: for number, ... in enumerate(...)."
         )
     return index
 

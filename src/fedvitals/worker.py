@@ -231,11 +231,8 @@ class WorkerObserver:
 
     def _inside(self, desk: _Desk, number: int | None) -> Scope:
         """The round's scope, as far as it is known here."""
-        wanted = number
-        if wanted is None:
-            number = self.round
-        else:
-            number = desk.chart.guard("opening a client", lambda: round_index(wanted))
+        own = None if number is None else desk.chart.guard("opening a client", lambda: round_index(number))
+        number = self.round if number is None else own
         span = self.span if number == self.round else None
         return Scope(self.run, desk.chart.emit, number, trace=self.trace, span=span)
 

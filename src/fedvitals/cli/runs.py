@@ -58,7 +58,7 @@ def _list(store: str | None, as_json: bool) -> None:
         table.add_column(title, justify="right")
     for run in found:
         alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
-        lost = f" ({run.lost} lost)" if run.lost else " (not all judged)" if missing[run.id] else ""
+        lost = f" ({run.lost} lost)" if run.lost else " (?)" if missing[run.id] else ""
         table.add_row(
             shown(run.name),
             shown(run.id),
@@ -71,6 +71,10 @@ def _list(store: str | None, as_json: bool) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
+    unjudged = [run for run in found if missing[run.id]]
+    if unjudged:
+        text = f"Lost or (?): not all was judged. Why:  fedvitals findings {shown(unjudged[0].id)}"
+        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
     recorded = [name for name, taken in tapes.items() if taken]
     if recorded:
         runs = "1 run is" if len(recorded) == 1 else f"{len(recorded)} runs are"

@@ -21,6 +21,7 @@ from fedvitals.store.sqlite import check_file, check_version
 if sys.platform != "win32":
     import fcntl
 
+PLACES = ("round", "step", "first_round", "last_round")  # columns that say where in a run a record belongs
 WAL_BYTES = 256 << 20  # a log beyond this is folded in by nobody
 
 
@@ -150,7 +151,27 @@ def _version(database: Database) -> Sign:
 
 
 def _content(database: Database, *, written: bool) -> list[Sign]:
-    return [_symbols(database), _delivered(database), _blobs(database), *_runs(database, written=written)]
+    signs = [_symbols(database), *_numbers(database), _delivered(database), _blobs(database)]
+    return [*signs, *_runs(database, written=written)]
+
+
+def misnumbered(database: Database) -> dict[tuple[str, str], int]:
+    """Rows whose round or step is no integer, by table and column. Only SQLite lets such a value in."""
+    if database.dialect.name != "sqlite":
+        return {}
+    version, found = _version_of(database), {}
+    for table in TABLES:
+        for column in table.columns:
+            if column.name in PLACES and column.type == "integer" and max(table.since, column.since) <= version:
+                sql = f"SELECT COUNT(*) FROM {table.name} WHERE TYPEOF({column.name}) NOT IN ('integer', 'null')"  # noqa: S608
+                ((count,),) = database.rows(sql)
+                found |= {(table.name, column.name): count} if count else {}
+    return found
+
+
+def _numbers(database: Database) -> list[Sign]:
+    count = sum(misnumbered(database).values())
+    return [Sign("numbers", "trouble", f"{count} rows have a round or step that is no integer")] if count else []
 
 
 def nameless(database: Database) -> list[int]:

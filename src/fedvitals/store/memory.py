@@ -89,7 +89,7 @@ class MemoryStore:
             raise RecordError(f"{len(errors)} of {len(records)} records cannot be kept: {errors[0]}") from errors[0]
 
     def _write_blocks(self, same: Sequence[LayerStats]) -> list[Exception]:
-        """Keep matrices of one family and round as one block, or one by one where that fails; the errors that remain."""
+        """Keep matrices of one family and round as one block, or one by one where that fails; what still failed."""
         first = same[0]
         try:
             # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.

@@ -69,7 +69,19 @@ def _salvage(path: Path) -> str:
 
 def _content(database: Database) -> list[str]:
     with transaction(database):
-        return [said for step in (_blocks, _names, _delivered, _ends) if (said := step(database))]
+        return [said for step in (_numbers, _blocks, _names, _delivered, _ends) if (said := step(database))]
+
+
+def _numbers(database: Database) -> str:
+    """Records in a round that is no integer belong to no round, but stay."""
+    wrong = doctor.misnumbered(database)
+    for table, column in wrong:
+        condition = f"WHERE TYPEOF({column}) NOT IN ('integer', 'null')"
+        if table == "run_round":  # a list of the rounds that there are
+            database.execute(f"DELETE FROM {table} {condition}")  # noqa: S608 - our own words only
+        else:
+            database.execute(f"UPDATE {table} SET {column} = NULL {condition}")  # noqa: S608
+    return f"Took {sum(wrong.values())} rows out of rounds and steps that are no integers." if wrong else ""
 
 
 def _names(database: Database) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,13 +134,18 @@ def lost_records(reader: Reader, run: str) -> int:
 
 
 def _lost(reader: Reader, number: int | None) -> int:
-    """The sum of what each process that wrote the run has counted; each counts from 0."""
-    ((lost,),) = reader.database.rows(
-        "SELECT SUM(most) FROM (SELECT MAX(value) AS most FROM metric WHERE run = ? "
-        "AND name = (SELECT id FROM symbol WHERE text = 'monitor.lost') GROUP BY source) AS counted",
-        (number,),
-    )
-    return int(lost or 0)
+    """The sum of what each process that wrote the run has counted; each counts from 0.
+
+    A process tells at the end of each round and at its own, where it can: an event may wait beside the store when the
+    store itself could not be written.
+    """
+    ask, counted = reader.database.rows, dict[int, int]()
+    for name, table, column in (("monitor.lost", "metric", "value"), ("telemetry.lost", "event", "data")):
+        sql = f"SELECT source, {column} FROM {table} WHERE run = ? AND name = ?"  # noqa: S608 - our own words only
+        for source, told in ask(sql, (number, reader.names.number(name))):
+            lost = json.loads(told).get("records") if isinstance(told, str) else told
+            counted[source] = max(counted.get(source, 0), int(lost or 0))
+    return sum(counted.values())
 
 
 def newest(reader: Reader, run: str, metric: str) -> float | None:

@@ -39,6 +39,19 @@ _LOOKS_NEW: Mapping[int, tuple[str, ...]] = {
 }
 
 
+# A round that is no integer would be compared with others; `fedvitals doctor --mend` takes it out of the file.
+_WITHOUT_WRONG_ROUNDS = (
+    "PRAGMA temp_store = MEMORY",
+    "CREATE TEMP VIEW run_round AS SELECT * FROM main.run_round WHERE TYPEOF(round) = 'integer'",
+)
+
+
+def _has_wrong_rounds(database: Database) -> bool:
+    """Whether a run has a round that is a text. SQLite puts those after all numbers: one look per run will do."""
+    last = "SELECT MAX(round) FROM run_round WHERE run_round.run = run.id"
+    return bool(database.rows(f"SELECT 1 FROM run WHERE TYPEOF(({last})) = 'text' LIMIT 1"))  # noqa: S608
+
+
 def _authorise(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """Reading and nothing else: «mode=ro» alone would let ATTACH and VACUUM INTO write other files."""
     if action in _MAY and second != "load_extension":
@@ -127,7 +140,10 @@ def read_sqlite(path: Path) -> Reader:
                 f"The store '{path}' {what}; this fedvitals reads version {VERSION}. "
                 "The first training that writes to it brings it up to date."
             )
-        for statement in _LOOKS_NEW.get(version, ()):
+        for statement in (
+            *_LOOKS_NEW.get(version, ()),
+            *(_WITHOUT_WRONG_ROUNDS if _has_wrong_rounds(database) else ()),
+        ):
             database.execute(statement)
         connection.execute("PRAGMA query_only = ON")
         connection.create_function("fedvitals_layer", 8, _layer, deterministic=True)

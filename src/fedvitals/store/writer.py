@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from fedvitals.errors import RecordError
 from fedvitals.records import LayerStats, LayerTable, Record, Run, Truth, run_of
 from fedvitals.store import compaction, rows
 from fedvitals.store.delivered import Delivered
@@ -53,7 +54,10 @@ class Writer:
         """Store what is new of the batch, all or nothing."""
         rows.check(records)
         due: set[Family] = set()
-        self._transaction({run_of(record) for record in records}, partial(self._ingest, records, due))
+        try:
+            self._transaction({run_of(record) for record in records}, partial(self._ingest, records, due))
+        except (TypeError, ValueError, OverflowError) as error:  # of our own making rows, not of the database
+            raise RecordError(f"A record cannot be stored ({type(error).__name__}: {error}).") from error
         for key in due:
             # Each merge is a transaction of its own: a reader sees the blocks before or after it, never both.
             while key in self._pending and (taken := self._pending[key].take()):

@@ -49,7 +49,17 @@ class Outlet:
         passed = released(record, self._policy, clients=clients, stray=stray, held=True)
         if passed is None:
             return
-        self._put(stamped(passed, self._source, next(self._sequence)))
+        self._put(self.stamped(passed))
+
+    def stamped(self, record: Record) -> Record:
+        """The record with an identity of this outlet."""
+        return stamped(record, self._source, next(self._sequence))
+
+    def store(self, record: Record) -> None:
+        """For the first sink alone, the store: the others have ended."""
+        passed = released(record, self._policy, held=True)
+        if passed is not None and self._queues:
+            self._queues[0].put(self.stamped(passed))
 
     def admit(self, record: Record) -> None:
         """A record of another process: held against the level once more, queued with the identity that it has."""

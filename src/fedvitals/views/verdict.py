@@ -81,10 +81,9 @@ def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
     notes = [case for case in now if not _is_serious_now(case)]
     if ill:
         return _of_cases("ill", "", ill, cases, facts)
-    if facts.gaps and facts.detectors and facts.rounds and not notes and not over:
-        return Verdict("unjudged", no_all_clear(facts.gaps), _how_it_stands(facts))
-    if not facts.detectors and not cases:
-        return Verdict("unjudged", "Not judged: no detector looked at this run.", _how_it_stands(facts))
+    if (not facts.detectors and not cases) or (facts.gaps and not notes and not over):
+        why = no_all_clear(facts.gaps) if facts.detectors else "Not judged: no detector looked at this run."
+        return Verdict("unjudged", why, _how_it_stands(facts))
     if facts.rounds < WARM:
         return Verdict("warming", _too_early(facts), _how_it_stands(facts))
     if notes:
