@@ -88,7 +88,7 @@ def train(monitor, names, rounds, ill=None):
             monitor.log(accuracy=0.5)
             with torch.no_grad():
                 for i, parameter in enumerate(shared.parameters()):
-                    parameter += torch.stack([u[i] for c, u in updates.items() if c != ill]).mean(0)
+                    parameter.add_(torch.stack([u[i] for c, u in updates.items() if c != ill]).mean(0))
     return [p.detach() for p in shared.parameters()]
 
 
@@ -154,9 +154,9 @@ def test_corrections_come_back_with_the_text_of_the_name():
 
 
 def test_a_name_given_twice_in_two_ways_is_one_client():
-    with fv.Monitor(None, strict=True, machine=False) as monitor, monitor.round(0), monitor.client(7, mlp()):
-        with pytest.raises(ConfigError, match="Client '7' is already open"):
-            monitor.client_begin("7", mlp())
+    monitor = fv.Monitor(None, strict=True, machine=False)
+    with monitor, monitor.round(0), monitor.client(7), pytest.raises(ConfigError, match="Client '7' is already open"):
+        monitor.client_begin("7", mlp())
 
 
 @pytest.mark.parametrize("number", ["zero", 1.5, None, -1])

@@ -17,6 +17,7 @@ from fedvitals.records import Event, Metric, Run, Where
 from fedvitals.store import open_reader, open_store, queries
 from fedvitals.store.doctor import examine
 from fedvitals.store.identity import logs_aside
+from fedvitals.store.marks import set_mark
 from fedvitals.store.mending import mend
 from patient import ROUNDS, check, suffer
 from store_contract import RUN, metric
@@ -195,7 +196,7 @@ def test_two_writers_of_one_process_whose_file_was_deleted_meet_again(tmp_path):
     assert runs_and_rounds(path) == {"r-1": [0, 1], OTHER.id: [0, 1]}
 
 
-@pytest.mark.parametrize("change", ["fold", "row", "mode"])
+@pytest.mark.parametrize("change", ["fold", "row", "deleted rows", "mode"])
 def test_what_others_may_do_to_a_store_is_no_exchange(tmp_path, change):
     path = tmp_path / "runs.db"
     with open_store(path) as store:
@@ -207,6 +208,8 @@ def test_what_others_may_do_to_a_store_is_no_exchange(tmp_path, change):
                 "fold": "d.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
                 "row": "d.execute('INSERT INTO mark (run, kind, target, value, at) SELECT id, ?, ?, ?, 0 FROM run', "
                 "('tag', 'good', ''))\nd.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
+                "deleted rows": "d.execute('DELETE FROM metric WHERE round = 1')\n"
+                "d.execute('PRAGMA wal_checkpoint(TRUNCATE)')",
                 "mode": "os.chmod(sys.argv[1], 0o600)",
             }[change]
         )
@@ -214,6 +217,7 @@ def test_what_others_may_do_to_a_store_is_no_exchange(tmp_path, change):
         store.write(batch(2))
         assert store.path == path
     assert runs_and_rounds(path) == {"r-1": [0, 1, 2]}
+    assert is_sound(path)
 
 
 def test_a_log_that_a_killed_process_left_is_not_applied_to_another_file(tmp_path):
@@ -222,6 +226,8 @@ def test_a_log_that_a_killed_process_left_is_not_applied_to_another_file(tmp_pat
     make_other(tmp_path / "other.db")
     shutil.copyfile(tmp_path / "other.db", path)
     assert runs_and_rounds(path) == {OTHER.id: list(range(50))}  # a reader leaves the log out
+    with pytest.raises(StoreError, match="lies the log of another file"):
+        set_mark(path, OTHER.id, "tag", "good")
     signs = {sign.what: sign for sign in examine(path)}
     assert signs["log"].state == "trouble"
     assert signs["file"].state == "fine"

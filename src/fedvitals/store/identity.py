@@ -48,10 +48,13 @@ class Content:
     runs: frozenset[tuple[int, float | None]]
     highest: tuple[int, ...]
 
-    def continues(self, earlier: Content) -> bool:
-        """Whether this is a later (or the same) state of the store that had the earlier content."""
+    def continues(self, earlier: Content, *, edited: bool = False) -> bool:
+        """Whether this is a later (or the same) state of the store that had the earlier content.
+
+        `edited`: another program may have deleted rows, though no runs.
+        """
         grown = all(now >= before for now, before in zip(self.highest, earlier.highest, strict=True))
-        return grown and earlier.runs <= self.runs
+        return (grown or edited) and earlier.runs <= self.runs
 
     def to_json(self, signature: Signature) -> str:
         runs = sorted(self.runs, key=lambda run: run[0])[:RUNS_REMEMBERED]
@@ -100,7 +103,7 @@ def content_of(path: Path) -> Content | None:
     return Content(frozenset(runs), tuple(number or 0 for number in row))
 
 
-def is_another(path: Path, earlier: Content) -> bool | None:
+def is_another(path: Path, earlier: Content, *, edited: bool = False) -> bool | None:
     """Whether the file holds something else than a later state of a store; None when that cannot be seen.
 
     A file into which a log is being folded, or was when its writer was killed, is not sound without that log. One that
@@ -113,7 +116,7 @@ def is_another(path: Path, earlier: Content) -> bool | None:
         with contextlib.closing(_alone(path)) as connection:
             connection.execute("PRAGMA schema_version").fetchone()
             content = content_of(path)
-            if content is not None and content.continues(earlier):
+            if content is not None and content.continues(earlier, edited=edited):
                 return False
             sound = connection.execute("PRAGMA quick_check(1)").fetchall() == [("ok",)]
     except (sqlite3.Error, sqlite3.Warning) as error:
@@ -127,9 +130,13 @@ class FileWatch:
     `check` costs one `stat` as long as nothing was folded into the file. Afterwards, the content is compared.
     """
 
-    def __init__(self, path: Path, is_sound: Callable[[], bool]) -> None:
-        """`is_sound`: whether the store can be read through the open connection, which knows the log."""
-        self._path, self._is_sound = path.absolute(), is_sound
+    def __init__(self, path: Path, is_sound: Callable[[], bool], is_edited: Callable[[], bool]) -> None:
+        """Begin to watch a store that this process has just opened.
+
+        `is_sound`: whether it can be read through the open connection, which knows the log. `is_edited`: whether
+        another program has written to it through SQLite since.
+        """
+        self._path, self._is_sound, self._is_edited = path.absolute(), is_sound, is_edited
         self._signature = signature_of(self._path)
         self._content = content_of(self._path)
         self._maintained = _MAINTAINED.get(self._path, 0)
@@ -149,8 +156,10 @@ class FileWatch:
     def remember(self) -> bool:
         """Take in what this process has just written; whether the file itself has changed by it."""
         signature = signature_of(self._path)
+        if signature is None or signature[:2] != (self._signature or (0, 0))[:2]:
+            return False
         self._logs = self._log_inodes() or self._logs
-        if signature is None or signature == self._signature or signature[:2] != (self._signature or (0, 0))[:2]:
+        if signature == self._signature:
             return False
         content, before = content_of(self._path), self._content
         known = before is None or {run for run, _ in before.runs} <= {run for run, _ in (content or before).runs}
@@ -169,8 +178,10 @@ class FileWatch:
         if before != self._maintained or self._content is None:
             self._signature, self._content = signature, content_of(self._path)
             return Condition.SAME
-        deadline = time.monotonic() + PATIENCE
-        while (another := is_another(self._path, self._content)) is None and time.monotonic() < deadline:
+        deadline, edited = time.monotonic() + PATIENCE, self._is_edited()
+        while (another := is_another(self._path, self._content, edited=edited)) is None:
+            if time.monotonic() > deadline:
+                break
             time.sleep(PAUSE)
         if another or (another is None and not self._is_sound()):
             return Condition.OVERWRITTEN

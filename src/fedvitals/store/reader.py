@@ -6,18 +6,19 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
+from fedvitals.store.ddl import quoted
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.history import SqlHistory
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.packing import NONE, entries_of, numbers_of
-from fedvitals.store.schema import LAYER_STATISTICS, VERSION
+from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.symbols import Names
 
@@ -39,11 +40,26 @@ _LOOKS_NEW: Mapping[int, tuple[str, ...]] = {
 }
 
 
-# A round that is no integer would be compared with others; `fedvitals doctor --mend` takes it out of the file.
-_WITHOUT_WRONG_ROUNDS = (
-    "PRAGMA temp_store = MEMORY",
-    "CREATE TEMP VIEW run_round AS SELECT * FROM main.run_round WHERE TYPEOF(round) = 'integer'",
-)
+def _without_wrong_rounds(version: int) -> Iterator[str]:
+    """Statements after which a reader sees records of a round that is no integer in no round.
+
+    Also in its own temporary schema; `fedvitals doctor --mend` changes the file.
+    """
+    yield "PRAGMA temp_store = MEMORY"
+    yield "CREATE TEMP VIEW run_round AS SELECT * FROM main.run_round WHERE TYPEOF(round) = 'integer'"
+    for table in TABLES:
+        columns = [column for column in table.columns if column.since <= version]
+        if table.name == "run_round" or table.since > version or not {"round", "step"} & {c.name for c in columns}:
+            continue
+        shown = ", ".join(_integer(column.name) for column in columns)
+        for name in filter(None, (table.name, table.view)):
+            yield f"CREATE TEMP VIEW IF NOT EXISTS {name} AS SELECT {shown} FROM main.{name}"  # noqa: S608
+
+
+def _integer(column: str) -> str:
+    if column not in ("round", "step"):
+        return quoted(column)
+    return f"CASE WHEN TYPEOF({column}) = 'integer' THEN {column} END AS {column}"
 
 
 def _has_wrong_rounds(database: Database) -> bool:
@@ -140,10 +156,9 @@ def read_sqlite(path: Path) -> Reader:
                 f"The store '{path}' {what}; this fedvitals reads version {VERSION}. "
                 "The first training that writes to it brings it up to date."
             )
-        for statement in (
-            *_LOOKS_NEW.get(version, ()),
-            *(_WITHOUT_WRONG_ROUNDS if _has_wrong_rounds(database) else ()),
-        ):
+        for statement in _LOOKS_NEW.get(version, ()):
+            database.execute(statement)
+        for statement in _without_wrong_rounds(version) if _has_wrong_rounds(database) else ():
             database.execute(statement)
         connection.execute("PRAGMA query_only = ON")
         connection.create_function("fedvitals_layer", 8, _layer, deterministic=True)

@@ -152,21 +152,12 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _integers(column: Column) -> Column:
-    """None for what is no integer, which SQLite keeps in any column: such a record is in no round."""
-    if {*map(type, column)} <= {int, type(None)}:
-        return column
-    return [value if isinstance(value, int) else None for value in column]
-
-
 def from_rows(kind: type, rows: Sequence[Row]) -> list[Any]:
     """The records that `select` found, made column by column: a third of the time that each by itself takes."""
     if not rows:
         return []
     columns = TABLE[TABLE_OF[kind]].columns[1:]
     found: dict[str, Column] = {c.name: v for c, v in zip(columns, zip(*rows, strict=True), strict=True)}
-    for name in ("round", "step"):
-        found[name] = _integers(found[name])
     where = map(Where, *(found.pop(name) for name in _PLACE))
     for column in columns:
         if column.name not in found:

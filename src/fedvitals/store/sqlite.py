@@ -232,7 +232,7 @@ class SqliteStore:
         self._database = _connect(self.path)
         self._fold_in()
         self._process = os.getpid()
-        self._watch = FileWatch(self.path, partial(_is_sound, self._database))
+        self._watch = FileWatch(self.path, partial(_is_sound, self._database), self._is_edited)
         self._writer = Writer(self._database, self._changed_elsewhere, self._refuse_exchanged)
         return self._writer
 
@@ -336,6 +336,12 @@ class SqliteStore:
         (now,) = self._database.rows("PRAGMA data_version")[0]
         before, self._data_version = self._data_version, now
         return bool(now != before)
+
+    def _is_edited(self) -> bool:
+        """Whether another connection has written since our last transaction; that one will ask again."""
+        if self._database is None or self._data_version < 0:
+            return False
+        return bool(self._database.rows("PRAGMA data_version")[0][0] != self._data_version)
 
     def close(self) -> None:
         """Put everything into the one file, and let others write. A later write opens it again."""
