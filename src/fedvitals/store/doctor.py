@@ -159,7 +159,7 @@ def misnumbered(database: Database) -> dict[tuple[str, str], int]:
     """Rows whose round or step is no integer, by table and column. Only SQLite lets such a value in."""
     if database.dialect.name != "sqlite":
         return {}
-    version, found = _version_of(database), {}
+    version, found = _version_of(database), dict[tuple[str, str], int]()
     for table in TABLES:
         for column in table.columns:
             if column.name in PLACES and column.type == "integer" and max(table.since, column.since) <= version:
