@@ -319,10 +319,12 @@ class Chart:
         """What detectors have seen so far."""
         return self._memory.history(self.run.id)
 
-    def findings(self) -> Findings:
-        """What the detectors have said so far."""
+    def findings(self, *, complete: bool = True) -> Findings:
+        """What the detectors have said so far. `complete`: whether they have seen everything."""
         attendance = None if self._live is None else self._live.attendance
         missing = gaps(self._failures, self.lost)
+        if not complete and not self.lost:
+            missing = (*missing, "some records still wait for the store or the detectors")
         return Findings(self.found, installed=len(self._detectors), attendance=attendance, gaps=missing)
 
     @property
@@ -406,7 +408,9 @@ class Chart:
             raise error
         kind = type(error).__name__
         cause = f"{doing}: {kind}: {error}"[:1000]
-        if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
+        # The first of each kind is always told: it may be why the run is not judged.
+        known = any(failure.doing == doing for failure in self._failures)
+        if cause in self._reported or len(self._reported) >= (CAUSES_REPORTED if known else 10 * CAUSES_REPORTED):
             return
         self._reported.add(cause)
         place, data = where(scope or self.here()), {"doing": doing, "exception": kind}

@@ -207,8 +207,7 @@ class Monitor:
 
     def findings(self) -> Findings:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
-        self.flush()
-        return self._chart.findings()
+        return self._chart.findings(complete=self.flush() or self._chart.flush(1.0, own=True))
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything so far is written. False: not in time, or something was lost."""

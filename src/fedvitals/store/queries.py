@@ -139,12 +139,12 @@ def _lost(reader: Reader, number: int | None) -> int:
     A process tells at the end of each round and at its own, where it can: an event may wait beside the store when the
     store itself could not be written.
     """
-    ask, counted = reader.database.rows, dict[int, int]()
-    for name, table, column in (("monitor.lost", "metric", "value"), ("telemetry.lost", "event", "data")):
-        sql = f"SELECT source, {column} FROM {table} WHERE run = ? AND name = ?"  # noqa: S608 - our own words only
-        for source, told in ask(sql, (number, reader.names.number(name))):
-            lost = json.loads(told).get("records") if isinstance(told, str) else told
-            counted[source] = max(counted.get(source, 0), int(lost or 0))
+    ask, name = reader.database.rows, reader.names.number
+    metrics = "SELECT source, MAX(value) FROM metric WHERE run = ? AND name = ? GROUP BY source"
+    counted = {source: int(most or 0) for source, most in ask(metrics, (number, name("monitor.lost")))}
+    told = "SELECT source, data FROM event WHERE run = ? AND level = ? AND name = ?"
+    for source, data in ask(told, (number, name("warning"), name("telemetry.lost"))) if name("telemetry.lost") else ():
+        counted[source] = max(counted.get(source, 0), int(json.loads(data).get("records") or 0))
     return sum(counted.values())
 
 
@@ -307,12 +307,15 @@ def layer_round(reader: Reader, run: str, family: str, round: int) -> LayerRound
     )
 
 
-def events(reader: Reader, run: str, *, level: str | None = None, limit: int | None = None) -> list[Event]:
-    """The newest events, of one level where given; oldest first."""
-    condition, values = ("", [run]) if level is None else (" AND level = ?", [run, level])
+def events(
+    reader: Reader, run: str, *, level: str | None = None, name: str | None = None, limit: int | None = None
+) -> list[Event]:
+    """The newest events, of one level and one name where given; oldest first."""
+    wanted = {column: value for column, value in (("level", level), ("name", name)) if value is not None}
+    condition = "".join(f" AND {column} = ?" for column in wanted)
     found = reader.database.rows(
         f"{rows.select(Event)} WHERE run = ?{condition} ORDER BY at DESC, arrival DESC LIMIT ?",
-        (*values, 2**62 if limit is None else limit),
+        (run, *wanted.values(), 2**62 if limit is None else limit),
     )
     return rows.from_rows(Event, found[::-1])
 
