@@ -12,8 +12,11 @@ import torch
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError
-from fedvitals.records import Metric, node_name, round_index
+from fedvitals.profiling.capture import Captures
+from fedvitals.records import Metric, Where, node_name, round_index
 from fedvitals.store import MemoryStore, open_reader, queries
+from fedvitals.telemetry.curves import Curves
+from fedvitals.telemetry.sender import Sender
 from models import mlp
 
 
@@ -213,3 +216,12 @@ def test_a_client_without_a_name_stops_no_training(name, caplog):
         monitor.client_end(name)
         monitor.log(loss=1.0)
     assert "needs a name" in caplog.text
+
+
+def test_whoever_chooses_clients_by_name_may_use_numbers():
+    assert Sender(7, "run").node == "7"
+    captured = Captures(fv.Capture(rounds=(0,), nodes=(7,)))
+    assert captured.begin("7", 0, mlp(), lambda *_: None) is not None
+    assert captured.begin("8", 0, mlp(), lambda *_: None) is None
+    drawn = Curves(nodes=[7]).of([Metric(Where("r", 0, name), 0.0, "loss", 1.0) for name in ("7", "8")])
+    assert len(drawn) == len(Curves(nodes=["7"]).of([Metric(Where("r", 0, "7"), 0.0, "loss", 1.0)]))

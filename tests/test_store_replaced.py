@@ -250,6 +250,30 @@ def test_a_writer_moves_the_log_of_another_file_aside(tmp_path, caplog):
     assert len(logs_aside(path)) == 2
 
 
+def test_a_log_that_a_reader_kept_is_not_applied_to_a_restored_backup(tmp_path):
+    """While somebody reads, the log stays beside a store that is closed; so does the note that says whose it is."""
+    path = tmp_path / "runs.db"
+    with open_store(path) as store:
+        store.write([RUN, *batch(0)])
+    shutil.copyfile(path, tmp_path / "backup.db")
+    store.write(batch(1))
+    store.close()
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        store.write(batch(2))
+        assert reader.execute("SELECT COUNT(*) FROM run").fetchall() == [(1,)]
+        store.close()
+        assert path.with_name("runs.db-wal").stat().st_size > 0
+    shutil.copyfile(tmp_path / "backup.db", path)
+    code = "import sys\nfrom test_store_replaced import *\nprint(runs_and_rounds(Path(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", code, path], cwd=HERE, capture_output=True, text=True, check=True)
+    assert done.stdout == "{'r-1': [0]}\n"
+    with open_store(path) as store:
+        store.write(batch(3))
+    assert runs_and_rounds(path) == {"r-1": [0, 3]}
+    assert is_sound(path)
+
+
 def test_a_log_without_its_file_is_kept(tmp_path):
     path = tmp_path / "runs.db"
     killed_writer(path)

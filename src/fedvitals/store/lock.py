@@ -88,8 +88,10 @@ class WriterLock:
             self._hold()
 
     def _hold(self) -> None:
+        opened = False
         while True:
             if self._file is None:
+                opened = True
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 _HELD[self._path] = _HELD.get(self._path, 0) + 1
             try:
@@ -104,9 +106,10 @@ class WriterLock:
             if self._is_current():
                 break
             self._close()  # its last owner removed the file between our opening and our locking it
-        if owner_of(self._file) != str(os.getpid()):
+        if opened:
             self.note_before = os.pread(self._file, NOTE_BYTES, 0).decode(errors="replace").partition("\n")[2] or None
-            self._say("")
+        if owner_of(self._file) != str(os.getpid()):
+            self._say(self.note_before or "")
 
     def note(self, text: str) -> None:
         """Write one line into the file, for others to read and for the next owner if this process is killed."""
@@ -119,6 +122,13 @@ class WriterLock:
             content = f"{os.getpid()}\n{text}".encode()
             os.pwrite(self._file, content, 0)
             os.ftruncate(self._file, len(content))
+
+    def _has_log(self) -> bool:
+        """Whether the store's log stays behind, as it does while somebody reads: the note says whose it is."""
+        try:
+            return self._store.absolute().with_name(f"{self._store.name}-wal").stat().st_size > 0
+        except OSError:
+            return False
 
     def _is_current(self) -> bool:
         try:
@@ -141,6 +151,6 @@ class WriterLock:
         with _GATE:
             if self._file is None:
                 return
-            if _HELD.get(self._path, 1) <= 1 and self._is_current():
+            if _HELD.get(self._path, 1) <= 1 and self._is_current() and not self._has_log():
                 self._path.unlink(missing_ok=True)
             self._close()

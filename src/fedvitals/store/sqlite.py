@@ -234,6 +234,7 @@ class SqliteStore:
         self._process = os.getpid()
         self._watch = FileWatch(self.path, partial(_is_sound, self._database), self._is_edited)
         self._writer = Writer(self._database, self._changed_elsewhere, self._refuse_exchanged)
+        self._leave_note()
         return self._writer
 
     # -- the file that is open, and the one that has its name ---------------------------------------------------------
@@ -256,9 +257,13 @@ class SqliteStore:
         if not self._watch.identified:
             self._fold_in()  # a file that holds no run yet could not be told from another
         if self._watch.remember():
-            note = self._watch.note()
-            if note is not None:
-                self._file_lock.note(note)
+            self._leave_note()
+
+    def _leave_note(self) -> None:
+        """In the lock file: whose log it is that lies beside the store."""
+        note = None if self._watch is None else self._watch.note()
+        if note is not None:
+            self._file_lock.note(note)
 
     def _rescue(self, database: Database) -> Writer:
         """Write the store out again: its file is no longer at its place, and lives as long as our connection does."""
@@ -356,6 +361,8 @@ class SqliteStore:
                     lost = error
                     self._tell_lost(error.lost)
                 _fold(self._database)
+                if self._watch is not None and self._watch.remember():
+                    self._leave_note()  # for the log, if a reader keeps it
             finally:
                 if self._database is not None:
                     self._database.connection.close()

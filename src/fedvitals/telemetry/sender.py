@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, run_of
+from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, node_name, run_of
 
 OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
 OF_SERVERS = ("aggregation.failed", "cohort", "groups")  # events that tell of all
@@ -24,6 +24,9 @@ class Sender:
 
     node: Node
     run: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "node", node_name(self.node))
 
     def own(self, record: Record, run: str) -> Record:
         """The record as one of the run here; an error if it is another's."""
