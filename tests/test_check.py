@@ -96,7 +96,7 @@ def test_a_sick_run_is_one_and_nothing_differs(store, capsys):
     assert "NAN_GRADIENT" in out
     assert "Nothing differs from" in out
     told = json.loads(run(capsys, "check", "nan", "--json", "--store", store)[1])["result"]
-    assert {"run", "detectors", "cases", "difference", "failed"} == set(told)
+    assert {"run", "detectors", "cases", "difference", "failed", "not_judged"} == set(told)
     assert told["difference"]["only_now"] == told["difference"]["only_stored"] == []
     assert any(case["issue"] == "NAN_GRADIENT" and case["node"] == "c1" for case in told["cases"])
 
@@ -124,8 +124,9 @@ def test_what_was_said_then_and_is_not_said_now(store, capsys, monkeypatch):
 
     monkeypatch.setattr(examining, "DETECTORS", (broken,))
     code, out, err = run(capsys, "check", "nan", "--store", store)
-    assert code == 0
+    assert code == 1  # no all-clear
     assert "only stored" in out
+    assert "No findings, but not all was judged: the detector 'broken' failed (ValueError)." in out
     assert err.count("the detector 'broken' failed: ValueError('no')") == 1
 
 

@@ -258,7 +258,11 @@ def test_many_clients_stand_together_and_the_ill_ones_alone(tmp_path):
     with open_reader(stored(tmp_path / "t.db", run)) as reader:
         page = topology_page(reader, "many", most=200)
         assert page.joined
-        assert {node.name: node.count for node in page.nodes} == {"server": 1, "c17": 1, "299 clients well": 299}
+        assert {node.name: node.count for node in page.nodes} == {
+            "server": 1,
+            "c17": 1,
+            "299 clients without a finding": 299,
+        }
         assert sum(edge.bytes for edge in page.edges) == page.bytes == 600 * BYTES
         assert page.took_part == page.clients == 300
         assert len(topology_page(reader, "many").nodes) == 301

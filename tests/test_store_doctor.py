@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fedvitals doctor`: what it sees, what it mends, and what it says about both."""
 
+import contextlib
 import importlib.util
 import signal
 import sqlite3
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from fedvitals.errors import StoreError
-from fedvitals.records import Event, Where
+from fedvitals.records import Event, Metric, Where
 from fedvitals.store import open_reader, open_store, queries
 from fedvitals.store.doctor import examine
 from fedvitals.store.mending import mend
-from fedvitals.telemetry.spill import Spill, leftover
+from fedvitals.telemetry.queue import Queue
+from fedvitals.telemetry.spill import Spill, leftover, to_json
 from fedvitals.testing import tiny_run
 from store_contract import RUN, metric, stats
 from test_cli import result, run
@@ -179,3 +181,69 @@ def test_what_is_no_store_is_not_touched(tmp_path):
             mend(path)
         assert path.read_bytes() == before
     assert sorted(file.name for file in tmp_path.iterdir()) == ["notes.txt", "other.db"]
+
+
+def poisoned(path):
+    """A store with a round that is a text, as a host may have given it: SQLite keeps anything in any column."""
+    watched = tiny_run(path, strict=True, rounds=3)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        for table in ("metric", "event", "span", "run_round"):
+            database.execute(f"UPDATE {table} SET round = 'zero' WHERE round = 1")
+        database.execute("UPDATE layer_block SET first_round = 'zero', last_round = 'zero' WHERE first_round = 1")
+    return watched.run.id
+
+
+def test_a_round_that_is_no_integer_is_read_around_and_mended(tmp_path, capsys):
+    path = tmp_path / "runs.db"
+    identity = poisoned(path)
+    for verb in ("runs", "show", "findings", "check", "profile", "report"):
+        rest = () if verb == "runs" else (identity, "-o", tmp_path / "report.md") if verb == "report" else (identity,)
+        code, _, error = run(capsys, verb, *rest, "--store", path)
+        assert code in (0, 1), error
+    with open_reader(path) as reader:
+        assert reader.history(identity).rounds() == [0, 2]
+    code, out, _ = run(capsys, "doctor", path)
+    assert code == 1
+    assert "have a round or step that is no integer" in out
+    code, out, _ = run(capsys, "doctor", path, "--mend")
+    assert code == 0
+    assert "out of rounds and steps that are no integers" in " ".join(out.split())
+    assert not [sign for sign in examine(path) if sign.state == "trouble"]
+    with open_reader(path) as reader:
+        assert reader.history(identity).rounds() == [0, 2]
+        ((kept,),) = reader.database.rows("SELECT COUNT(*) FROM metrics WHERE round IS NULL AND name = 'time.client'")
+        assert kept > 0  # they belong to no round, but are there
+
+
+def test_spilled_records_of_a_round_that_is_no_integer_come_back_in_no_round(tmp_path, capsys):
+    """What earlier versions left beside the store when somebody counted his rounds by words."""
+    path = tmp_path / "runs.db"
+    identity = tiny_run(path, strict=True).run.id
+    folder = tmp_path / "runs.db.d"
+    folder.mkdir()
+    events = [
+        Event(Where(identity, "zero", 7), 1.0, "warning", "monitor.error", "closing a round", {}, "m", 1),
+        Event(Where(identity, 0), 1.0, "warning", "other", "another", {}, "m", 2),
+    ]
+    (folder / "spill-sqlitestore-1-00.jsonl").write_text("".join(f"{to_json(event)}\n" for event in events))
+    code, out, _ = run(capsys, "doctor", path, "--mend")
+    assert code == 0
+    assert "Took back what 1 files" in out
+    assert not any(folder.glob("spill-*"))
+    with open_reader(path) as reader:
+        found = {event.name: event.where for event in queries.records(reader, identity, Event) if event.source == "m"}
+    assert found == {"monitor.error": Where(identity, None, "7"), "other": Where(identity, 0)}
+
+
+def test_a_record_that_a_store_cannot_take_costs_only_itself(tmp_path):
+    path = tmp_path / "runs.db"
+    store = open_store(path)
+    queue = Queue(store)
+    good = [metric(number, "c1", 1.0, sequence=number + 1) for number in range(9)]
+    bad = Metric(Where("r-1", "zero", "c1"), 1.0, "loss", 1.0, "m", 99)
+    queue.put_many([RUN, *good[:4], bad, *good[4:]])
+    assert not queue.flush()
+    queue.close()
+    assert queue.lost == {"bad record": 1}
+    with open_reader(path) as reader:
+        assert reader.history("r-1").rounds() == list(range(9))

@@ -6,38 +6,32 @@ It knows the run's identity and layer tables, owns the way to the sinks, and cat
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
 import os
-import platform
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-import fedvitals
+from fedvitals.diagnosis.gaps import Failure, gaps
 from fedvitals.diagnosis.issues import ISSUES
 from fedvitals.diagnosis.live import Findings, LiveDetectors
 from fedvitals.diagnosis.until import LOOK_BACK
 from fedvitals.errors import ConfigError
+from fedvitals.lifecycle import versions
 from fedvitals.loop_tape import LoopTape
 from fedvitals.parts import edge_span
 from fedvitals.probes.results import Results
-from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.live import LiveProfile
 from fedvitals.profiling.machine import MachineSampler
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.protocols import Recorder as TapeRecorder
-from fedvitals.records import Event, Finding, LayerTable, Record, Run
+from fedvitals.records import Event, Finding, LayerTable, Metric, Record, Run, Where
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
 from fedvitals.store import MemoryStore, open_reader, open_store, spill_folder, store_target
@@ -47,7 +41,7 @@ from fedvitals.telemetry.outlet import SOURCE, Outlet
 from fedvitals.telemetry.parcel import Parcel
 from fedvitals.telemetry.privacy import SERVER, WORDS, Policy, released
 from fedvitals.telemetry.recorder import Recorder, where
-from fedvitals.telemetry.spill import readmit
+from fedvitals.telemetry.spill import Spill, readmit
 from fedvitals.telemetry.timing import new_span_id, new_trace
 
 logger = logging.getLogger("fedvitals")
@@ -82,6 +76,7 @@ class Chart:
         self._memory = MemoryStore(rounds=LOOK_BACK)  # what detectors look back on
         self._store, self._sinks, self._detectors = store, sinks, detectors
         self._live: LiveDetectors | None = None
+        self._kept_in: Sink | None = None  # the store, once it is open
         self._policy = policy
         self._training: dict[str | None, int] = {}  # span of each open client → thread that it was opened on
         self.trace = new_trace()
@@ -90,6 +85,8 @@ class Chart:
         self.last_round: int | None = None
         self.tables: dict[str, LayerTable] = {}  # by digest
         self.own_tables: dict[str, LayerTable] = {}  # those of models known here and in our own workers
+        self._failures: list[Failure] = []  # of our own work, each cause once
+        self._lost_told = 0  # as last recorded
         self.missed = 0  # records of workers that never came home, as far as is known
         self._way_out = outlet
         self._outlet: Outlet | Parcel | None = None
@@ -241,13 +238,14 @@ class Chart:
             if self._outlet is not None:
                 return self._outlet
             sinks: list[Sink] = [] if self._store is None else [open_store(self._store)]
+            self._kept_in = sinks[0] if sinks else None
             live: list[Sink] = [LiveProfile(self.emit)] if self._profile else []
             if self._detectors:
                 own = (self.run.id, self._memory, self._detectors)
                 self._live = LiveDetectors(*own, self._take_finding, self.report)
                 live.append(self._live)
             if live:
-                sinks.append(_OneAfterTheOther(live))
+                sinks.append(_OneAfterTheOther(live, self.report))
             spill = None if self._store is None else spill_folder(self._store)
             for sink in self._sinks:
                 if hasattr(sink, "begin"):  # an alert may name a family of issues, and wait on disk
@@ -265,7 +263,7 @@ class Chart:
             handler = EventHandler(self.emit, run=self.run.id, fallback=self.here)
             logging.getLogger().addHandler(handler)
             self._stop = lambda: logging.getLogger().removeHandler(handler)
-            self.run = replace(self.run, started=self.run.started or time.time(), versions=_versions())
+            self.run = replace(self.run, started=self.run.started or time.time(), versions=versions())
             outlet.emit(self.run)
             if self._tape is not None:
                 self.guard("opening the tape", functools.partial(self._open_tape, spill))
@@ -330,14 +328,19 @@ class Chart:
         """What detectors have seen so far."""
         return self._memory.history(self.run.id)
 
-    def findings(self) -> Findings:
-        """What the detectors have said so far."""
+    def findings(self, *, complete: bool = True) -> Findings:
+        """What the detectors have said so far. `complete`: whether they have seen everything."""
         attendance = None if self._live is None else self._live.attendance
-        return Findings(self.found, installed=len(self._detectors), attendance=attendance)
+        missing = gaps(self._failures, self.lost)
+        if not complete and not self.lost:
+            missing = (*missing, "some records still wait for the store or the detectors")
+        return Findings(self.found, installed=len(self._detectors), attendance=attendance, gaps=missing)
 
     @property
     def file(self) -> Path | None:
         target = None if self._store is None else store_target(self._store)
+        moved = getattr(self._kept_in, "path", None)  # it goes on beside the store if that was replaced
+        target = moved if isinstance(moved, Path) else target
         return target.absolute() if isinstance(target, Path) else None
 
     @property
@@ -361,9 +364,42 @@ class Chart:
             self.guard("ending the tape", lambda: (outlet.flush(30.0), self._tape.close()))
         self.run = replace(self.run, finished=time.time())
         self.emit(self.run)
-        self.guard("closing the sinks", outlet.close)
+        ends = isinstance(outlet, Outlet) and functools.partial(outlet.close, before_store=self._tell_lost)
+        self.guard("closing the sinks", ends or outlet.close)
+        if self.lost > self._lost_told and isinstance(outlet, Outlet) and self._store is not None:
+            leave = functools.partial(self._leave_word_of_losses, outlet, spill_folder(self._store))
+            self.guard("telling of lost records", leave)
         if self.lost:
             logger.warning("fedvitals lost %d records of run %s.", self.lost, self.run.id)
+
+    def _tell_lost(self) -> None:
+        """The final count of lost records, for whoever reads the store: the last round told what was known by then."""
+        outlet = self._outlet
+        if self.lost == self._lost_told or self._store is None or not isinstance(outlet, Outlet):
+            return
+        self._lost_told, event = self.lost, self._loss_of(outlet)
+        for record in (Metric(event.where, event.at, "monitor.lost", float(self._lost_told)), event):
+            outlet.store(record)
+
+    def _loss_of(self, outlet: Outlet) -> Event:
+        """How many records were lost so far, and by which sink."""
+        causes = {**({"workers": self.missed} if self.missed else {}), **outlet.losses}
+        told = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
+        place, words = Where(self.run.id, self.last_round), f"{self.lost} records were lost ({told})."
+        return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.lost})
+
+    def _leave_word_of_losses(self, outlet: Outlet, folder: Path) -> None:
+        """Beside the store, which took no more: the next process brings it in."""
+        spill = Spill(folder, "losses")
+        try:
+            spill.append(outlet.stamped(self._loss_of(outlet)))
+        finally:
+            spill.close(keep=True)
+
+    def record_lost(self, scope: Scope) -> None:
+        """How many records were lost so far, as a metric."""
+        self._lost_told = self.lost
+        self.record.metric(scope, "monitor.lost", self._lost_told)
 
     # -- never harm the patient ---------------------------------------------------------------------------------------
 
@@ -400,11 +436,14 @@ class Chart:
         place, data = where(scope or self.here()), {"doing": doing, "exception": kind}
         own = self._reported.setdefault(place.node, set())
         first = cause not in self._causes
-        most = CAUSES_REPORTED if place.node in SERVER else CAUSES_OF_CLIENT
+        # The first of each kind is always told: it may be why the run is not judged.
+        known = any(failure.doing == doing for failure in self._failures)
+        most = (CAUSES_REPORTED if place.node in SERVER else CAUSES_OF_CLIENT) * (1 if known else 10)
         if len(own) >= most or cause in own or not (first or each):
             return
         own.add(cause)
         self._causes.add(cause)
+        self._failures.append(Failure(doing, kind, place.round, place.node))
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.
         told = released(event, self._policy, stray=self._stray())
@@ -422,54 +461,12 @@ class _OneAfterTheOther:
     name = "detectors"
     ignores = LiveDetectors.ignores
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = sinks
+    def __init__(self, sinks: Sequence[Sink], failed: Callable[[Exception, str], None]) -> None:
+        self._sinks, self._failed = sinks, failed
 
     def write(self, records: Sequence[Record], /) -> None:
         for sink in self._sinks:
-            sink.write(records)
-
-
-def check_parts(sinks: Any, capture: Any, tape: Any) -> None:
-    """What was passed in, as soon as it is."""
-    if tape is not None and not isinstance(tape, TapeRecorder):
-        raise ConfigError(f"tape= takes a fv.Tape(budget=...); got {tape!r}.")
-    for sink in sinks:
-        if not callable(getattr(sink, "write", None)):
-            raise ConfigError(
-                f"sinks= takes objects with a method write(records); got {sink!r}. Exporters: docs/exporters.md."
-            )
-    if capture is not None and not isinstance(capture, Capture):
-        raise ConfigError(f"capture= takes a fv.Capture(rounds=..., nodes=..., steps=...); got {capture!r}.")
-
-
-def close_at_exit(closeable: Any) -> None:
-    """Close what the user forgot. Weakly held: what was let go earlier is not kept alive for this."""
-    reference = weakref.ref(closeable)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
-    weakref.finalize(closeable, atexit.unregister, close)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "fedvitals": fedvitals.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        **_torch_versions(),
-    }
-
-
-def _torch_versions() -> dict[str, str]:
-    """Of torch and what measures its tensors, where somebody has imported it: this does not."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    from fedvitals.kernels import backend  # noqa: PLC0415 - imports torch
-
-    return {"torch": str(getattr(torch, "__version__", "")), "kernel": str(backend())}
+            try:
+                sink.write(records)
+            except Exception as error:  # noqa: BLE001 - it must not keep the records from the next one
+                self._failed(error, "profiling" if isinstance(sink, LiveProfile) else "the detectors")

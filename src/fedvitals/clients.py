@@ -23,7 +23,7 @@ from fedvitals.profiling.capture import OPERATORS, Capture, Captures, Recording
 from fedvitals.profiling.memory import resident_bytes
 from fedvitals.profiling.turns import turn_over
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import Span, Transfer
+from fedvitals.records import AnyName, Span, Transfer, group_name, node_name
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.logs import bounded
@@ -33,7 +33,8 @@ from fedvitals.telemetry.timing import new_span_id
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.probes.session import ClientSession, Instruments
+    from fedvitals.probes.instruments import Instruments
+    from fedvitals.probes.session import ClientSession
     from fedvitals.probes.stack import StackSession
     from fedvitals.probes.stack_fit import StackFit
     from fedvitals.profiling.client_memory import ClientMemory, OpenMemory
@@ -140,20 +141,21 @@ class Clients:
 
     def begin(
         self,
-        node: Node,
+        name: AnyName,
         model: Any = None,
         data: Any = None,
-        group: str | None = None,
+        group: AnyName | None = None,
         loss: Callable[..., Any] | None = None,
         *,
         inside: Scope | None = None,
     ) -> OpenClient | None:
-        """What was opened, to be closed by whoever opened it; None if that name is open already."""
+        """What was opened, to be closed by whoever opened it; None if that name is open already, or is none."""
 
         def begin() -> OpenClient:
+            node = node_name(name)
             if node in self._open:
                 raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
-            entered = self._chart.enter(node, group=group, client=True, inside=inside)
+            entered = self._chart.enter(node, group=group_name(group), client=True, inside=inside)
             opened = self._open[node] = OpenClient(*entered)
             self._chart.guard("taping a client", lambda: self._chart.loop.client_begin(node, model, entered[0].group))
             if model is not None:
@@ -166,10 +168,10 @@ class Clients:
 
     @contextlib.contextmanager
     def watching(
-        self, node: Node, model: Any, data: Any = None, loss: Callable[..., Any] | None = None
+        self, node: AnyName, model: Any, data: Any = None, loss: Callable[..., Any] | None = None
     ) -> Iterator[None]:
         """The stretch in which the model of a client trains that was opened without one; of several, the first."""
-        opened = self._open.get(node)
+        opened = self._opened(node)
         if opened is None or opened.session is not None or opened.told:
             yield
             return
@@ -183,7 +185,8 @@ class Clients:
             self._chart.guard("measuring a client", lambda: self._measure(opened, failed=failed), opened.scope)
 
     def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
-        from fedvitals.probes.session import ClientSession, tables_of  # noqa: PLC0415 - imports torch
+        from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
+        from fedvitals.probes.session import ClientSession  # noqa: PLC0415 - imports torch
 
         node = opened.scope.node or ""
         view = self._kit.view(model, round=opened.scope.round, node=node, data=data, loss=loss)
@@ -217,8 +220,13 @@ class Clients:
     def _tape(self, opened: OpenClient, outcome: BaseException | None) -> None:
         self._chart.loop.client_end(opened.scope.node or "", opened.results.metrics, outcome)
 
-    def end_of(self, node: Node, outcome: BaseException | None = None) -> None:
-        self.end(self._open.get(node), outcome)
+    def end_of(self, node: AnyName, outcome: BaseException | None = None) -> None:
+        self.end(self._opened(node), outcome)
+
+    def _opened(self, node: AnyName) -> OpenClient | None:
+        """The client of that name that is open; None where there is none, as for what is no name."""
+        name: str | None = self._chart.guard("naming a client", lambda: node_name(node))
+        return None if name is None else self._open.get(name)
 
     def end_all(self) -> None:
         for node in list(self._open):
@@ -235,8 +243,10 @@ class Clients:
     # -- clients that train as one batch ------------------------------------------------------------------------------
 
     def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
+        stack = self._chart.guard("naming a stack of clients", lambda: _with_names(stack)) or stack
+
         def watch(opened: OpenStack) -> None:
-            from fedvitals.probes.session import tables_of  # noqa: PLC0415 - imports torch
+            from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
             from fedvitals.probes.stack import StackSession  # noqa: PLC0415
             from fedvitals.probes.view import View  # noqa: PLC0415
 
@@ -264,7 +274,7 @@ class Clients:
         if self._stack is not None and self._stack.session is not None:
             self._stack.session.step(step, gradients)
 
-    def end_stack(self, failed: Mapping[Node, BaseException]) -> None:
+    def end_stack(self, failed: Mapping[Any, BaseException]) -> None:
         opened, self._stack = self._stack, None
         if opened is None:
             return
@@ -273,8 +283,8 @@ class Clients:
         finally:
             self._chart.leave(opened.scope, opened.token)
 
-    def _finish_stack(self, opened: OpenStack, failed: Mapping[Node, BaseException]) -> None:
-        stack = opened.stack
+    def _finish_stack(self, opened: OpenStack, failed: Mapping[Any, BaseException]) -> None:
+        stack, failed = opened.stack, {node_name(node): error for node, error in failed.items()}
         found = [Results() for _ in stack.nodes]
         cost = 0.0
         if opened.session is not None:
@@ -329,10 +339,11 @@ class Clients:
             self._chart.leave(self._stack.scope, self._stack.token)
         self._stack = None
 
-    def at(self, node: Node | None) -> Scope:
+    def at(self, name: AnyName | None) -> Scope:
         """The scope of a node that the host names, as far as it is open here; None: where the caller stands."""
-        if node is None:
+        if name is None:
             return self._chart.here()
+        node = node_name(name)
         client = self._open.get(node)
         if client is not None:
             return client.scope
@@ -342,7 +353,7 @@ class Clients:
         outer = self._chart.round or self._chart.here()
         return replace(outer, node=node, group=None)
 
-    def log(self, values: Mapping[str, float], node: Node | None = None) -> None:
+    def log(self, values: Mapping[str, float], node: AnyName | None = None) -> None:
         """Metrics of the user's own, for a node, or for the client or the round that is open (or was open last)."""
 
         def emit() -> None:
@@ -361,7 +372,7 @@ class Clients:
 
     def span(
         self,
-        node: Node | None,
+        node: AnyName | None,
         name: str,
         began: float,
         seconds: float,
@@ -377,17 +388,20 @@ class Clients:
         self._chart.emit(Span(place, at, name, float(seconds), scope.trace, own, parent or scope.span, kept))
         return own
 
-    def event(self, level: str, name: str, message: str, node: Node | None, data: Mapping[str, Any] | None) -> None:
+    def event(self, level: str, name: str, message: str, node: AnyName | None, data: Mapping[str, Any] | None) -> None:
         if level not in LEVELS:
             raise ConfigError(unknown("level of an event", level, LEVELS))
         self._chart.record.event(self.at(node), level, name, bounded(message), data)
 
     def transfer(
-        self, sender: Node, receiver: Node, size: int, raw: int | None, seconds: float | None, kind: str
-    ) -> None:
+        self, sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
+    ) -> tuple[Node, Node]:
+        """Tell of a message between two nodes; their names as they are recorded."""
+        sender, receiver = node_name(sender), node_name(receiver)
         scope = replace(self._chart.here(), node=receiver if sender == "server" else sender)
         before = size if raw is None else raw
         self._chart.emit(Transfer(where(scope), time.time(), sender, receiver, int(size), int(before), seconds, kind))
+        return sender, receiver
 
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:
         self._measure(opened, failed=failed)
@@ -459,6 +473,12 @@ class Clients:
         grown = self._memory.grown(scope.round, resident) if self._profile else None
         if grown is not None:
             self._chart.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
+
+
+def _with_names(stack: Stack) -> Stack:
+    """The same stack, its nodes and groups by their texts."""
+    nodes, silent = (tuple(map(node_name, names)) for names in (stack.nodes, stack.silent))
+    return replace(stack, nodes=nodes, silent=silent, groups=tuple(map(group_name, stack.groups)))
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:

@@ -27,6 +27,14 @@ class BusyError(StoreError):
     """A store or run that somebody writes, and that must not be changed meanwhile."""
 
 
+class StoreLostError(StoreError):
+    """A store whose file was overwritten by another program: `lost` records that it held are gone."""
+
+    def __init__(self, message: str, lost: int) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
 class MissingExtraError(FedvitalsError, ImportError):
     """A part was used whose package is not installed."""
 

@@ -17,12 +17,13 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from fedvitals.chart import Chart, check_parts, close_at_exit
+from fedvitals.arrivals import Arrivals
+from fedvitals.chart import Chart
 from fedvitals.clients import Clients
 from fedvitals.diagnosis.care import Care
 from fedvitals.diagnosis.examine import STANDARD, choose
@@ -30,18 +31,20 @@ from fedvitals.diagnosis.live import Findings
 from fedvitals.diagnosis.policy import Policy, policy_of
 from fedvitals.diagnosis.unusable import Unusable
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.probes.kits import as_array, instruments, measured_apart
+from fedvitals.lifecycle import check_parts, close_at_exit
+from fedvitals.probes.kits import instruments, measured_apart
 from fedvitals.probes.results import Results
 from fedvitals.profiling.capture import Capture
 from fedvitals.profiling.ledger import Exchange, Ledger
 from fedvitals.protocols import Detector, Node, Recorder, Sink, Stack
-from fedvitals.records import Action, Record, Run, Truth, Where
+from fedvitals.records import Action, AnyName, Record, Run, Truth, Where, node_name, round_index
 from fedvitals.rounds import Rounds
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.privacy import LEAST_CLIENTS, SCALARS, described_policy, policy_for
+from fedvitals.telemetry.sender import Sender
 from fedvitals.telemetry.traceparent import carried
-from fedvitals.worker import Arrivals, Sender, WorkerObserver
+from fedvitals.worker import WorkerObserver
 
 
 class Monitor:
@@ -151,7 +154,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def round(self, number: int, global_model: Any = None) -> Iterator[Monitor]:
-        """One round of the federation; what is logged or raised inside belongs to it."""
+        """One round of the federation, counted from 0 or 1; what is logged or raised inside belongs to it."""
         self.round_begin(number, global_model)
         try:
             yield self
@@ -165,30 +168,31 @@ class Monitor:
     @contextlib.contextmanager
     def client(
         self,
-        name: Node,
+        name: AnyName,
         model: Any = None,
         optimizer: Any = None,  # noqa: ARG002 - found by its parameters
         *,
         data: Any = None,
         loss: Callable[..., Any] | None = None,
-        group: str | None = None,
+        group: AnyName | None = None,
     ) -> Iterator[Monitor]:
         """One client's local training: hooks on, and off again at the end.
 
-        Only name and model are needed. `data` (a DataLoader, a Dataset, a pair of tensors or a list of batches) and
+        Only name and model are needed; a name is taken as its text, so 3 and "3" are one client. `data` (a
+        DataLoader, a Dataset, a pair of tensors or a list of batches) and
         `loss` add how well the model suits the client's own samples. The optimiser is found by its parameters.
         """
         with self._clients.scope(self._clients.begin(name, model, data, group, loss)):
             yield self
 
     @contextlib.contextmanager
-    def edge(self, name: Node, model: Any = None) -> Iterator[Monitor]:
+    def edge(self, name: AnyName, model: Any = None) -> Iterator[Monitor]:
         """An edge node, cluster or ring: the clients inside belong to it (it is their `group`)."""
         with self._rounds.edge(name, model):
             yield self
 
     @contextlib.contextmanager
-    def part(self, name: str, node: Node = "server") -> Iterator[None]:
+    def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
         """A stretch of the round that goes to «aggregate», «evaluate», ... (see docs/profile.md)."""
         began = time.perf_counter()
         try:
@@ -196,14 +200,13 @@ class Monitor:
         finally:
             self.spent(name, time.perf_counter() - began, node)
 
-    def log(self, values: Mapping[str, float] | None = None, /, *, node: Node | None = None, **more: float) -> None:
+    def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
         """Metrics of your own, for a node, or for the client or the round that is open (or was open last)."""
         self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
 
     def findings(self) -> Findings:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
-        self.flush()
-        return self._chart.findings()
+        return self._chart.findings(complete=self.flush() or self._chart.flush(1.0, own=True))
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything so far is written. False: not in time, or something was lost."""
@@ -268,43 +271,39 @@ class Monitor:
             self._rounds.begin(round, _model(global_state))
 
         self._guard("opening a round", begin)
-        self._guard("taping a round", lambda: self._chart.loop.round_begin(round, global_state))
+        opened = self._rounds.open
+        if opened is not None:
+            number = opened.scope.round or 0
+            self._guard("taping a round", lambda: self._chart.loop.round_begin(number, global_state))
 
     def client_begin(
         self,
-        node: Node,
+        node: AnyName,
         model: Any = None,
         optimizer: Any = None,  # noqa: ARG002 - found by its parameters; part of the protocol
         data: Any = None,
-        group: str | None = None,
+        group: AnyName | None = None,
         *,
         loss: Callable[..., Any] | None = None,
     ) -> None:
         self._clients.begin(node, model, data, group, loss)
 
-    def stats(self, node: Node | Sequence[Node], family: str, array: Any) -> None:
+    def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
+        self._guard("stats()", lambda: self._rounds.stats(node, family, array))
 
-        def emit(node: Node, matrix: Any) -> None:
-            results = Results(matrices=[(family, matrix, None)])
-            self._chart.tell(replace(self._chart.here(), node=node), results)
-            if self._rounds.open is not None:
-                self._rounds.open.cohort.add(node, None, results, failed=False)
-
-        def emit_all() -> None:
-            matrices = as_array(array)
-            nodes, matrices = ([node], matrices[None]) if isinstance(node, str) else (node, matrices)
-            for name, matrix in zip(nodes, matrices, strict=True):
-                emit(name, matrix)
-
-        self._guard("stats()", emit_all)
-
-    def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
+    def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
         self._clients.end_of(node, outcome)
 
-    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
-        """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out."""
+    def updates(self, round: int, updates: Mapping[Any, Any]) -> Sequence[Action]:  # noqa: A002
+        """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out.
+
+        The `target` of an action is the client's name as text, also where the keys are integers: str(key) == target.
+        """
         answers: list[Action] = []
+        number: int | None = self._guard("updates()", lambda: round_index(round))
+        if number is None:
+            return ()
 
         def take(node: Node, vector: Any, rows: Array) -> None:
             self._kit.updates.add(node, vector, rows)
@@ -313,14 +312,15 @@ class Monitor:
             else:
                 self._rounds.open.sent[node] = rows  # told at the round's end, unless the client itself told the same
             for issue, why in self._unusable(rows) if self._cure.automatic else ():
-                action = self._care.unusable(round, node, issue, why)
+                action = self._care.unusable(number, node, issue, why)
                 answers.extend([] if action is None else [action])
 
+        named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._chart.attempt, here=self._clients.at)
-        for node, vector, rows in self._guard("updates()", lambda: measured_apart(updates, attempt)) or ():
+        for node, vector, rows in self._guard("updates()", lambda: measured_apart(named, attempt)) or ():
             attempt("updates()", functools.partial(take, node, vector, rows), node)
         excluded = [action.target for action in answers if action.target is not None]
-        self._guard("taping updates", lambda: self._chart.loop.sent(round, updates, excluded))
+        self._guard("taping updates", lambda: self._chart.loop.sent(number, named, excluded))
         return tuple(answers)
 
     def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
@@ -329,7 +329,7 @@ class Monitor:
         if not self._cure.automatic:
             return ()
         self._chart.flush(30.0, own=True)
-        return self._guard("prescribing", lambda: self._care.prescribed(round)) or ()
+        return self._guard("prescribing", lambda: self._care.prescribed(round_index(round))) or ()
 
     def refused(self, action: Action, why: str) -> None:
         """The host cannot apply a correction: noted, and another one gets its turn."""
@@ -337,17 +337,17 @@ class Monitor:
 
     def transfer(
         self,
-        sender: Node,
-        receiver: Node,
+        sender: AnyName,
+        receiver: AnyName,
         bytes: int,  # noqa: A002 - the unit is the name
         raw_bytes: int | None = None,
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
         def emit() -> None:
-            self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
+            ends = self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
             if self._rounds.open is not None:
-                self._rounds.open.cohort.count_traffic(sender, receiver, int(bytes))
+                self._rounds.open.cohort.count_traffic(*ends, int(bytes))
 
         self._guard("transfer()", emit)
 
@@ -357,14 +357,15 @@ class Monitor:
         def emit() -> None:
             told = {"nodes": (), "since": 0, "until": None, **fault}
             kind, nodes, since, until = (told.pop(name) for name in ("kind", "nodes", "since", "until"))
-            nodes = (nodes,) if isinstance(nodes, str) else tuple(nodes)
+            nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
+            nodes = tuple(map(node_name, nodes))
             self._chart.emit(Truth(Where(self.run.id), time.time(), kind, nodes, since, until, told))
 
         self._guard("truth()", emit)
 
     def span(
         self,
-        node: Node | None,
+        node: AnyName | None,
         name: str,
         began: float,
         seconds: float,
@@ -378,14 +379,15 @@ class Monitor:
         )
         return own
 
-    def spent(self, part: str, seconds: float, node: Node = "server") -> None:
+    def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
         """A node spent so many seconds of the open round on a part (see `fedvitals.parts`); what is told adds up."""
         if self._ledger is not None:
-            self._guard("spent()", functools.partial(self._ledger.spent, part, seconds, node))
+            ledger = self._ledger
+            self._guard("spent()", lambda: ledger.spent(part, seconds, node_name(node)))
 
     def exchange(
         self,
-        node: Node,
+        node: AnyName,
         sent: float,
         received: float,
         replied: float,
@@ -402,7 +404,9 @@ class Monitor:
 
         def take() -> None:
             assert ledger is not None  # noqa: S101 - asked below
-            error = ledger.exchange(node, Exchange(sent, received, replied, returned, started, span)).beyond_doubt
+            error = ledger.exchange(
+                node_name(node), Exchange(sent, received, replied, returned, started, span)
+            ).beyond_doubt
             if error:
                 self._record.metric(self._clients.at(node), "time.clock_error", error)
 
@@ -410,7 +414,7 @@ class Monitor:
             self._guard("exchange()", take)
 
     def event(
-        self, level: str, name: str, message: str, *, node: Node | None = None, data: Mapping[str, Any] | None = None
+        self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
         """Something that happened, at a node or in the round: level «info», «warning»..., a name, and a sentence."""
         self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
@@ -422,15 +426,15 @@ class Monitor:
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - part of the protocol
         self._clients.step_stack(step, gradients)
 
-    def stack_end(self, failed: Mapping[Node, BaseException]) -> None:
+    def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
         self._clients.end_stack(failed)
 
-    def headers(self, node: Node) -> dict[str, str]:
+    def headers(self, node: AnyName) -> dict[str, str]:
         """W3C trace context for the message that asks a client: `WorkerObserver.inside` makes its records the round's.
 
         Texts by name, `traceparent` and `baggage`, for whatever the host's messages can hold.
         """
-        return self._guard("headers()", lambda: carried(self._chart.here(), node=node)) or {}
+        return self._guard("headers()", lambda: carried(self._chart.here(), node=node_name(node))) or {}
 
     def admit(self, records: Sequence[Record]) -> None:
         """Records that came another way than by `absorb`, as by `telemetry.otlp_receiver`."""
@@ -440,9 +444,9 @@ class Monitor:
         """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
         return self._arrivals.observer()
 
-    def expect(self, *nodes: Node) -> None:
+    def expect(self, *nodes: AnyName) -> None:
         """These clients train in workers in this round: whoever's records do not come home is told as lost."""
-        self._arrivals.expect(nodes)
+        self._guard("expect()", lambda: self._arrivals.expect(nodes))
 
     def absorb(self, payload: bytes, sender: Sender | None = None) -> None:
         """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
@@ -464,18 +468,21 @@ class Monitor:
 
     def round_end(
         self,
-        round: int,  # noqa: A002
+        round: int,  # noqa: A002, ARG002 - the one that is open
         global_state: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        def end() -> None:
-            opened = self._rounds.close()
-            if opened is not None:
-                self._rounds.finish(opened, _model(global_state), metrics or {})
-                self._tell_unasked(opened.scope)
+        opened = self._rounds.close()
+        if opened is None:
+            return
 
-        self._guard(f"closing round {round}", end)
-        self._guard("taping a round", lambda: self._chart.loop.round_end(round, global_state, metrics or {}))
+        def end() -> None:
+            self._rounds.finish(opened, _model(global_state), metrics or {})
+            self._tell_unasked(opened.scope)
+
+        number = opened.scope.round or 0
+        self._guard(f"closing round {number}", end)
+        self._guard("taping a round", lambda: self._chart.loop.round_end(number, global_state, metrics or {}))
 
     def _tell_unasked(self, scope: Scope) -> None:
         """Once: corrections are the host's to apply, and a plain loop that does not ask for them applies none."""

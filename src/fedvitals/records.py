@@ -8,15 +8,19 @@ since the epoch). `source` and `sequence` make it unique: delivered twice, it is
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedvitals.errors import RecordError
+from fedvitals.errors import ConfigError, RecordError
 from fedvitals.stats import FAMILIES, Array, derive, merge
 
 Json = Mapping[str, Any]
+AnyName = object
+"""A node's name as a host gives it: a text, or anything that has one (an integer, an enum's member, a path, a UUID)."""
+MOST_ROUNDS = 1 << 53  # beyond it, JSON and JavaScript know no exact integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,44 @@ class Where:
     step: int | None = None
     layer: str | None = None
     group: str | None = None
+
+
+def node_name(name: AnyName) -> str:
+    """Return a node's name as text: 7, numpy.int64(7) and "7" are the same node.
+
+    ConfigError for None and for names without any text.
+    """
+    if isinstance(name, str):
+        text = str.__str__(name)  # the value of an enum's member that is a text itself, not its label
+    elif isinstance(name, bool):
+        text = str(name)
+    else:
+        try:
+            text = str(operator.index(name))  # type: ignore[arg-type]
+        except TypeError:
+            text = "" if name is None else str(name)
+    if not text.strip():
+        raise ConfigError(f"A client, edge or group needs a name, for example 'c7' or 7; got {name!r}.")
+    return text
+
+
+def group_name(group: AnyName | None) -> str | None:
+    """Return a group's name as text; None stays None: a client of no group."""
+    return None if group is None else node_name(group)
+
+
+def round_index(number: object) -> int:
+    """Return a round's number as an int; ConfigError unless it is an integer (also of NumPy or torch) from 0 on."""
+    try:
+        index = operator.index(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        index = -1
+    if not 0 <= index < MOST_ROUNDS:
+        raise ConfigError(
+            f"A round's number is an integer from 0 on, for example monitor.round(3); got {number!r}. "
+            "What happens in this one is recorded in no round. Count them: for number, ... in enumerate(...)."
+        )
+    return index
 
 
 _DIGITS = re.compile(r"([0-9]+)")

@@ -12,21 +12,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fedvitals.arrivals import Arrivals
 from fedvitals.catalog import public_name
 from fedvitals.chart import Chart
 from fedvitals.parts import EDGE, JOURNEY, ROUND, SERVER
 from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
+from fedvitals.probes.kits import as_array
 from fedvitals.probes.results import Results
 from fedvitals.profiling.ledger import Ledger, Told
 from fedvitals.profiling.memory import peak_bytes, resident_bytes
 from fedvitals.protocols import Node
-from fedvitals.records import LayerStats, Span
+from fedvitals.records import AnyName, LayerStats, Span, node_name, round_index
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.telemetry.payload_check import is_claim
 from fedvitals.telemetry.timing import new_span_id
-from fedvitals.worker import Arrivals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,10 @@ class Rounds:
         self._record = chart.record
         self.open: OpenScope | None = None
 
-    def begin(self, number: int, model: Any) -> None:
+    def begin(self, number: object, model: Any) -> None:
+        """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
+        self._chart.last_round = None
+        number = round_index(number)
         self.open = OpenScope(*self._chart.enter_round(number))
         if self._ledger is not None:
             self._ledger.begin(self.open.scope.span, self.open.at)
@@ -115,7 +119,7 @@ class Rounds:
         self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
         attempt("measuring memory", lambda: self._tell_memory(scope))
         cost = cohort.cost + time.perf_counter() - started
-        self._record.metric(scope, "monitor.lost", self._chart.lost)
+        self._chart.record_lost(scope)
         self._record.metric(scope, "monitor.cost", cost)
         if self._ledger is not None:
             self._ledger.spent("measure", time.perf_counter() - started, "server")
@@ -181,11 +185,26 @@ class Rounds:
             if part in told.parts:
                 self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
 
+    def stats(self, node: Any, family: str, array: Any) -> None:
+        """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""
+        matrices = as_array(array)
+        nodes, matrices = ([node], matrices[None]) if matrices.ndim < 3 else (node, matrices)
+        for name, matrix in zip(map(node_name, nodes), matrices, strict=True):
+            results = Results(matrices=[(family, matrix, None)])
+            self._chart.tell(replace(self._chart.here(), node=name), results)
+            if self.open is not None:
+                self.open.cohort.add(name, None, results, failed=False)
+
     @contextmanager
-    def edge(self, name: Node, model: Any) -> Iterator[None]:
+    def edge(self, name: AnyName, model: Any) -> Iterator[None]:
         """The stretch in which an edge node, cluster or ring does its share."""
         guard = self._chart.guard
-        opened: OpenScope | None = guard("opening an edge", lambda: OpenScope(*self._chart.enter(name, group=name)))
+
+        def begin() -> OpenScope:
+            node = node_name(name)
+            return OpenScope(*self._chart.enter(node, group=node))
+
+        opened: OpenScope | None = guard("opening an edge", begin)
         before = None if model is None else guard("reading a model", lambda: self._vector(model))
         try:
             yield

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 ROWS = 20  # of each list
 
 
-@click.command(epilog="Exit code: 1 if there is a case of severity warning or critical, 0 if not, 2 for wrong use.")
+@click.command(
+    epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all could be judged (a detector "
+    "failed, records were lost); 0 if not; 2 for wrong use."
+)
 @click.argument("run")
 @store_option
 @json_option
@@ -31,31 +34,42 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     from fedvitals.diagnosis.cases import cases, is_trouble
     from fedvitals.diagnosis.compare import compare
     from fedvitals.diagnosis.examine import DETECTORS, examine
+    from fedvitals.diagnosis.gaps import Failure, gaps, incomplete, no_all_clear
     from fedvitals.records import Finding
     from fedvitals.store import open_reader, queries
     from fedvitals.views.labels import labels_of
 
-    failures: list[str] = []
+    failures: list[Failure] = []
+    messages: list[str] = []
+
+    def note(error: Exception, who: str) -> None:
+        failures.append(Failure(who, type(error).__name__))
+        messages.append(f"{who} failed: {error!r}")
+
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
         stored = queries.records(reader, chosen, Finding)
-        fresh = examine(reader.history(chosen), failed=lambda error, who: failures.append(f"{who} failed: {error!r}"))
+        fresh = examine(reader.history(chosen), failed=note)
+        missing = gaps(failures, queries.lost_records(reader, chosen))
         attendance, labels = queries.attendance(reader, chosen), labels_of(reader, chosen)
     found, difference = cases(fresh, attendance), compare(stored, fresh)
-    for failure in dict.fromkeys(failures):
-        click.echo(f"fedvitals: {failure}", err=True)
+    for message in dict.fromkeys(messages):
+        click.echo(f"fedvitals: {message}", err=True)
     if as_json:
         told = {
             "run": chosen,
             "detectors": len(DETECTORS),
             "cases": [case_cards.as_json(case) for case in found],
             "difference": difference,
-            "failed": failures,
+            "failed": messages,
+            "not_judged": missing,
         }
         print_json("check", told)
     else:
         _print(found, difference, len(DETECTORS), labels)
-    return int(any(is_trouble(case) for case in found))
+        if missing:
+            click.echo(incomplete(missing) if found else no_all_clear(missing))
+    return int(any(is_trouble(case) for case in found) or bool(missing))
 
 
 def _print(found: list[Case], difference: Difference, detectors: int, labels: Mapping[str, str]) -> None:

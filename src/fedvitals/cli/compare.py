@@ -174,7 +174,7 @@ def _troubles(console: Any, found: Comparison, most: int | None) -> None:
 
     unjudged = [side.letter for side in found.sides if not side.judged]
     if unjudged:
-        console.print(f"No detector looked at {', '.join(unjudged)}: `fedvitals check RUN` does so now.")
+        console.print(f"Not judged, or not in full: {', '.join(unjudged)}. `fedvitals findings RUN` says why.")
     if not found.troubles:
         if len(unjudged) < len(found.sides):
             console.print("[bold]Findings[/bold]  none")

@@ -77,7 +77,8 @@ def command(
     took = time.perf_counter() - began
     if as_json:
         result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}
-        print_json("demo", {**result, "cases": [case_cards.as_json(case) for case in found.cases]})
+        cases = [case_cards.as_json(case) for case in found.cases]
+        print_json("demo", {**result, "cases": cases, "not_judged": found.gaps})
         return
     _closing(monitor.run.id, store, accuracy, took, standing, found, settings)
     if not no_ui and sys.stdout.isatty():
@@ -101,6 +102,7 @@ def _closing(
 
     from fedvitals.cli import case_cards
     from fedvitals.cli.screen import number, shown
+    from fedvitals.diagnosis.gaps import incomplete
     from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE
 
     console = Console(highlight=False)
@@ -116,6 +118,8 @@ def _closing(
     console.print("\n[bold]Findings[/bold]")
     if found:
         case_cards.print_list(console, found.cases, ROWS)
+        if found.gaps:
+            console.print(incomplete(found.gaps), soft_wrap=True)
     else:
         console.print(str(found))
     if settings.rounds > ILL_SINCE:

@@ -20,7 +20,10 @@ MOST_ROUNDS = 500  # that are read again for the verdicts
 WORDS = ("faulty", "different", "not yet decidable", "healthy")
 
 
-@click.command(epilog="Exit code: 1 if there is a case of severity warning or critical, 0 if not, 2 for wrong use.")
+@click.command(
+    epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all was judged (a detector "
+    "failed, records were lost); 0 if not; 2 for wrong use."
+)
 @click.argument("run")
 @click.option("--round", "number", type=int, help="What was there in one round, as it stood then.")
 @click.option("--node", help="Only what concerns one node, in full.")
@@ -34,9 +37,11 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
     """
     from fedvitals.cli import case_cards
     from fedvitals.diagnosis.cases import is_trouble
+    from fedvitals.diagnosis.gaps import incomplete
     from fedvitals.records import Action
     from fedvitals.store import open_reader, queries
     from fedvitals.views.card import detectors_of
+    from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of, node_of
     from fedvitals.views.troubles import actions_about, failures_of
 
@@ -50,17 +55,31 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
         installed = detectors_of(described)
         clients = _verdicts(reader, chosen, number, found)
         errors = failures_of(reader, chosen, found)
+        missing = gaps_of(reader, chosen)
     cards = [(case, actions_about(case, actions), error) for case, error in zip(found, errors, strict=True)]
     if as_json:
         told = [case_cards.as_json(*card) for card in cards]
-        print_json(
-            "findings",
-            {"run": chosen, "name": described.name, "detectors": installed, "cases": told, "clients": clients},
-        )
+        result = {"run": chosen, "name": described.name, "detectors": installed, "cases": told, "clients": clients}
+        print_json("findings", {**result, "not_judged": missing})
     else:
-        _print(cards, installed, chosen, labels, full=everything or node is not None)
+        _print(cards, _judged(installed, missing, chosen), labels, full=everything or node is not None)
+        if found and missing:
+            click.echo(f"\n{incomplete(missing)}")
         _print_verdicts(clients, node)
-    return int(any(is_trouble(case) for case in found))
+    return int(any(is_trouble(case) for case in found) or bool(missing))
+
+
+def _judged(installed: int, missing: Sequence[str], run: str) -> str:
+    """The sentence for a run without findings: it is an all-clear only if every detector has seen everything."""
+    from fedvitals.cli.screen import shown
+    from fedvitals.diagnosis.gaps import no_all_clear
+
+    again = f" `fedvitals check {shown(run)}` does so now."
+    if not installed:
+        return f"Not judged: no detector was installed.{again}"
+    if missing:
+        return f"{shown(no_all_clear(missing))} `fedvitals check {shown(run)}` judges what the store has."
+    return f"No findings by {installed} detectors."
 
 
 def _verdicts(reader: Reader, run: str, number: int | None, found: list[Case]) -> dict[str, str]:
@@ -70,10 +89,13 @@ def _verdicts(reader: Reader, run: str, number: int | None, found: list[Case]) -
     """
     from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.diagnosis.locate import verdicts
+    from fedvitals.views.gaps import gaps_of
 
     history = reader.history(run)
     rounds = [r for r in history.rounds() if number is None or r <= number]
     said = verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
+    if gaps_of(reader, run):  # what is missing may be what would have spoken against them
+        said = {node: "not yet decidable" if verdict == "healthy" else verdict for node, verdict in said.items()}
     ill = [case.node for case in found if case.still_there and case.node in said and is_trouble(case)]
     return said | {node: "faulty" for node in ill if node is not None}
 
@@ -108,8 +130,7 @@ def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> li
 
 def _print(
     cards: Sequence[tuple[Case, list[Action], Event | None]],
-    installed: int,
-    run: str,
+    judged: str,
     labels: Mapping[str, str],
     *,
     full: bool,
@@ -117,13 +138,11 @@ def _print(
     from rich.console import Console
 
     from fedvitals.cli import case_cards
-    from fedvitals.cli.screen import shown
 
     console = Console(highlight=False)
     found = [case for case, _, _ in cards]
     if not found:
-        judged = f"No findings by {installed} detectors." if installed else "Not judged: no detector was installed."
-        console.print(judged + ("" if installed else f" `fedvitals check {shown(run)}` does so now."))
+        console.print(judged, soft_wrap=True)
         return
     there = sum(case.still_there for case in found)
     console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold], {there} still there\n")

@@ -190,8 +190,10 @@ def _closing(store: str, began: float, address: str | None) -> None:
 
     from fedvitals.cli import case_cards
     from fedvitals.cli.screen import shown
+    from fedvitals.diagnosis.gaps import incomplete, no_all_clear
     from fedvitals.store import open_reader, store_target
     from fedvitals.store.postgres import address_of
+    from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
     from fedvitals.views.troubles import cases_of
 
@@ -202,6 +204,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
         with open_reader(store) as reader:
             done = _newest(reader, began)
             cases, labels = ([], {}) if done is None else (cases_of(reader, done.id), labels_of(reader, done.id))
+            missing = () if done is None else gaps_of(reader, done.id)
     except FedvitalsError:  # there is no such store yet
         done = None
     if done is None:
@@ -213,7 +216,9 @@ def _closing(store: str, began: float, address: str | None) -> None:
     )
     if cases:
         case_cards.print_list(console, cases, 8, labels)
-    else:
+    if missing:
+        console.print(shown(incomplete(missing) if cases else no_all_clear(missing)), soft_wrap=True)
+    elif not cases:
         console.print("No findings.")
     option = "" if told == str(Path("runs.db").absolute()) else f" --store {shlex.quote(told)}"
     console.print("\nLook next at")

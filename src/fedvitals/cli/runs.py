@@ -37,12 +37,16 @@ def _list(store: str | None, as_json: bool) -> None:
     from fedvitals.cli.screen import number, seconds, shown, size
     from fedvitals.store import open_reader, queries
     from fedvitals.store.tapes import tape_bytes
+    from fedvitals.views.gaps import gaps_of
 
     with open_reader(store) as reader:
         found = queries.list_runs(reader)
+        missing = {run.id: gaps_of(reader, run.id) for run in found}
     tapes = {run.id: tape_bytes(store, run.id) for run in found}
     if as_json:
-        print_json("runs", [{**asdict(run), "tape_bytes": tapes[run.id]} for run in found])
+        print_json(
+            "runs", [{**asdict(run), "tape_bytes": tapes[run.id], "not_judged": missing[run.id]} for run in found]
+        )
         return
     if not found:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
@@ -54,7 +58,7 @@ def _list(store: str | None, as_json: bool) -> None:
         table.add_column(title, justify="right")
     for run in found:
         alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
-        lost = f" ({run.lost} lost)" if run.lost else ""
+        lost = f" ({run.lost} lost)" if run.lost else " (?)" if missing[run.id] else ""
         table.add_row(
             shown(run.name),
             shown(run.id),
@@ -67,6 +71,10 @@ def _list(store: str | None, as_json: bool) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
+    unjudged = [run for run in found if missing[run.id]]
+    if unjudged:
+        text = f"Lost or (?): not all was judged. Why:  fedvitals findings {shown(unjudged[0].id)}"
+        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
     recorded = [name for name, taken in tapes.items() if taken]
     if recorded:
         runs = "1 run is" if len(recorded) == 1 else f"{len(recorded)} runs are"

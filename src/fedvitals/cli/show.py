@@ -108,10 +108,14 @@ def _health(console: Any, card: Card, store: str | None) -> None:
     """What the detectors said, each trouble once, worst first; or plainly that none looked."""
     from fedvitals.cli.case_cards import print_list
     from fedvitals.cli.screen import shown
+    from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 
     if not card.detectors and not card.cases:
         told = f"not judged, no detector was installed; `fedvitals check {shown(card.run.id)}` does so now."
         console.print(f"Health: {told} Here is what stands out, for your eyes.\n", soft_wrap=True)
+        return
+    if not card.cases and card.gaps:
+        console.print(f"[bold]Health[/bold]: {shown(no_all_clear(card.gaps))}\n", soft_wrap=True)
         return
     if not card.cases:
         console.print(f"[bold]Health[/bold]: nothing found by {card.detectors} detectors.\n")
@@ -120,6 +124,8 @@ def _health(console: Any, card: Card, store: str | None) -> None:
     count = f"{len(card.cases)} case{'s' * (len(card.cases) != 1)}, {there} still there"
     console.print(f"[bold]Health[/bold]: {count}; {card.detectors} detectors looked.")
     print_list(console, card.cases, ROWS, card.labels)
+    if card.gaps:
+        console.print(shown(incomplete(card.gaps)), soft_wrap=True)
     where = f" --store {shown(shlex.quote(store))}" if store else ""
     console.print(
         f"[dim]Why, and what to do: fedvitals findings {shown(card.run.id)} --all{where}[/dim]\n", soft_wrap=True

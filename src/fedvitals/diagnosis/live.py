@@ -10,6 +10,7 @@ from typing import Protocol
 
 from fedvitals.diagnosis.cases import Attendance, Case, attend, cases, rank
 from fedvitals.diagnosis.examine import Examination, of_run
+from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
 
@@ -34,20 +35,36 @@ class LiveDetectors:
         found: Callable[[Finding], None],
         failed: Callable[[Exception, str], None],
     ) -> None:
-        self._run, self._memory, self._found = run, memory, found
+        self._run, self._memory, self._found, self._failed = run, memory, found, failed
         self._examination = Examination(memory.history(run), detectors, failed)
         self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
 
     def write(self, records: Sequence[Record], /) -> None:
-        self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
+        """Take records in. What fails is reported and left out: it must not keep the detectors from all the rest."""
+        try:
+            self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
+        except Exception as error:  # noqa: BLE001 - of one record; the others are kept
+            self._failed(error, "keeping records for the detectors")
         for record in records:
             if isinstance(record, Metric) and record.name == ROUND_COMPLETE and _of_whole_round(record.where):
                 self._examine(record.where.round or 0)
 
     def _examine(self, number: int) -> None:
-        attend(self.attendance, self._memory.history(self._run), number)
-        for finding in self._examination.of(number):
+        try:
+            attend(self.attendance, self._memory.history(self._run), number)
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, "noting who took part")
+        try:
+            for finding in self._examination.of(number):
+                self._take(finding)
+        except Exception as error:  # noqa: BLE001 - a detector's own errors are caught before
+            self._failed(error, "examining a round")
+
+    def _take(self, finding: Finding) -> None:
+        try:
             self._found(of_run(finding, self._run, time.time()))
+        except Exception as error:  # noqa: BLE001 - whatever a user's detector has made
+            self._failed(error, "taking a finding")
 
 
 def _of_whole_round(where: Where) -> bool:
@@ -63,9 +80,17 @@ def _measured(record: Record) -> Record:
 class Findings(list[Finding]):
     """Findings, worst first, one for each round in which a trouble was seen; printed as cases, a line for each."""
 
-    def __init__(self, findings: Iterable[Finding], *, installed: int, attendance: Attendance | None = None) -> None:
+    def __init__(
+        self,
+        findings: Iterable[Finding],
+        *,
+        installed: int,
+        attendance: Attendance | None = None,
+        gaps: Sequence[str] = (),
+    ) -> None:
         super().__init__(sorted(findings, key=lambda f: (rank(f.severity), -f.confidence)))
         self.installed = installed  # how many detectors looked
+        self.gaps = tuple(gaps)  # why these need not be all; empty: everything was judged
         self._attendance = attendance
 
     @property
@@ -77,7 +102,7 @@ class Findings(list[Finding]):
         if not self.installed:
             return 'No findings: no detector is installed. Leave out Monitor(detectors=...), or say ["standard", ...].'
         if not self:
-            return f"No findings by {self.installed} detectors."
-        return "\n".join(map(str, self.cases))
+            return no_all_clear(self.gaps) if self.gaps else f"No findings by {self.installed} detectors."
+        return "\n".join([*map(str, self.cases), *([incomplete(self.gaps)] if self.gaps else [])])
 
     __repr__ = __str__

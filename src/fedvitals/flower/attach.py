@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from fedvitals.chart import close_at_exit
 from fedvitals.errors import ConfigError
 from fedvitals.flower import guard as guards
 from fedvitals.flower.journal import Journal
@@ -19,6 +18,7 @@ from fedvitals.flower.post import MARK, watch_post
 from fedvitals.flower.protection import LEVEL, hiding_strategy
 from fedvitals.flower.replaying import in_replay
 from fedvitals.flower.strategy import watch_strategy
+from fedvitals.lifecycle import close_at_exit
 from fedvitals.monitor import Monitor
 from fedvitals.probes.kits import torch_is_installed
 from fedvitals.probes.numpy_updates import REMARK

@@ -9,6 +9,7 @@ from fedvitals.plot.canvas import drawn, flags, head, nothing, round_axis, sheet
 from fedvitals.plot.cohort_band import draw_cohort
 from fedvitals.plot.source import Which, check_client, opened
 from fedvitals.plot.style import words
+from fedvitals.records import AnyName, node_name
 from fedvitals.store import Target, queries
 from fedvitals.views.matrix import metric_matrices
 from fedvitals.views.troubles import cases_of, concerns
@@ -23,21 +24,22 @@ SIGNS = (
 
 
 @drawn
-def client(run: Which, node: str, *, store: Target = None) -> Figure:
+def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
     """A client's signs as lines over the band of all clients', with the findings about it on the axis."""
+    name = node_name(node)
     with opened(run, store) as (reader, chosen):
-        check_client(reader, chosen, node)
+        check_client(reader, chosen, name)
         known = set(queries.metric_names(reader, chosen))
         found = metric_matrices(reader, chosen, [sign for sign in SIGNS if sign in known])
-        cases = [case for case in cases_of(reader, chosen) if concerns(case, node)]
+        cases = [case for case in cases_of(reader, chosen) if concerns(case, name)]
         rounds = reader.history(chosen).rounds()
-    shown = {sign: matrix for sign, matrix in found.items() if node in matrix.nodes}
+    shown = {sign: matrix for sign, matrix in found.items() if name in matrix.nodes}
     if not shown:
-        return nothing(f"{words(node)} told none of the usual signs.")
+        return nothing(f"{words(name)} told none of the usual signs.")
     lines = -(-len(shown) // 2)
     figure, grid = sheet(lines, 1.7, 2)
     for axes, (sign, matrix) in zip(grid.flat, shown.items(), strict=False):
-        draw_cohort(axes, sign, matrix, [node])
+        draw_cohort(axes, sign, matrix, [name])
         head(axes, sign)
         flags(axes, cases)
         round_axis(axes, rounds, label=False)

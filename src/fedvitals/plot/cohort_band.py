@@ -12,7 +12,7 @@ from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, ro
 from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, check_sign, opened, suspects
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
-from fedvitals.records import is_client
+from fedvitals.records import AnyName, is_client, node_name
 from fedvitals.store import Target
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
@@ -29,7 +29,7 @@ FEW = 3  # clients, from which on they make a band and have a middle
 
 
 @drawn
-def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[str] | None = None, store: Target = None) -> Figure:
+def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = None, store: Target = None) -> Figure:
     """A sign's spread over the clients in each round, with those that findings name (or `nodes`) on top."""
     with opened(run, store) as (reader, chosen):
         check_sign(reader, chosen, sign)
@@ -37,7 +37,7 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[str] | None = None
         clients = sum(is_client(node) for node in reader.history(chosen).nodes())
     if not matrix.nodes:
         return nothing(f"No client told its {words(sign, 40)}.")
-    named = list(nodes) if nodes is not None else suspects(cases, LINES)
+    named = [*map(node_name, nodes)] if nodes is not None else suspects(cases, LINES)
     figure, grid = sheet(1, 2.6)
     axes = grid[0, 0]
     head(axes, words(sign, 30), f"{LEGEND}; {told_by(band(sign, matrix, POINTS), clients)}")

@@ -22,7 +22,7 @@ from fedvitals.probes.presets import Preset, named, resolve
 from fedvitals.stats import Array
 
 if TYPE_CHECKING:
-    from fedvitals.probes.session import Instruments
+    from fedvitals.probes.instruments import Instruments
 
     Kit = Instruments | ArrayInstruments
 
@@ -46,7 +46,7 @@ def instruments(probes: Any, update_memory: int) -> Kit:
     """What measures a run by these probes. Without torch, probes cannot run: updates are measured by NumPy alone."""
     if not torch_is_installed():
         return ArrayInstruments(named(probes), update_memory)
-    from fedvitals.probes.session import Instruments  # noqa: PLC0415 - imports torch
+    from fedvitals.probes.instruments import Instruments  # noqa: PLC0415 - imports torch
 
     return Instruments(resolve(probes), update_memory)
 
@@ -69,7 +69,7 @@ class WorkerKit:
 
     def __call__(self) -> Instruments:
         if self._made is None:
-            from fedvitals.probes.session import Instruments  # noqa: PLC0415 - imports torch
+            from fedvitals.probes.instruments import Instruments  # noqa: PLC0415 - imports torch
 
             self._made = Instruments(resolve(self._preset), update_memory=0)
         return self._made

@@ -23,11 +23,12 @@ from fedvitals.kernels.device_sums import upload
 from fedvitals.probes.fit import label_entropy, labels_of
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient, summarise
+from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale, seed_of
-from fedvitals.probes.session import LABEL_ROUNDS, Instruments, Report
+from fedvitals.probes.session import LABEL_ROUNDS, Report
 from fedvitals.probes.stack_fit import Batch, StackFit
 from fedvitals.probes.stack_full import stacked_full_gradient
 from fedvitals.probes.stack_model import StackModel

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedvitals.errors import ConfigError
+from fedvitals.records import AnyName, node_name
 
 OPERATORS = "profile.operators"
 MOST_STEPS = 20
@@ -27,7 +28,7 @@ class Capture:
     """Which steps to record: `steps=(5, 10)` are the sixth to the tenth. No names: every client of these rounds."""
 
     rounds: tuple[int, ...] = (1,)
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[AnyName, ...] = ()
     steps: tuple[int, int] = (2, 7)  # the first steps of a client pay for what is set up once
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class Captures:
         if (
             wanted is None
             or round not in wanted.rounds
-            or (wanted.nodes and node not in wanted.nodes)
+            or (wanted.nodes and node not in map(node_name, wanted.nodes))
             or not self._left
         ):
             return None

@@ -109,7 +109,7 @@ def _troubles(page: ComparePage) -> list[Block]:
     blocks: list[Block] = [Heading(2, "Findings")]
     blind = [side.letter for side in page.sides if not side.judged]
     if blind:
-        blocks.append(Text(f"No detector looked at {', '.join(blind)}: `fedvitals check RUN` does so now."))
+        blocks.append(Text(f"Not judged, or not in full: {', '.join(blind)}. `fedvitals findings RUN` says why."))
     if not page.troubles:
         return [*blocks, Text("None.")]
     head = ("severity", "what", "where", *(side.letter for side in page.sides))

@@ -44,7 +44,7 @@ def what_next(found: Findings, full: Sequence[FullFinding], profile: Profile, ru
     if notes:
         points.append(f"Nothing yet about {', '.join(notes)}: only notes. Watch whether they come back.")
     if found.verdict.state == "unjudged":
-        points.append("No detector looked at this run. The command below lets them look now.")
+        points.append(f"{literal(found.verdict.headline)} The command below lets the detectors look at what is stored.")
     for remedy in [one for one in profile.remedies if one.share >= SAVING][:2]:
         gain = f"{'up to ' if remedy.at_most else ''}{whole_percent(remedy.share)}"
         points.append(
@@ -76,7 +76,8 @@ def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Finding
     full = [full_finding(reader, run, one.key) for one in chosen]
     blocks: list[Block] = [Heading(2, "Findings")]
     if not found.total:
-        blocks.append(Text("None." if found.verdict.state != "unjudged" else "None, since no detector looked."))
+        unjudged = found.verdict.state == "unjudged"
+        blocks.append(Text(f"None. {literal(found.verdict.headline)}" if unjudged else "None."))
         return found, full, blocks
     counts = found.counts
     muted = f", {counts.muted} muted" if counts.muted else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 
+from fedvitals.diagnosis.gaps import incomplete
 from fedvitals.report.markup import Block, Facts, Heading, Points, Table, Text, literal
 from fedvitals.report.settings import flat, readable
 from fedvitals.store.reader import Reader
@@ -76,8 +77,9 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
     alarms = facts.false_alarms * facts.rounds / 100
     level, allowed = card.privacy.split(": ", 1)
     cost = "an unknown share" if card.cost_percent is None else f"{number(card.cost_percent)} %"
+    everywhere = "" if card.gaps else " at every round"
     points = [
-        f"{card.detectors} detectors looked at every round; at {number(facts.false_alarms)} per 100 healthy rounds, "
+        f"{card.detectors} detectors looked{everywhere}; at {number(facts.false_alarms)} per 100 healthy rounds, "
         f"{number(alarms)} false alarms are to be expected in {facts.rounds} rounds."
         if card.detectors
         else "No detector looked at this run while it trained.",
@@ -86,6 +88,8 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
         f"Privacy level {level}: {allowed}."
         + (f" Sums are of at least {card.cohort} clients." if card.cohort is not None else ""),
     ]
+    if card.gaps:
+        points.insert(1, literal(incomplete(card.gaps)))
     if card.run.finished is None:
         points.append("The run was still open when this was written.")
     if profile.unaccounted is not None and profile.unaccounted > 0.05:

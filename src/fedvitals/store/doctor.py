@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from fedvitals.errors import FedvitalsError
 from fedvitals.stats import FAMILIES
 from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.identity import continued_in, has_foreign_log, logs_aside
+from fedvitals.store.lock import owner_of
 from fedvitals.store.postgres import read_postgres
 from fedvitals.store.schema import TABLES, VERSION
 from fedvitals.store.sqlite import check_file, check_version
@@ -20,6 +21,7 @@ from fedvitals.store.sqlite import check_file, check_version
 if sys.platform != "win32":
     import fcntl
 
+PLACES = ("round", "step", "first_round", "last_round")  # columns that say where in a run a record belongs
 WAL_BYTES = 256 << 20  # a log beyond this is folded in by nobody
 
 
@@ -51,14 +53,16 @@ def _examine_file(path: Path) -> list[Sign]:
     with contextlib.closing(open_read_only(path)) as connection:
         database = Database(connection, SQLITE, str(path))
         sound = integrity(database)
-        signs = [_file(path, sound), _lock(path, owner), _log(path, owner)]
+        signs = [_file(path, sound), _lock(path, owner), _log(path, owner), *_exchanged(path)]
         if sound:
             return signs
         return [*signs, _version(database), *_content(database, written=owner is not None)]
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10, isolation_level=None)
+    """A connection that reads the file with its log, unless that belongs to another file."""
+    alone = "&immutable=1" if has_foreign_log(path) else ""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{alone}", uri=True, timeout=10, isolation_level=None)
 
 
 def integrity(database: Database) -> list[str]:
@@ -87,7 +91,7 @@ def writing_process(path: Path) -> str | None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return os.pread(file.fileno(), 32, 0).decode(errors="replace").strip() or "unknown"
+            return owner_of(file.fileno())
     return None
 
 
@@ -107,12 +111,31 @@ def _log(path: Path, owner: str | None) -> Sign:
     if not size:
         return Sign("log", "fine", "folded into the file")
     said = f"{size / 1e6:.1f} MB in {log.name}"
+    if has_foreign_log(path):
+        mend = "the training that writes it" if owner is not None else "--mend"
+        return Sign("log", "trouble", f"{said} belong to another file that had this name before; {mend} moves it aside")
     if owner is None:
         return Sign("log", "note", f"{said}, left by a process that was killed; it belongs to the store")
     state = "note" if size > WAL_BYTES else "fine"
     return Sign(
         "log", state, said + (": a reader that never ends keeps it from being folded in" if state != "fine" else "")
     )
+
+
+def _exchanged(path: Path) -> list[Sign]:
+    """What a training left beside a store whose file was exchanged while it ran."""
+    signs, logs, stores = [], logs_aside(path), continued_in(path)
+    if stores:
+        names = ", ".join(store.name for store in stores[:3]) + (", ..." if len(stores) > 3 else "")
+        said = f"replaced while a training wrote it; that went on in {names}, a store like any other"
+        signs.append(Sign("replaced", "note", said))
+    if logs:
+        names = ", ".join(log.name for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
+        said = (
+            f"logs of another file that had this name are kept as {names}; no store needs them, and you may delete them"
+        )
+        signs.append(Sign("replaced", "note", said))
+    return signs
 
 
 def _version_of(database: Database) -> int:
@@ -128,7 +151,27 @@ def _version(database: Database) -> Sign:
 
 
 def _content(database: Database, *, written: bool) -> list[Sign]:
-    return [_symbols(database), _delivered(database), _blobs(database), *_runs(database, written=written)]
+    signs = [_symbols(database), *_numbers(database), _delivered(database), _blobs(database)]
+    return [*signs, *_runs(database, written=written)]
+
+
+def misnumbered(database: Database) -> dict[tuple[str, str], int]:
+    """Rows whose round or step is no integer, by table and column. Only SQLite lets such a value in."""
+    if database.dialect.name != "sqlite":
+        return {}
+    version, found = _version_of(database), dict[tuple[str, str], int]()
+    for table in TABLES:
+        for column in table.columns:
+            if column.name in PLACES and column.type == "integer" and max(table.since, column.since) <= version:
+                sql = f"SELECT COUNT(*) FROM {table.name} WHERE TYPEOF({column.name}) NOT IN ('integer', 'null')"  # noqa: S608
+                ((count,),) = database.rows(sql)
+                found |= {(table.name, column.name): count} if count else {}
+    return found
+
+
+def _numbers(database: Database) -> list[Sign]:
+    count = sum(misnumbered(database).values())
+    return [Sign("numbers", "trouble", f"{count} rows have a round or step that is no integer")] if count else []
 
 
 def nameless(database: Database) -> list[int]:

@@ -13,6 +13,8 @@ from fedvitals.errors import BusyError
 if sys.platform != "win32":
     import fcntl
 
+NOTE_BYTES = 1 << 16
+
 # A record lock goes when its process closes the file, whichever of its threads and by whichever number: what this
 # process holds is known here, and nobody in it opens such a file to read, or closes one that others of it still hold.
 _GATE = threading.Lock()
@@ -32,6 +34,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
+def owner_of(file: int) -> str:
+    """The process that an open lock file names."""
+    return os.pread(file, 32, 0).decode(errors="replace").partition("\n")[0].strip() or "unknown"
+
+
 def _path(store: Path) -> Path:
     return store.absolute().with_name(store.name + ".lock")
 
@@ -43,7 +50,19 @@ def writer_of(store: Path) -> int | None:
         if path in _HELD:
             return os.getpid()
         try:
-            return int(path.read_text())
+            return int(path.read_text().partition("\n")[0])
+        except (OSError, ValueError):
+            return None
+
+
+def note_of(store: Path) -> str | None:
+    """What the last writer of a store noted in the file beside it; None when it is this process, or noted nothing."""
+    path = _path(store)
+    with _GATE:
+        if path in _HELD:
+            return None
+        try:
+            return path.read_text().partition("\n")[2] or None
         except (OSError, ValueError):
             return None
 
@@ -59,6 +78,7 @@ class WriterLock:
         self._store = store
         self._path = _path(store)
         self._file: int | None = None
+        self.note_before: str | None = None  # what the last owner had noted, if it left the file behind
 
     def hold(self) -> None:
         """Take the lock, or keep it. StoreError when another process has it."""
@@ -68,14 +88,16 @@ class WriterLock:
             self._hold()
 
     def _hold(self) -> None:
+        opened = False
         while True:
             if self._file is None:
+                opened = True
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 _HELD[self._path] = _HELD.get(self._path, 0) + 1
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+                owner = owner_of(self._file)
                 self._close()
                 raise BusyError(
                     f"The store '{self._store}' is being written by process {owner}, and one process writes a store "
@@ -84,10 +106,29 @@ class WriterLock:
             if self._is_current():
                 break
             self._close()  # its last owner removed the file between our opening and our locking it
-        mine = f"{os.getpid()}\n".encode()
-        if os.pread(self._file, 32, 0) != mine:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, mine, 0)
+        if opened:
+            self.note_before = os.pread(self._file, NOTE_BYTES, 0).decode(errors="replace").partition("\n")[2] or None
+        if owner_of(self._file) != str(os.getpid()):
+            self._say(self.note_before or "")
+
+    def note(self, text: str) -> None:
+        """Write one line into the file, for others to read and for the next owner if this process is killed."""
+        with _GATE:
+            if self._file is not None:
+                self._say(text + "\n")
+
+    def _say(self, text: str) -> None:
+        if self._file is not None:
+            content = f"{os.getpid()}\n{text}".encode()
+            os.pwrite(self._file, content, 0)
+            os.ftruncate(self._file, len(content))
+
+    def _has_log(self) -> bool:
+        """Whether the store's log stays behind, as it does while somebody reads: the note says whose it is."""
+        try:
+            return self._store.absolute().with_name(f"{self._store.name}-wal").stat().st_size > 0
+        except OSError:
+            return False
 
     def _is_current(self) -> bool:
         try:
@@ -110,6 +151,6 @@ class WriterLock:
         with _GATE:
             if self._file is None:
                 return
-            if _HELD.get(self._path, 1) <= 1 and self._is_current():
+            if _HELD.get(self._path, 1) <= 1 and self._is_current() and not self._has_log():
                 self._path.unlink(missing_ok=True)
             self._close()

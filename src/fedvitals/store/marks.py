@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedvitals.errors import ConfigError, StoreError, unknown
 from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.postgres import write_postgres
 from fedvitals.store.reader import Reader
 from fedvitals.store.schema import VERSION
@@ -98,6 +99,11 @@ def _writing(where: Path | str) -> Iterator[Database]:
     if not where.exists():
         raise StoreError(f"There is no store '{where}'. Name one with --store or FEDVITALS_STORE.")
     check_file(where)
+    if has_foreign_log(where):
+        raise StoreError(
+            f"Beside the store '{where}' lies the log of another file that had this name before. Nothing was changed. "
+            f"`fedvitals doctor {where} --mend` moves it aside."
+        )
     connection = sqlite3.connect(where.absolute(), timeout=PATIENCE, isolation_level=None)
     try:
         database = Database(connection, SQLITE, str(where))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from fedvitals.errors import RecordError
 from fedvitals.protocols import Node
 from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth, natural
 from fedvitals.stats import Array
@@ -67,24 +68,38 @@ class MemoryStore:
         check(records)
         with self.lock:
             statistics: dict[tuple[str, str, str, int, int | None], list[LayerStats]] = {}
+            errors: list[Exception] = []
             for record in fresh(records, self._delivered):
-                if isinstance(record, Run):
-                    self._write_run(record)
-                    continue
-                memory = self.memory(record.where.run)
-                self._write_one(memory, record)
-                if isinstance(record, LayerStats):
-                    key = (record.where.run, record.family, record.table, len(record.matrix), record.where.round)
-                    statistics.setdefault(key, []).append(record)
-            for (run, family, table, _, number), same in statistics.items():
-                # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.
-                block, memory = (table, *block_of(same, self._number)), self.memory(run)
-                memory.blocks.setdefault(family, []).append(block)
-                if number is not None:
-                    memory.of_round.setdefault((family, number), []).append(block)
+                try:
+                    if isinstance(record, Run):
+                        self._write_run(record)
+                        continue
+                    self._write_one(self.memory(record.where.run), record)
+                    if isinstance(record, LayerStats):
+                        key = (record.where.run, record.family, record.table, len(record.matrix), record.where.round)
+                        statistics.setdefault(key, []).append(record)
+                except Exception as error:  # noqa: BLE001 - of this record: the others are kept
+                    errors.append(error)
+            for same in statistics.values():
+                errors += self._write_blocks(same)
             if self._window is not None:
                 for memory in self._memories.values():
                     self._forget_old(memory, self._window)
+        if errors:
+            raise RecordError(f"{len(errors)} of {len(records)} records cannot be kept: {errors[0]}") from errors[0]
+
+    def _write_blocks(self, same: Sequence[LayerStats]) -> list[Exception]:
+        """Keep matrices of one family and round as one block, or one by one where that fails; what still failed."""
+        first = same[0]
+        try:
+            # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.
+            block, memory = (first.table, *block_of(same, self._number)), self.memory(first.where.run)
+        except Exception as error:  # noqa: BLE001
+            return [error] if len(same) == 1 else [failed for one in same for failed in self._write_blocks([one])]
+        memory.blocks.setdefault(first.family, []).append(block)
+        if first.where.round is not None:
+            memory.of_round.setdefault((first.family, first.where.round), []).append(block)
+        return []
 
     @staticmethod
     def _forget_old(memory: _Memory, window: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from fedvitals.errors import FedvitalsError, StoreError
 from fedvitals.store import doctor
 from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.salvage import salvage
 from fedvitals.store.sqlite import check_file
@@ -34,7 +35,9 @@ def _mend_file(path: Path) -> list[str]:
     if path.with_name(path.name + ".lock").exists() and doctor.writing_process(path) is None:
         done.append("Removed the lock of a process that was killed.")
     log = path.with_name(path.name + "-wal")
-    if log.exists() and log.stat().st_size:
+    if has_foreign_log(path):
+        done.append(f"Moved {log.name} aside: it belongs to another file that had this name before.")
+    elif log.exists() and log.stat().st_size:
         done.append(f"Folded {log.stat().st_size / 1e6:.1f} MB of {log.name} into the store.")
     with upkeep(path) as database:
         if wrong:
@@ -66,7 +69,19 @@ def _salvage(path: Path) -> str:
 
 def _content(database: Database) -> list[str]:
     with transaction(database):
-        return [said for step in (_blocks, _names, _delivered, _ends) if (said := step(database))]
+        return [said for step in (_numbers, _blocks, _names, _delivered, _ends) if (said := step(database))]
+
+
+def _numbers(database: Database) -> str:
+    """Records in a round that is no integer belong to no round, but stay."""
+    wrong = doctor.misnumbered(database)
+    for table, column in wrong:
+        condition = f"WHERE TYPEOF({column}) NOT IN ('integer', 'null')"
+        if table == "run_round":  # a list of the rounds that there are
+            database.execute(f"DELETE FROM {table} {condition}")  # noqa: S608 - our own words only
+        else:
+            database.execute(f"UPDATE {table} SET {column} = NULL {condition}")  # noqa: S608
+    return f"Took {sum(wrong.values())} rows out of rounds and steps that are no integers." if wrong else ""
 
 
 def _names(database: Database) -> str:

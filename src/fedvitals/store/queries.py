@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,10 +108,6 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         "FROM finding WHERE run = ?) AS troubles",
         (run,),
     )
-    ((lost,),) = ask(
-        "SELECT MAX(value) FROM metric WHERE run = ? AND name = (SELECT id FROM symbol WHERE text = 'monitor.lost')",
-        (run,),
-    )
     end = finished if finished is not None else last
     identity = reader.names.texts([run])[0]
     return RunSummary(
@@ -127,8 +124,28 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         loss=newest(reader, identity, "loss"),
         events=dict(levels),
         findings=findings,
-        lost=int(lost or 0),
+        lost=_lost(reader, run),
     )
+
+
+def lost_records(reader: Reader, run: str) -> int:
+    """How many records of a run were lost, as far as its monitors have told."""
+    return _lost(reader, _number(reader, run))
+
+
+def _lost(reader: Reader, number: int | None) -> int:
+    """The sum of what each process that wrote the run has counted; each counts from 0.
+
+    A process tells at the end of each round and at its own, where it can: an event may wait beside the store when the
+    store itself could not be written.
+    """
+    ask, name = reader.database.rows, reader.names.number
+    metrics = "SELECT source, MAX(value) FROM metric WHERE run = ? AND name = ? GROUP BY source"
+    counted = {source: int(most or 0) for source, most in ask(metrics, (number, name("monitor.lost")))}
+    told = "SELECT source, data FROM event WHERE run = ? AND level = ? AND name = ?"
+    for source, data in ask(told, (number, name("warning"), name("telemetry.lost"))) if name("telemetry.lost") else ():
+        counted[source] = max(counted.get(source, 0), int(json.loads(data).get("records") or 0))
+    return sum(counted.values())
 
 
 def newest(reader: Reader, run: str, metric: str) -> float | None:
@@ -290,12 +307,15 @@ def layer_round(reader: Reader, run: str, family: str, round: int) -> LayerRound
     )
 
 
-def events(reader: Reader, run: str, *, level: str | None = None, limit: int | None = None) -> list[Event]:
-    """The newest events, of one level where given; oldest first."""
-    condition, values = ("", [run]) if level is None else (" AND level = ?", [run, level])
+def events(
+    reader: Reader, run: str, *, level: str | None = None, name: str | None = None, limit: int | None = None
+) -> list[Event]:
+    """The newest events, of one level and one name where given; oldest first."""
+    wanted = {column: value for column, value in (("level", level), ("name", name)) if value is not None}
+    condition = "".join(f" AND {column} = ?" for column in wanted)
     found = reader.database.rows(
         f"{rows.select(Event)} WHERE run = ?{condition} ORDER BY at DESC, arrival DESC LIMIT ?",
-        (*values, 2**62 if limit is None else limit),
+        (run, *wanted.values(), 2**62 if limit is None else limit),
     )
     return rows.from_rows(Event, found[::-1])
 

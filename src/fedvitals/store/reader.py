@@ -6,17 +6,19 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
+from fedvitals.store.ddl import quoted
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.history import SqlHistory
+from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.packing import NONE, entries_of, numbers_of
-from fedvitals.store.schema import LAYER_STATISTICS, VERSION
+from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.symbols import Names
 
@@ -41,6 +43,34 @@ _LOOKS_NEW: Mapping[int, tuple[str, ...]] = {
         "CREATE TEMP VIEW marks AS SELECT * FROM mark",
     ),
 }
+
+
+def _without_wrong_rounds(version: int) -> Iterator[str]:
+    """Statements after which a reader sees records of a round that is no integer in no round.
+
+    Also in its own temporary schema; `fedvitals doctor --mend` changes the file.
+    """
+    yield "PRAGMA temp_store = MEMORY"
+    yield "CREATE TEMP VIEW run_round AS SELECT * FROM main.run_round WHERE TYPEOF(round) = 'integer'"
+    for table in TABLES:
+        columns = [column for column in table.columns if column.since <= version]
+        if table.name == "run_round" or table.since > version or not {"round", "step"} & {c.name for c in columns}:
+            continue
+        shown = ", ".join(_integer(column.name) for column in columns)
+        for name in filter(None, (table.name, table.view)):
+            yield f"CREATE TEMP VIEW IF NOT EXISTS {name} AS SELECT {shown} FROM main.{name}"  # noqa: S608
+
+
+def _integer(column: str) -> str:
+    if column not in ("round", "step"):
+        return quoted(column)
+    return f"CASE WHEN TYPEOF({column}) = 'integer' THEN {column} END AS {column}"
+
+
+def _has_wrong_rounds(database: Database) -> bool:
+    """Whether a run has a round that is a text. SQLite puts those after all numbers: one look per run will do."""
+    last = "SELECT MAX(round) FROM run_round WHERE run_round.run = run.id"
+    return bool(database.rows(f"SELECT 1 FROM run WHERE TYPEOF(({last})) = 'text' LIMIT 1"))  # noqa: S608
 
 
 def _authorise(action: int, first: str | None, second: str | None, *_: str | None) -> int:
@@ -114,7 +144,9 @@ def read_sqlite(path: Path) -> Reader:
     check_file(path)
     # Beside a write-ahead log, even a reader needs a file of its own. In a folder where it can have none (an archive, a
     # read-only mount) nobody can write either, and the store may be taken as it lies.
+    # A log of another file that had this name before is not to be read into this one.
     fixed = not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
+    fixed = fixed or has_foreign_log(path)
     address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if fixed else ''}"
     try:
         connection = sqlite3.connect(address, uri=True, timeout=10, isolation_level=None, check_same_thread=False)
@@ -130,6 +162,8 @@ def read_sqlite(path: Path) -> Reader:
                 "The first training that writes to it brings it up to date."
             )
         for statement in _LOOKS_NEW.get(version, ()):
+            database.execute(statement)
+        for statement in _without_wrong_rounds(version) if _has_wrong_rounds(database) else ():
             database.execute(statement)
         connection.execute("PRAGMA query_only = ON")
         connection.create_function("fedvitals_layer", 8, _layer, deterministic=True)

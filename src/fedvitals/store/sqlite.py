@@ -4,19 +4,31 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
-from fedvitals.errors import StoreError
-from fedvitals.records import Record
+from fedvitals.errors import StoreError, StoreLostError
+from fedvitals.records import Event, Metric, Record, Run, Where
 from fedvitals.store import ddl
 from fedvitals.store.dialect import SQLITE, Database
+from fedvitals.store.identity import (
+    SIDE_FILES,
+    Condition,
+    FileWatch,
+    free_name,
+    maintained,
+    set_foreign_log_aside,
+    signature_of,
+)
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.schema import VERSION
 from fedvitals.store.writer import Writer
@@ -27,6 +39,7 @@ APPLICATION = 0x66656476  # «fedv» in the file's header, so that no other prog
 PAGE = 8192  # bytes; blobs of some ten kilobytes are the bulk of a store
 
 
+_put_back: set[tuple[int, int]] = set()  # device and number of files that this process made again at their place
 _looked_at: set[tuple[int, int]] = set()  # device and number of files that were seen to be SQLite's, or empty
 
 
@@ -128,12 +141,14 @@ def maintain_sqlite(path: Path) -> Iterator[Database]:
     except OSError as error:
         raise StoreError(f"The store '{path}' cannot be written: {error}.") from error
     try:
+        _settle_log(path, lock)
         database = _connect(path)
         try:
             yield database
             _fold(database)
         finally:
             database.connection.close()
+            maintained(path)
     finally:
         lock.release()
 
@@ -142,36 +157,59 @@ class SqliteStore:
     """A sink that keeps records in a SQLite file; nothing is opened before the first write.
 
     Each batch is one transaction: when `write` returns, the batch survives the end of the process.
+
+    A file that is deleted while it is written is made again. If another file takes its place, the store goes on in a
+    file of its own beside it, `path` says which, and the new file is left alone.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._wanted = self.path
         self._turn = threading.Lock()
         self._file_lock = WriterLock(self.path)
         self._database: Database | None = None
         self._writer: Writer | None = None
         self._process = 0
         self._data_version = -1
-        self._identity: os.stat_result | None = None
+        self._watch: FileWatch | None = None
+        self._aside: list[Path] = []  # logs of a file that is to be made again
+        self._stored = 0  # records, in the file that is open
+        self._runs: dict[str, Run] = {}  # as last described
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Store a batch. StoreLostError, once, when the file was overwritten, and with it what it held."""
         if not records:
             return
         with self._turn:
-            self._open().write(records)
+            try:
+                self._open().write(records)
+            except StoreLostError:
+                raise
+            except StoreError:
+                if self._database is None or self._condition() is Condition.SAME:
+                    raise
+                self._open().write(records)  # into the file that takes the place of the one that was exchanged
+            self._stored += len(records)
+            self._runs |= {record.id: record for record in records if isinstance(record, Run)}
+            self._remember()
 
     def flush(self) -> None:
         """Nothing: what was written is stored. It is here because sinks with a buffer have it."""
 
     def _open(self) -> Writer:
-        if self._writer is not None and self._process == os.getpid():
-            self._hold()
-            return self._rescue(self._database) if self._vanished() and self._database else self._writer
-        if self._writer is not None:
+        if self._writer is not None and self._process != os.getpid():
             raise StoreError(
                 f"The store '{self.path}' was opened by process {self._process}; its child {os.getpid()} cannot write "
                 "it. Send the records to the parent instead."
             )
+        if self._writer is not None and self._database is not None:
+            condition = self._condition()
+            if condition is Condition.MOVED:
+                return self._rescue(self._database)
+            if condition is Condition.OVERWRITTEN:
+                self._start_anew(self._database)
+            self._hold()
+            return self._writer
         self._hold()
         try:
             return self._begin()
@@ -190,24 +228,54 @@ class SqliteStore:
             ) from error
 
     def _begin(self) -> Writer:
+        _settle_log(self.path, self._file_lock)
         self._database = _connect(self.path)
-        self._identity = self.path.stat()
+        self._fold_in()
         self._process = os.getpid()
-        self._writer = Writer(self._database, self._changed_elsewhere)
+        self._watch = FileWatch(self.path, partial(_is_sound, self._database), self._is_edited)
+        self._writer = Writer(self._database, self._changed_elsewhere, self._refuse_exchanged)
+        self._leave_note()
         return self._writer
 
-    def _vanished(self) -> bool:
-        """Whether the file that is open is no longer the one of that name."""
-        try:
-            return self._identity is None or not os.path.samestat(self.path.stat(), self._identity)
-        except FileNotFoundError:
-            return True
+    # -- the file that is open, and the one that has its name ---------------------------------------------------------
+
+    def _condition(self) -> Condition:
+        return Condition.SAME if self._watch is None else self._watch.check()
+
+    def _refuse_exchanged(self) -> None:
+        """Before each commit, which may fold the log into the file."""
+        if self._condition() is not Condition.SAME:
+            raise StoreError(f"The store '{self.path}' was exchanged while it was written.")
+
+    def _fold_in(self) -> None:
+        if self._database is not None:
+            self._database.rows("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _remember(self) -> None:
+        if self._watch is None:
+            return
+        if not self._watch.identified:
+            self._fold_in()  # a file that holds no run yet could not be told from another
+        if self._watch.remember():
+            self._leave_note()
+
+    def _leave_note(self) -> None:
+        """In the lock file: whose log it is that lies beside the store."""
+        note = None if self._watch is None else self._watch.note()
+        if note is not None:
+            self._file_lock.note(note)
 
     def _rescue(self, database: Database) -> Writer:
-        """Write the store out again: deleted under us, it lives as long as our connection, and not a moment longer."""
-        copy = self.path.with_name(f"{self.path.name}.rescued-{os.getpid()}")
+        """Write the store out again: its file is no longer at its place, and lives as long as our connection does."""
+        if (signature_of(self.path) or ())[:2] in _put_back:  # another writer in this process did so just now
+            database.connection.close()
+            self._database = self._writer = None
+            self._hold()
+            return self._begin()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        copy = free_name(self._wanted, "rescued")
+        self._aside += [] if self._watch is None else self._watch.move_log_aside()
         try:
-            copy.unlink(missing_ok=True)
             with contextlib.closing(sqlite3.connect(copy)) as target:
                 database.connection.backup(target)
         except (sqlite3.Error, OSError) as error:
@@ -217,15 +285,54 @@ class SqliteStore:
                 f"The store '{self.path}' was deleted while it was written, and cannot be made again: {error}. "
                 "What it holds is lost if this process ends before that succeeds."
             ) from error
-        database.connection.close()  # removes its log by name, so the new file may have that name only from here on
-        self._database = self._writer = None
-        if not self.path.exists():
-            copy.rename(self.path)
-            copy = self.path
-        logger.warning(
-            "The store '%s' was deleted or replaced while it was written. What it held is in '%s'.", self.path, copy
+        database.connection.close()  # SQLite sees that the file is not in its place, and removes nothing by name
+        for log in self._aside:
+            log.unlink(missing_ok=True)  # the copy has what it held
+        self._aside = []
+        before, place = self.path, _put_in_place(copy, self.path)
+        told = f"The store '{before}' was deleted or replaced while it was written. What it held is in '{place}'."
+        if place == before:
+            _put_back.add((signature_of(place) or (0, 0))[:2])
+            logger.warning("%s", told)
+            self._database = self._writer = None
+            self._hold()
+            return self._begin()
+        told += " The run goes on there; the file that took its place is left alone."
+        logger.warning("%s", told)
+        return self._go_on_in(place, told)
+
+    def _start_anew(self, database: Database) -> None:
+        """Another program has overwritten our file: leave it alone, and go on in a new one. Raises StoreLostError."""
+        logs = [] if self._watch is None else self._watch.move_log_aside()
+        _never_close(database.connection, self.path)
+        place, lost, self._stored = free_name(self._wanted, "continued"), self._stored, 0
+        aside = f" Its log is kept as '{logs[0]}'." if logs else ""
+        told = (
+            f"The store '{self.path}' was overwritten by another program while it was written: {lost} records that it "
+            f"held are lost. The run goes on in '{place}'; the overwritten file is left alone.{aside}"
         )
-        return self._begin()
+        self._go_on_in(place, told, {"records": lost})
+        raise StoreLostError(told, lost)
+
+    def _go_on_in(self, place: Path, told: str, data: Mapping[str, int] = MappingProxyType({})) -> Writer:
+        """Open another file, and tell of it in each run."""
+        self._file_lock.release()
+        self.path, self._file_lock = place, WriterLock(place)
+        self._database = self._writer = self._watch = None
+        self._hold()
+        writer, source = self._begin(), f"store-{os.urandom(4).hex()}"
+        name, level, now = "store.replaced", "warning", time.time()
+        events = [Event(Where(run), now, level, name, told, data, source, 0) for run in self._runs]
+        if events:
+            writer.write([*self._runs.values(), *events])
+            self._remember()
+        return writer
+
+    def _tell_lost(self, lost: int) -> None:
+        """In the new file, when the run is over: before that, the monitor tells it with whatever else is lost."""
+        if self._writer is not None and self._runs:
+            now, source = time.time(), f"store-{os.urandom(4).hex()}"
+            self._writer.write([Metric(Where(run), now, "monitor.lost", lost, source, 0) for run in self._runs])
 
     def _changed_elsewhere(self) -> bool:
         """Whether another connection has written since the last time that this was asked."""
@@ -235,20 +342,34 @@ class SqliteStore:
         before, self._data_version = self._data_version, now
         return bool(now != before)
 
+    def _is_edited(self) -> bool:
+        """Whether another connection has written since our last transaction; that one will ask again."""
+        if self._database is None or self._data_version < 0:
+            return False
+        return bool(self._database.rows("PRAGMA data_version")[0][0] != self._data_version)
+
     def close(self) -> None:
         """Put everything into the one file, and let others write. A later write opens it again."""
         with self._turn:
             if self._database is None or self._process != os.getpid():
                 return
+            lost: StoreLostError | None = None
             try:
-                if self._vanished():
-                    self._rescue(self._database)
+                try:
+                    self._open()
+                except StoreLostError as error:
+                    lost = error
+                    self._tell_lost(error.lost)
                 _fold(self._database)
+                if self._watch is not None and self._watch.remember():
+                    self._leave_note()  # for the log, if a reader keeps it
             finally:
                 if self._database is not None:
                     self._database.connection.close()
-                self._database = self._writer = None
+                self._database = self._writer = self._watch = None
                 self._file_lock.release()
+            if lost is not None:
+                raise lost
 
     def __enter__(self) -> Self:
         return self
@@ -257,3 +378,56 @@ class SqliteStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_sound(database: Database) -> bool:
+    try:
+        return database.rows("PRAGMA quick_check(1)") == [("ok",)]
+    except StoreError:
+        return False
+
+
+def _settle_log(path: Path, lock: WriterLock) -> None:
+    """Move a log aside that belongs to another file of this name, before SQLite would apply it to this one."""
+    try:
+        moved = set_foreign_log_aside(path, lock.note_before)
+    except OSError as error:
+        raise StoreError(
+            f"Beside the store '{path}' lies the log of another file, which cannot be moved aside: {error}. "
+            f"Move '{path.name}-wal' and '{path.name}-shm' away."
+        ) from error
+    if moved:
+        logger.warning(
+            "Beside '%s' lay the log of another store that had this name before. It was not applied, and is kept "
+            "as '%s'.",
+            path,
+            moved[0],
+        )
+
+
+def _put_in_place(copy: Path, path: Path) -> Path:
+    """Give a file the name that it should have, unless something else has it; where the file is now."""
+    if any(path.with_name(path.name + suffix).exists() for suffix in SIDE_FILES):
+        return copy
+    try:
+        os.link(copy, path)  # unlike a renaming, it never writes over a file that has just come
+    except FileExistsError:
+        return copy
+    except OSError:  # a file system without links
+        if path.exists():
+            return copy
+        copy.rename(path)
+        return path
+    copy.unlink()
+    return path
+
+
+def _never_close(connection: sqlite3.Connection, path: Path) -> None:
+    """Let go of a connection whose file was overwritten: closing it would fold its log into the foreign content.
+
+    It stays open until the process ends, without its locks: closing any handle of the file drops them, for the whole
+    process, which is why nothing else in here ever opens a store's file itself.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDONLY))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from fedvitals.errors import RecordError
 from fedvitals.records import LayerStats, LayerTable, Record, Run, Truth, run_of
 from fedvitals.store import compaction, rows
 from fedvitals.store.delivered import Delivered
@@ -26,9 +27,15 @@ class Writer:
     added in turns, and whatever another writer may have changed is read again in each transaction.
     """
 
-    def __init__(self, database: Database, changed_elsewhere: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        changed_elsewhere: Callable[[], bool],
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
         self._database = database
         self._changed_elsewhere = changed_elsewhere
+        self._before_commit = before_commit
         self._symbols = Symbols(database)
         self._delivered = Delivered(database, self._symbols)
         self._rows = {kind: (rows.insert(kind), rows.to_rows(kind, self._symbols.number)) for kind in rows.TABLE_OF}
@@ -47,7 +54,10 @@ class Writer:
         """Store what is new of the batch, all or nothing."""
         rows.check(records)
         due: set[Family] = set()
-        self._transaction({run_of(record) for record in records}, partial(self._ingest, records, due))
+        try:
+            self._transaction({run_of(record) for record in records}, partial(self._ingest, records, due))
+        except (TypeError, ValueError, OverflowError) as error:  # of our own making rows, not of the database
+            raise RecordError(f"A record cannot be stored ({type(error).__name__}: {error}).") from error
         for key in due:
             # Each merge is a transaction of its own: a reader sees the blocks before or after it, never both.
             while key in self._pending and (taken := self._pending[key].take()):
@@ -64,6 +74,7 @@ class Writer:
                 self._delivered.forget()
                 self._symbols.begin()
             work()
+            self._before_commit()
             self._database.execute("COMMIT")
         except BaseException:
             self._forget()  # memory and tables must agree again, whatever went wrong

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.records import LayerStats, Metric, Record, Run, is_client
+from fedvitals.records import AnyName, LayerStats, Metric, Record, Run, is_client, node_name
 from fedvitals.stats import (
     EXPONENTS,
     FAMILIES,
@@ -85,10 +85,10 @@ class Curves:
     `layers_of`: nodes whose layers are drawn too, beside those of the round as a whole.
     """
 
-    def __init__(self, nodes: int | Sequence[str] = NODES, layers_of: Sequence[str] = ()) -> None:
-        self._named = None if isinstance(nodes, int) else frozenset(nodes)
+    def __init__(self, nodes: int | Sequence[AnyName] = NODES, layers_of: Sequence[AnyName] = ()) -> None:
+        self._named = None if isinstance(nodes, int) else frozenset(map(node_name, nodes))
         self._most = nodes if isinstance(nodes, int) else len(frozenset(nodes))
-        self._layers_of = frozenset(layers_of)
+        self._layers_of = frozenset(map(node_name, layers_of))
         self._runs: dict[str, _Known] = {}
         self.left_out = 0  # what had no place among the tags
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedvitals.protocols import Sink
@@ -49,7 +49,17 @@ class Outlet:
         passed = released(record, self._policy, clients=clients, stray=stray, held=True)
         if passed is None:
             return
-        self._put(stamped(passed, self._source, next(self._sequence)))
+        self._put(self.stamped(passed))
+
+    def stamped(self, record: Record) -> Record:
+        """The record with an identity of this outlet."""
+        return stamped(record, self._source, next(self._sequence))
+
+    def store(self, record: Record) -> None:
+        """For the first sink alone, the store: the others have ended."""
+        passed = released(record, self._policy, held=True)
+        if passed is not None and self._queues:
+            self._queues[0].put(self.stamped(passed))
 
     def admit(self, record: Record) -> None:
         """A record of another process: held against the level once more, queued with the identity that it has."""
@@ -74,12 +84,22 @@ class Outlet:
         done = [queue.flush(max(0.0, deadline - time.monotonic())) for queue in queues]
         return all(done)
 
-    def close(self, timeout: float = 10.0) -> None:
-        """The store, which is first, closes last: what the others say while they close still reaches it."""
+    def close(self, timeout: float = 10.0, before_store: Callable[[], None] = lambda: None) -> None:
+        """The store, which is first, closes last: what the others say while they close still reaches it.
+
+        `before_store` is called when all others are closed, and their losses are known.
+        """
         with contextlib.ExitStack() as stack:  # closes in reverse, each one even if another raised
-            for queue in self._queues:
+            for i, queue in enumerate(self._queues):
                 stack.callback(queue.close, timeout)
+                if i == 0:
+                    stack.callback(before_store)
             self.flush(timeout)
+
+    @property
+    def losses(self) -> dict[str, int]:
+        """How many records were lost, by sink and cause: «detectors: sink failed»."""
+        return {f"{queue.name}: {cause}": count for queue in self._queues for cause, count in queue.lost.items()}
 
 
 def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:

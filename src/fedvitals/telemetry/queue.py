@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedvitals.errors import FedvitalsError, RecordError
+from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
 from fedvitals.protocols import Sink
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer, is_important
 from fedvitals.telemetry.spill import Spill
@@ -339,6 +339,10 @@ class Queue:
                 else:
                     parts[:1] = [part[: len(part) // 2], part[len(part) // 2 :]]
                 continue
+            except StoreLostError as error:
+                with self._lock:
+                    self._lose("store overwritten", error, error.lost)
+                continue  # it goes on in a new file
             except BaseException as error:  # noqa: BLE001 - nothing that a sink does may end the worker
                 self._failed(error, delay)
                 delay = min(delay * 2, LONGEST_DELAY)
@@ -381,6 +385,9 @@ class Queue:
             return
         try:
             close()
+        except StoreLostError as error:
+            with self._lock:
+                self._lose("store overwritten", error, error.lost)
         except Exception as error:  # noqa: BLE001 - the run is over; say it and go
             with self._lock:
                 self._report(error, "failed to close")

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, run_of
+from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, node_name, run_of
 from fedvitals.telemetry.parcel import LOST
 from fedvitals.telemetry.wire import LIMITS
 
@@ -32,6 +32,9 @@ class Sender:
     node: Node
     run: str
     group: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "node", node_name(self.node))
 
     def own(self, record: Record, run: str) -> Record:
         """The record as one of the run here; an error if it is another's."""

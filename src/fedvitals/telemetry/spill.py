@@ -18,7 +18,20 @@ from typing import IO, Any
 
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Sink
-from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Truth, Where
+from fedvitals.records import (
+    Action,
+    Event,
+    Finding,
+    Layer,
+    LayerTable,
+    Record,
+    Run,
+    Snapshot,
+    Suspect,
+    Truth,
+    Where,
+    run_of,
+)
 
 try:
     import fcntl
@@ -46,7 +59,7 @@ def from_json(line: str | bytes) -> Record:
         content = json.loads(line)
         kind, fields = KINDS[content["kind"]], content["record"]
         if "where" in fields:
-            fields["where"] = Where(**fields["where"])
+            fields["where"] = _place(fields["where"])
         if "suspects" in fields:
             fields["suspects"] = tuple(Suspect(**suspect) for suspect in fields["suspects"])
         if "nodes" in fields:
@@ -57,6 +70,13 @@ def from_json(line: str | bytes) -> Record:
         return kind(**fields)
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"A spilled line cannot be read ({type(error).__name__}: {error}): {line[:80]!r}") from error
+
+
+def _place(where: Mapping[str, Any]) -> Where:
+    """Where a record belongs. One in a round that is no integer is kept, in no round: a store cannot take it else."""
+    wrong = {name: None for name in ("round", "step") if type(where.get(name)) not in (int, type(None))}
+    texts = {name: str(where[name]) for name in ("node", "group") if where.get(name) is not None}
+    return Where(**{**where, **texts, **wrong})
 
 
 def _table(table: Mapping[str, Any]) -> LayerTable:
@@ -185,10 +205,22 @@ def leftover(folder: Path) -> list[Path]:
     return found
 
 
+def waiting_runs(folder: Path) -> set[str]:
+    """The ids of the runs of which dead processes left records in a folder."""
+    found = set()
+    for path in leftover(folder):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            found |= {run_of(record) for record in _records(file)}
+    return found
+
+
 def readmit(folder: Path, sink: Sink) -> None:
     """Give a sink what earlier processes could not; a file goes once its last record is written."""
     for record in drain_spill(folder):
-        sink.write([record])
+        try:
+            sink.write([record])
+        except RecordError as error:  # it would keep all behind it from coming back
+            logger.warning("Left out of what had waited beside the store: %s", error)
 
 
 def _lock(file: IO[bytes]) -> None:

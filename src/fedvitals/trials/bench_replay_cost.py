@@ -23,7 +23,8 @@ import torch
 
 from fedvitals import lab
 from fedvitals.monitor import Monitor
-from fedvitals.protocols import Message, Node
+from fedvitals.protocols import Message
+from fedvitals.records import AnyName
 from fedvitals.replay.tape import Tape
 from fedvitals.trials import bench_overhead
 
@@ -69,7 +70,7 @@ class Listening(Monitor):
 
     own = 0.0
 
-    def spent(self, part: str, seconds: float, node: Node = "server") -> None:
+    def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
         if part in AGGREGATION:
             self.own += seconds
         super().spent(part, seconds, node)

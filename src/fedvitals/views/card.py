@@ -16,6 +16,7 @@ from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store import queries
 from fedvitals.store.reader import Reader
+from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of
 
 # What the card shows of a run, in the order of a patient's chart: outcome, learning, gradients, weights, machine.
@@ -47,6 +48,7 @@ class Card:
     signs: Sequence[Sign]
     cases: Sequence[Case]  # what the detectors found, each trouble once, worst first
     detectors: int  # that looked at the run
+    gaps: Sequence[str]  # what they did not judge, and why
     clients: Sequence[StandOut]
     layers: Sequence[StandOut]
     newest: Mapping[str | None, Mapping[str, float]]  # node → metrics, newest values of the last rounds
@@ -75,6 +77,7 @@ def health_card(reader: Reader, run: str) -> Card:
         signs=signs,
         cases=cases(queries.records(reader, run, Finding), queries.attendance(reader, run)),
         detectors=detectors_of(described),
+        gaps=gaps_of(reader, run),
         clients=clients_that_stand_out(history),
         layers=layers_that_stand_out(history),
         newest=newest,

@@ -143,7 +143,11 @@ def client_verdict(row: ClientRow, found: Sequence[Case], facts: Facts) -> Clien
         text = f"{name} is different, but nothing says broken: no finding; it stands out by {row.why}."
         return ClientVerdict("different", text, detail)
     muted = f" ({len(found)} muted or over)" if found else ""
-    return ClientVerdict("healthy", f"{name} behaves like its peers: no open finding{muted}.", detail)
+    if facts.gaps:
+        text = f"No open finding about {name}{muted}, but not all was judged: {'; '.join(facts.gaps)}."
+    else:
+        text = f"{name} behaves like its peers: no open finding{muted}."
+    return ClientVerdict("unjudged" if facts.gaps else "healthy", text, detail)
 
 
 def _detail(row: ClientRow, facts: Facts) -> str:

@@ -15,6 +15,7 @@ from fedvitals.store import queries
 from fedvitals.store.reader import Reader
 from fedvitals.views.card import detectors_of
 from fedvitals.views.courses import Course, courses
+from fedvitals.views.gaps import gaps_of
 from fedvitals.views.machine import growth
 from fedvitals.views.sums import traffic_sums
 from fedvitals.views.troubles import cases_of
@@ -39,7 +40,7 @@ class Figures:
     traffic: Traffic
     reached: tuple[Reached, ...]
     cases: tuple[Case, ...]
-    judged: bool  # whether detectors looked at it; if not, no findings mean nothing
+    judged: bool  # whether detectors looked at all of it; if not, no findings mean nothing
 
 
 def figures_of(reader: Reader, run: str) -> Figures:
@@ -64,7 +65,7 @@ def figures_of(reader: Reader, run: str) -> Figures:
         traffic=traffic,
         reached=reached(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
         cases=found,
-        judged=bool(found) or detectors_of(described) > 0,
+        judged=bool(found) or (detectors_of(described) > 0 and not gaps_of(reader, run)),
     )
 
 

@@ -17,6 +17,7 @@ from fedvitals.records import Run, is_client
 from fedvitals.store import queries
 from fedvitals.store.marks import Mark
 from fedvitals.store.reader import Reader
+from fedvitals.views.gaps import gaps_of
 from fedvitals.views.status import planned_rounds
 from fedvitals.views.tally import traffic_total
 from fedvitals.views.troubles import case_key, cases_of
@@ -82,7 +83,8 @@ def _judged(
     """Cases by severity, and the verdict: as `verdict_of` gives it, but for the details that a list has no room for."""
     any_finding = "SELECT 1 FROM finding WHERE run = ? LIMIT 1"
     there = reader.database.rows(any_finding, (reader.names.number(run.id),))
-    cases, facts = cases_of(reader, run.id) if there else [], facts_in_short(run, rounds, clients, told)
+    cases = cases_of(reader, run.id) if there else []
+    facts = facts_in_short(run, rounds, clients, told, gaps_of(reader, run.id))
     counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
     return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
 

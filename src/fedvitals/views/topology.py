@@ -266,7 +266,7 @@ def _join(nodes: list[PlacedNode], edges: list[PlacedEdge]) -> tuple[list[Placed
             together.setdefault((node.group, node.health, node.present), []).append(node)
     stands_for: dict[str, str] = {}
     for (group, health, _), members in together.items():
-        words = {"ok": "well", "absent": "not in this round"}.get(health, health)
+        words = {"ok": "without a finding", "absent": "not in this round"}.get(health, health)
         name = f"{len(members)} clients {f'of {group} ' if group else ''}{words}"
         stands_for |= {node.name: name for node in members}
         kept.append(

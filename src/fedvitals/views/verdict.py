@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fedvitals.diagnosis.cases import Case, is_trouble, rank
+from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.diagnosis.locate import LEARNT
 from fedvitals.diagnosis.scores import FEWEST
 from fedvitals.protocols import History
@@ -21,6 +22,7 @@ from fedvitals.store.marks import Mark, marks
 from fedvitals.store.reader import Reader
 from fedvitals.views.briefs import since_of
 from fedvitals.views.card import detectors_of
+from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of, named
 from fedvitals.views.troubles import actions_about, case_key, cases_of, culprits
 from fedvitals.views.verdict_words import clause, shortened, sure
@@ -63,6 +65,7 @@ class Facts:
     samples: Mapping[str, float] = field(default_factory=dict)  # of each client, as last told
     actions: Sequence[Action] = ()
     labels: Mapping[str, str] = field(default_factory=dict)  # of nodes; see `views.labels`
+    gaps: tuple[str, ...] = ()  # what was not judged; see `diagnosis.gaps`
 
 
 def verdict_of(reader: Reader, run: str) -> Verdict:
@@ -78,14 +81,15 @@ def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
     notes = [case for case in now if not _is_serious_now(case)]
     if ill:
         return _of_cases("ill", "", ill, cases, facts)
-    if not facts.detectors and not cases:
-        return Verdict("unjudged", "Not judged: no detector looked at this run.", _how_it_stands(facts))
+    if (not facts.detectors and not cases) or (facts.gaps and not notes and not over):
+        why = no_all_clear(facts.gaps) if facts.detectors else "Not judged: no detector looked at this run."
+        return Verdict("unjudged", why, _how_it_stands(facts))
     if facts.rounds < WARM:
         return Verdict("warming", _too_early(facts), _how_it_stands(facts))
     if notes:
-        return _of_cases("watch", "Nothing serious. A note: ", notes, cases, facts)
+        return _of_cases("watch", "A note: " if facts.gaps else "Nothing serious. A note: ", notes, cases, facts)
     if over:
-        return _of_cases("watch", "Nothing serious now. ", over, cases, facts)
+        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", over, cases, facts)
     return Verdict("healthy", _healthy(cases, facts), _sentences(_how_it_stands(facts), _blind_spots(facts)))
 
 
@@ -112,7 +116,11 @@ def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence
         state,
         f"{said[:1].upper() + said[1:] if worst.node is None else said} ({certainty})",
         _sentences(
-            _how_it_stands(facts), _share_of_data(same, facts), _what_was_done(same, facts), _others(same, cases, facts)
+            _how_it_stands(facts),
+            _share_of_data(same, facts),
+            _what_was_done(same, facts),
+            _others(same, cases, facts),
+            incomplete(facts.gaps).rstrip(".") if facts.gaps else "",
         ),
         since=since,
         confidence=worst.confidence,
@@ -229,7 +237,7 @@ def facts_of(reader: Reader, run: str) -> Facts:
     history = reader.history(run)
     rounds, clients = history.rounds(), [node for node in history.nodes() if is_client(node)]
     return replace(
-        facts_in_short(described, len(rounds), len(clients), marks(reader, run)),
+        facts_in_short(described, len(rounds), len(clients), marks(reader, run), gaps_of(reader, run)),
         accuracy=_finite(queries.newest(reader, run, "accuracy")),
         loss=_finite(queries.newest(reader, run, "loss")),
         samples=_samples(history, rounds, clients),
@@ -238,7 +246,7 @@ def facts_of(reader: Reader, run: str) -> Facts:
     )
 
 
-def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark]) -> Facts:
+def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark], gaps: tuple[str, ...] = ()) -> Facts:
     """What decides the state and the headline; the rest is for the detail, for which a list has no room."""
     return Facts(
         rounds=rounds,
@@ -248,6 +256,7 @@ def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark]) ->
         finished=run.finished is not None,
         muted=frozenset(mark.target for mark in told if mark.kind == "muted"),
         acknowledged=frozenset(mark.target for mark in told if mark.kind == "acknowledged"),
+        gaps=gaps,
     )
 
 

@@ -102,7 +102,7 @@ function update(node, run, row, chosen) {
 }
 
 function health(row) {
-  if (row.severity === null) return h("span", { class: "sev-ok" }, h("span", { "aria-hidden": "true", text: "✓ " }), "well");
+  if (row.severity === null) return h("span", { class: "muted", text: "no finding" }); // not «well»: the run may not be judged in full
   return h("span", { class: `sev-${row.severity}` },
     h("span", { "aria-hidden": "true", text: `${SHAPES[row.severity] ?? "·"} ` }), WORDS[row.severity] ?? row.severity,
     row.confidence !== null && h("span", { class: "muted small", text: ` ${sure(row.confidence)}` }));

@@ -61,8 +61,8 @@ export function figureTable(data, marks) {
 
 export function troubleTable(data, marks) {
   const unjudged = data.sides.filter((side) => !side.judged).map((side) => side.letter);
-  const note = unjudged.length > 0 && h("p", { class: "small muted", text: `No detector looked at ${unjudged.join(", ")}: fedvitals check RUN does so now.` });
-  if (!data.troubles.length) return [note, h("p", { class: "empty", text: unjudged.length === data.sides.length ? "Nobody looked." : "No finding in any of them." })];
+  const note = unjudged.length > 0 && h("p", { class: "small muted", text: `Not judged, or not in full: ${unjudged.join(", ")}. fedvitals findings RUN says why.` });
+  if (!data.troubles.length) return [note, h("p", { class: "empty", text: unjudged.length === data.sides.length ? "None was judged in full." : "No finding in any of them." })];
   const head = h("tr", {}, h("th", { scope: "col", text: "" }), h("th", { scope: "col", text: "finding" }), h("th", { scope: "col", text: "where" }), marks.map((mark) => h("th", { class: "num", scope: "col" }, mark())));
   const rows = data.troubles.map((one) => h("tr", {}, h("td", { class: `sev-${one.severity} nowrap`, text: `${SHAPES[one.severity] ?? "·"} ${one.severity}` }),
     h("td", { text: one.title, title: one.issue }), h("td", { class: "name", text: one.place }),

@@ -13,7 +13,7 @@ import { empty } from "../parts/states.js";
 
 export const title = "Clients";
 const ROWS = 2000; // clients in the picture: the most that one answer holds
-const HEALTH = [["", "all"], ["ill", "with findings"], ["critical", "critical"], ["warning", "warning"], ["note", "note"], ["well", "well"], ["failed", "that failed"]];
+const HEALTH = [["", "all"], ["ill", "with findings"], ["critical", "critical"], ["warning", "warning"], ["note", "note"], ["well", "without a finding"], ["failed", "that failed"]];
 const SORTS = [["worst", "worst first"], ["value", "largest first"], ["name", "by name"]];
 
 export function view(root, ctx) {
@@ -115,8 +115,8 @@ export function view(root, ctx) {
       group.node.hidden = !page.groups.length;
       fill(counts, [`${number(page.total)} clients: `, ...["critical", "warning", "note", "well"].map((kind, i) =>
         [i ? " · " : "", h("a", {
-          href: link(runLink(run, "clients"), { health: kind }), class: page.health[kind] ? `sev-${kind === "well" ? "ok" : kind}` : "muted",
-          text: `${number(page.health[kind])} ${kind}`,
+          href: link(runLink(run, "clients"), { health: kind }), class: page.health[kind] && kind !== "well" ? `sev-${kind}` : "muted",
+          text: `${number(page.health[kind])} ${kind === "well" ? "without a finding" : kind}`,
         })])]);
       const filtered = page.matching < page.total ? `${number(page.matching)} of ${number(page.total)} clients, ` : "";
       said.textContent = page.total ? `${filtered}${page.order}` : "No client yet: rows appear with the first round, by themselves.";

@@ -77,7 +77,7 @@ export function view(root, ctx) {
 }
 
 function nothingFound(verdict) {
-  if (verdict.state === "unjudged") return empty("No detector looked at this run.", "`fedvitals check RUN` does so now.");
+  if (verdict.state === "unjudged") return empty(verdict.headline, "`fedvitals check RUN` judges what the store has.");
   return empty("No finding.", verdict.state === "warming" ? "It is early: they come by themselves." : "Nothing was wrong as far as the detectors could see.");
 }
 

@@ -11,7 +11,7 @@ import { rowTable } from "../parts/rows.js";
 
 export const title = "Topology";
 const KINDS = { star: "a star: every client with the server", clusters: "clusters: clients that are alike share a model", tree: "a tree: clients, edges, server", rings: "rings: clients pass the model on" };
-const HEALTH = { critical: "■ critical", warning: "▲ warning", note: "· note", failed: "✕ failed", ok: "✓ well", absent: "not in this round" };
+const HEALTH = { critical: "■ critical", warning: "▲ warning", note: "· note", failed: "✕ failed", ok: "no finding", absent: "not in this round" };
 const ROWS = 12;
 
 export function view(root, ctx) {
@@ -64,7 +64,7 @@ export function view(root, ctx) {
         kind: found.kind,
         nodes: drawn(found),
         edges: found.edges.map((one) => ({ ...one, from: one.sender, to: one.receiver })),
-        note: [found.joined ? "clients that are well stand together, with their number" : "", `round ${found.round}`, "width: bytes; colour and shape: health"].filter(Boolean).join("; "),
+        note: [found.joined ? "clients without a finding stand together, with their number" : "", `round ${found.round}`, "width: bytes; colour and shape: health"].filter(Boolean).join("; "),
       });
       kinds.textContent = found.kinds.length
         ? `${found.kinds.map((one) => `${one.kind} ${bytes(one.bytes)} in ${number(one.messages)} messages`).join("; ")}. Telemetry goes to the server past every edge, and is not drawn.`

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a run without findings need not be healthy: detectors that failed, measurements that failed, records lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fedvitals.records import Event, natural
+
+MONITOR_ERROR = "monitor.error"  # the event that tells of work of ours that failed
+DETECTOR = "the detector "
+NAMED = 3  # of the clients or steps that are concerned; the others are counted
+# Work that no detector depends on: the tape, the user's own sinks and metrics, corrections, what the machine does.
+UNRELATED = (
+    "taping", "opening the tape", "ending the tape", "telling of the tape", "log()", "event()", "headers()", "truth()",
+    "sampling the machine", "watching the machine", "recording operators", "opening a sink", "answering a finding",
+    "prescribing", "refused()", "looking up the run",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Work of the monitor that failed: what it was doing, the kind of error, and where."""
+
+    doing: str
+    exception: str
+    round: int | None = None
+    node: str | None = None
+
+
+def failure_of(event: Event) -> Failure | None:
+    """The failure that an event tells of; None where it is another event."""
+    if event.name != MONITOR_ERROR:
+        return None
+    doing, exception = (str(event.data.get(key) or "") for key in ("doing", "exception"))
+    return Failure(doing, exception, event.where.round, event.where.node)
+
+
+def gaps(failures: Iterable[Failure], lost: int) -> tuple[str, ...]:
+    """What was not judged, in words; empty when everything was.
+
+    Of a client, only its name is told: it may have written the rest itself.
+    """
+    related = [failure for failure in failures if not failure.doing.startswith(UNRELATED)]
+    of_server = [failure for failure in related if failure.node in (None, "server")]
+    detectors = [failure for failure in of_server if failure.doing.startswith(DETECTOR)]
+    others = [failure for failure in of_server if not failure.doing.startswith(DETECTOR)]
+    clients = {failure.node for failure in related if failure.node not in (None, "server")}
+    found = [*_named(detectors, "detectors"), *_named(others, "other steps")]
+    if clients:
+        names = _listed(sorted((name for name in clients if name is not None), key=natural), "more")
+        found.append(f"what was measured of {names} is incomplete")
+    if lost:
+        found.append("1 record was lost" if lost == 1 else f"{lost} records were lost")
+    return tuple(found)
+
+
+def no_all_clear(reasons: Sequence[str]) -> str:
+    """The sentence that takes the place of «no findings»."""
+    return f"No findings, but not all was judged: {'; '.join(reasons)}."
+
+
+def incomplete(reasons: Sequence[str]) -> str:
+    """The sentence that goes with findings."""
+    return f"Not all was judged: {'; '.join(reasons)}."
+
+
+def _named(failures: Sequence[Failure], kind: str) -> list[str]:
+    """«the detector 'plateau' failed in round 3 (TypeError)», for the first few."""
+    first: dict[str, Failure] = {}
+    for failure in failures:
+        first.setdefault(failure.doing or "a step of the monitor", failure)
+    told = [
+        f"{doing} failed{'' if failure.round is None else f' in round {failure.round}'}"
+        f"{f' ({failure.exception})' if failure.exception else ''}"
+        for doing, failure in first.items()
+    ]
+    rest = len(told) - NAMED
+    return told if rest <= 0 else [*told[:NAMED], f"{rest} {kind} failed, too"]
+
+
+def _listed(names: Sequence[str], rest: str) -> str:
+    if len(names) <= NAMED:
+        return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} {rest}"

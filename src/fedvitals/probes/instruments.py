@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instruments of a run that measures PyTorch models: what is kept between its client-rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedvitals.probes.activations import activations, watched_modules
+from fedvitals.probes.allowance import Allowance
+from fedvitals.probes.fit import Fit
+from fedvitals.probes.nonlinearity import nonlinearity
+from fedvitals.probes.presets import Preset
+from fedvitals.probes.results import Results
+from fedvitals.probes.scale import scale
+from fedvitals.probes.updates import Updates
+from fedvitals.probes.view import View, flatten, table_of
+from fedvitals.probes.weights import check_initialisation, starts_at_zero, weights
+from fedvitals.records import LayerTable
+from fedvitals.stats import FAMILIES
+
+
+class Instruments:
+    """What a run keeps between its client-rounds: the plan, the allowances, the updates, what was learnt."""
+
+    def __init__(self, preset: Preset, update_memory: int) -> None:
+        self.preset = preset
+        self.fit = Fit(preset.fit_percent)
+        self.updates = Updates(brief=preset.brief, memory=update_memory)
+        self.watches_modules = any(planned.probe is activations for planned in preset.probes)
+        self.costs = [0.0] * len(preset.probes)
+        self.allowances = [Allowance(planned.percent) for planned in preset.probes]
+        self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
+        self.clipping_seen = False
+        self.initial: Tensor | None = None
+        self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
+        self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
+        self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
+        self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
+        self._tables: dict[Any, LayerTable] = {}
+
+    def view(self, model: nn.Module, **about: Any) -> View:
+        """A view of the layers of a model that train in it or in any other model of this run seen so far."""
+        view = View(model, trained=self.trained, **about)
+        self.trained |= {name for name, parameter in view.named_parameters if parameter.requires_grad}
+        return view
+
+    def parameters(self, model: nn.Module) -> list[Tensor]:
+        """The parameters of a global model that are measured."""
+        return self.view(model).parameters
+
+    def tables(self, model: nn.Module) -> list[Mapping[str, LayerTable]]:
+        """The layers that train, and all layers: what clients send may be the whole model, frozen parts included."""
+        view = self.view(model)
+        whole = [{"parameter": self.table("parameter", [*model.named_parameters()])}] if view.frozen else []
+        return [*whole, tables_of(self, view)]
+
+    def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
+        """Remember what drift is measured from; gives what looks wrong with it, as (layer, remark)."""
+        self.initial = flatten(self.view(model).parameters)
+        return check_initialisation(model)
+
+    def zero_layers(self, model: nn.Module) -> list[str]:
+        """The matrices that begin at 0 on purpose."""
+        return starts_at_zero(model)
+
+    def model_results(self, model: nn.Module) -> Results:
+        """The statistics of the global model's own weights and buffers."""
+        results = Results()
+        for name, value in weights(self.view(model)).items():
+            if name in FAMILIES:
+                results.matrices.append((name, np.asarray(torch.as_tensor(value).cpu()), None))
+            else:
+                results.take({name: value})
+        return results
+
+    def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
+        """What a round should say of the instruments themselves."""
+        return []
+
+    def table(self, rows: str, tensors: Sequence[tuple[str, Tensor]]) -> LayerTable:
+        key = (rows, *((name, t.shape, t.dtype) for name, t in tensors))
+        if key not in self._tables:
+            self._tables[key] = table_of(rows, tensors)
+        return self._tables[key]
+
+
+def tables_of(kit: Instruments, view: View) -> dict[str, LayerTable]:
+    """The layer tables of a model: parameters, all of them as one, buffers, and the modules whose output is watched."""
+    weights, dtype = sum(p.numel() for p in view.parameters), view.parameters[0].dtype if view.parameters else None
+    whole = torch.empty(weights, dtype=dtype, device="meta")
+    tables = {
+        "parameter": kit.table("parameter", view.named_parameters),
+        "model": kit.table("model", [("model", whole)]),
+    }
+    buffers = view.named_buffers
+    if buffers:
+        tables["buffer"] = kit.table("buffer", buffers)
+    if kit.watches_modules:
+        modules = [(name, torch.empty(0)) for name, _ in watched_modules(view.model)]
+        tables["module"] = kit.table("module", modules)
+    return tables
