@@ -72,7 +72,7 @@ def test_a_step_that_fails_for_one_client_costs_that_client_alone(owner, name, m
         "fedvitals.probes.updates.Updates._align_exactly",
         "fedvitals.probes.updates._count_duplicates",
         "fedvitals.probes.updates.Updates.know",
-        "fedvitals.worker.Arrivals.close_round",
+        "fedvitals.arrivals.Arrivals.close_round",
         "fedvitals.profiling.ledger.Ledger.close",
     ],
 )
