@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The traps: scalers, closures, several optimisers, optimisers that appear late, threads; and no hook left after."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -292,3 +294,25 @@ def test_scaler_of_another_thread_is_not_ours():
             optimizer.step()
     close(sink.value("gradient.norm_unclipped", node="c0"), raw.norms()[1:].max())
     assert sink.value("steps", node="c0") == 3
+
+
+@pytest.mark.parametrize("probes", ["light", "standard", "deep"])
+def test_models_and_optimisers_die_with_their_scope_and_not_with_the_garbage_collector(probes):
+    """No cycle of ours holds them: a round of large models would otherwise wait in memory for a collection."""
+    monitor, _ = watched(probes)
+    left = []
+    gc.collect()
+    gc.disable()
+    try:
+        with monitor:
+            for number in range(2):
+                with monitor.round(number, make("mlp")):
+                    model = make("mlp")
+                    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                    with monitor.client("c0", model, optimizer, data=make_data(), loss=functional.cross_entropy):
+                        train(model, optimizer, make_data(), 3)
+                    left += [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight.grad)]
+                del model, optimizer
+            assert [reference() for reference in left] == [None] * 6
+    finally:
+        gc.enable()

@@ -32,7 +32,7 @@ with fv.Monitor(store, probes=probes, strict=True) as monitor:
         with monitor.round(number, shared):
             for c in range(5):
                 local = copy.deepcopy(shared)
-                optimizer = torch.optim.Adam(local.parameters())
+                optimizer = (torch.optim.SGD if kind == "models" else torch.optim.Adam)(local.parameters(), 1e-3)
                 with monitor.client(f"c{c}", local, optimizer, data=(x[c], y[c]), loss=cross_entropy):
                     for step in range(10):
                         batch = slice(32 * step, 32 * step + 32)

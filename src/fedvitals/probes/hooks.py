@@ -30,6 +30,10 @@ Measure = Callable[[Optimizer, Owned, int, Any], None]
 The last is a bool, or a tensor of one where only the device knows."""
 
 
+def _measure_nothing(_optimizer: Optimizer, _owned: Owned, _step: int, _skipped: Any) -> None:
+    """For hooks that were removed while another thread was calling them."""
+
+
 class StepCounter:
     """Counts the steps on a model's parameters, for those who measure nothing at them: one hook, and quick."""
 
@@ -83,7 +87,7 @@ class StepHooks:
         self._unscaled = unscaled
         self._known: dict[int, _Met] = {}
         self._handles: list[Any] = []
-        self._forget = (tell_of_steps(self), tell_of_scalers(self))
+        self._forget: tuple[Callable[[], None], ...] = (tell_of_steps(self), tell_of_scalers(self))
 
     def remove(self) -> None:
         for forget in self._forget:
@@ -92,6 +96,8 @@ class StepHooks:
             handle.remove()
         self._handles.clear()
         self._known.clear()
+        # A cycle, of whoever measures and these hooks, would keep the user's model until garbage is collected.
+        self._forget, self._measure, self._unscaled = (), _measure_nothing, None
 
     def meet(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before a step of any optimiser: measure, if it acts on our parameters.
