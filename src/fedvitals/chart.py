@@ -355,8 +355,10 @@ class Chart:
             self.guard("ending the tape", lambda: (outlet.flush(30.0), self._tape.close()))
         self.run = replace(self.run, finished=time.time())
         self.emit(self.run)
-        last = {"before_store": self._tell_lost} if isinstance(outlet, Outlet) else {}
-        self.guard("closing the sinks", functools.partial(outlet.close, **last))
+        close: Callable[[], None] = outlet.close
+        if isinstance(outlet, Outlet):
+            close = functools.partial(outlet.close, before_store=self._tell_lost)
+        self.guard("closing the sinks", close)
         if self.lost > self._lost_told and isinstance(outlet, Outlet) and self._store is not None:
             leave = functools.partial(self._leave_word_of_losses, outlet, spill_folder(self._store))
             self.guard("telling of lost records", leave)
