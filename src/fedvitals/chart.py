@@ -377,8 +377,8 @@ class Chart:
     def _loss_of(self, outlet: Outlet) -> Event:
         """How many records were lost so far, and by which sink."""
         causes = {**({"workers": self.missed} if self.missed else {}), **outlet.losses}
-        told = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
-        place, words = Where(self.run.id, self.last_round), f"{self.lost} records were lost ({told})."
+        listed = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
+        place, words = Where(self.run.id, self.last_round), f"{self.lost} records were lost ({listed})."
         return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.lost})
 
     def _leave_word_of_losses(self, outlet: Outlet, folder: Path) -> None:
