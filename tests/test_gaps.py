@@ -179,9 +179,13 @@ def test_each_process_counts_its_own_losses(tmp_path):
     path = tmp_path / "runs.db"
     with open_store(path) as store:
         counts = [("a", 1, 2.0), ("a", 2, 5.0), ("b", 1, 3.0)]
-        told = [Metric(Where("r", n), float(n), "monitor.lost", value, source, n) for source, n, value in counts]
+        counted = [Metric(Where("r", n), float(n), "monitor.lost", value, source, n) for source, n, value in counts]
         late = Event(Where("r"), 9.0, "warning", "telemetry.lost", "", {"records": 7}, "b", 9)
-        store.write([Run("r", "run"), *told, late])
+        theirs = [  # of a client that may lie
+            Metric(Where("r", 1, "c1"), 1.0, "monitor.lost", float("inf"), "c1", 1),
+            Event(Where("r", 1, "c1"), 1.0, "warning", "telemetry.lost", "", {"records": "many"}, "c1", 2),
+        ]
+        store.write([Run("r", "run"), *counted, late, *theirs])
     with open_reader(path) as reader:
         assert queries.summary_of(reader, "r").lost == queries.lost_records(reader, "r") == 12
 

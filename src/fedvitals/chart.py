@@ -364,8 +364,10 @@ class Chart:
             self.guard("ending the tape", lambda: (outlet.flush(30.0), self._tape.close()))
         self.run = replace(self.run, finished=time.time())
         self.emit(self.run)
-        ends = isinstance(outlet, Outlet) and functools.partial(outlet.close, before_store=self._tell_lost)
-        self.guard("closing the sinks", ends or outlet.close)
+        close: Callable[[], None] = outlet.close
+        if isinstance(outlet, Outlet):
+            close = functools.partial(outlet.close, before_store=self._tell_lost)
+        self.guard("closing the sinks", close)
         if self.lost > self._lost_told and isinstance(outlet, Outlet) and self._store is not None:
             leave = functools.partial(self._leave_word_of_losses, outlet, spill_folder(self._store))
             self.guard("telling of lost records", leave)
@@ -384,8 +386,8 @@ class Chart:
     def _loss_of(self, outlet: Outlet) -> Event:
         """How many records were lost so far, and by which sink."""
         causes = {**({"workers": self.missed} if self.missed else {}), **outlet.losses}
-        told = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
-        place, words = Where(self.run.id, self.last_round), f"{self.lost} records were lost ({told})."
+        listed = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
+        place, words = Where(self.run.id, self.last_round), f"{self.lost} records were lost ({listed})."
         return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.lost})
 
     def _leave_word_of_losses(self, outlet: Outlet, folder: Path) -> None:

@@ -40,20 +40,20 @@ def failure_of(event: Event) -> Failure | None:
 def gaps(failures: Iterable[Failure], lost: int) -> tuple[str, ...]:
     """What was not judged, in words; empty when everything was.
 
-    Of a client, only its name is told: it may have written the rest itself.
+    Of a client, only its name is given: it may have written the rest itself.
     """
     related = [failure for failure in failures if not failure.doing.startswith(UNRELATED)]
     of_server = [failure for failure in related if failure.node in (None, "server")]
     detectors = [failure for failure in of_server if failure.doing.startswith(DETECTOR)]
     others = [failure for failure in of_server if not failure.doing.startswith(DETECTOR)]
     clients = {failure.node for failure in related if failure.node not in (None, "server")}
-    found = [*_named(detectors, "detectors"), *_named(others, "other steps")]
+    reasons = [*_named(detectors, "detectors"), *_named(others, "other steps")]
     if clients:
         names = _listed(sorted((name for name in clients if name is not None), key=natural), "more")
-        found.append(f"what was measured of {names} is incomplete")
+        reasons.append(f"what was measured of {names} is incomplete")
     if lost:
-        found.append("1 record was lost" if lost == 1 else f"{lost} records were lost")
-    return tuple(found)
+        reasons.append("1 record was lost" if lost == 1 else f"{lost} records were lost")
+    return tuple(reasons)
 
 
 def no_all_clear(reasons: Sequence[str]) -> str:
@@ -71,13 +71,13 @@ def _named(failures: Sequence[Failure], kind: str) -> list[str]:
     first: dict[str, Failure] = {}
     for failure in failures:
         first.setdefault(failure.doing or "a step of the monitor", failure)
-    told = [
+    sentences = [
         f"{doing} failed{'' if failure.round is None else f' in round {failure.round}'}"
         f"{f' ({failure.exception})' if failure.exception else ''}"
         for doing, failure in first.items()
     ]
-    rest = len(told) - NAMED
-    return told if rest <= 0 else [*told[:NAMED], f"{rest} {kind} failed, too"]
+    rest = len(sentences) - NAMED
+    return sentences if rest <= 0 else [*sentences[:NAMED], f"{rest} {kind} failed, too"]
 
 
 def _listed(names: Sequence[str], rest: str) -> str:

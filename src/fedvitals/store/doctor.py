@@ -127,14 +127,14 @@ def _exchanged(path: Path) -> list[Sign]:
     signs, logs, stores = [], logs_aside(path), continued_in(path)
     if stores:
         names = ", ".join(store.name for store in stores[:3]) + (", ..." if len(stores) > 3 else "")
-        said = f"replaced while a training wrote it; that went on in {names}, a store like any other"
-        signs.append(Sign("replaced", "note", said))
+        words = f"replaced while a training wrote it; that went on in {names}, a store like any other"
+        signs.append(Sign("replaced", "note", words))
     if logs:
         names = ", ".join(log.name for log in logs[:3]) + (", ..." if len(logs) > 3 else "")
-        said = (
+        words = (
             f"logs of another file that had this name are kept as {names}; no store needs them, and you may delete them"
         )
-        signs.append(Sign("replaced", "note", said))
+        signs.append(Sign("replaced", "note", words))
     return signs
 
 
@@ -159,14 +159,14 @@ def misnumbered(database: Database) -> dict[tuple[str, str], int]:
     """Rows whose round or step is no integer, by table and column. Only SQLite lets such a value in."""
     if database.dialect.name != "sqlite":
         return {}
-    version, found = _version_of(database), dict[tuple[str, str], int]()
+    version, counts = _version_of(database), dict[tuple[str, str], int]()
     for table in TABLES:
         for column in table.columns:
             if column.name in PLACES and column.type == "integer" and max(table.since, column.since) <= version:
                 sql = f"SELECT COUNT(*) FROM {table.name} WHERE TYPEOF({column.name}) NOT IN ('integer', 'null')"  # noqa: S608
                 ((count,),) = database.rows(sql)
-                found |= {(table.name, column.name): count} if count else {}
-    return found
+                counts |= {(table.name, column.name): count} if count else {}
+    return counts
 
 
 def _numbers(database: Database) -> list[Sign]:

@@ -76,10 +76,10 @@ class Content:
 def signature_of(path: Path) -> Signature | None:
     """Device, inode, size and time of change; None when there is no such file. Does not open it."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
 
 
 def _alone(path: Path) -> sqlite3.Connection:
@@ -196,14 +196,14 @@ class FileWatch:
         moved = []
         for suffix, inode in self._logs.items():
             path = self._path.with_name(self._path.name + suffix)
-            found = signature_of(path)
-            if found is not None and found[:2] == inode:
+            signature = signature_of(path)
+            if signature is not None and signature[:2] == inode:
                 moved.append(_aside(path))
         return moved
 
     def _log_inodes(self) -> dict[str, tuple[int, int]]:
-        found = {suffix: signature_of(self._path.with_name(self._path.name + suffix)) for suffix in SIDE_FILES}
-        return {suffix: signature[:2] for suffix, signature in found.items() if signature is not None}
+        signatures = {suffix: signature_of(self._path.with_name(self._path.name + suffix)) for suffix in SIDE_FILES}
+        return {suffix: signature[:2] for suffix, signature in signatures.items() if signature is not None}
 
 
 def maintained(path: Path) -> None:
@@ -234,20 +234,20 @@ def set_foreign_log_aside(path: Path, note: str | None = None) -> list[Path]:
     """Rename the log of another file, and its index; the new names. Only for the process that may write the store."""
     if not has_foreign_log(path, note):
         return []
-    found = [path.with_name(path.name + suffix) for suffix in SIDE_FILES]
-    return [_aside(file) for file in found if file.exists()]
+    files = [path.with_name(path.name + suffix) for suffix in SIDE_FILES]
+    return [_aside(file) for file in files if file.exists()]
 
 
 def logs_aside(path: Path) -> list[Path]:
     """Logs that were renamed because they belong to another file than the store that has the name now."""
-    found = (path.parent.glob(f"{path.name}{suffix}.aside-*") for suffix in SIDE_FILES)
-    return sorted(file for files in found for file in files)
+    files = (path.parent.glob(f"{path.name}{suffix}.aside-*") for suffix in SIDE_FILES)
+    return sorted(file for group in files for file in group)
 
 
 def continued_in(path: Path) -> list[Path]:
     """Stores beside this one in which a training went on whose file was exchanged."""
-    found = (path.parent.glob(f"{path.name}.{word}-*") for word in ("rescued", "continued"))
-    return sorted(file for files in found for file in files if file.name.rpartition("-")[2].isdecimal())
+    files = (path.parent.glob(f"{path.name}.{word}-*") for word in ("rescued", "continued"))
+    return sorted(file for group in files for file in group if file.name.rpartition("-")[2].isdecimal())
 
 
 def free_name(path: Path, word: str) -> Path:

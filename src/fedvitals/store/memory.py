@@ -95,7 +95,7 @@ class MemoryStore:
             # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.
             block, memory = (first.table, *block_of(same, self._number)), self.memory(first.where.run)
         except Exception as error:  # noqa: BLE001
-            return [error] if len(same) == 1 else [failed for one in same for failed in self._write_blocks([one])]
+            return [error] if len(same) == 1 else [failed for record in same for failed in self._write_blocks([record])]
         memory.blocks.setdefault(first.family, []).append(block)
         if first.where.round is not None:
             memory.of_round.setdefault((first.family, first.where.round), []).append(block)

@@ -137,13 +137,15 @@ def _lost(reader: Reader, number: int | None) -> int:
     """The sum of what each process that wrote the run has counted; each counts from 0.
 
     A process tells at the end of each round and at its own, where it can: an event may wait beside the store when the
-    store itself could not be written.
+    store itself could not be written. What a client tells under these names is its own affair.
     """
     ask, name = reader.database.rows, reader.names.number
-    metrics = "SELECT source, MAX(value) FROM metric WHERE run = ? AND name = ? GROUP BY source"
+    metrics = "SELECT source, MAX(value) FROM metric WHERE run = ? AND name = ? AND node IS NULL GROUP BY source"
     counted = {source: int(most or 0) for source, most in ask(metrics, (number, name("monitor.lost")))}
-    told = "SELECT source, data FROM event WHERE run = ? AND level = ? AND name = ?"
-    for source, data in ask(told, (number, name("warning"), name("telemetry.lost"))) if name("telemetry.lost") else ():
+    statement = "SELECT source, data FROM event WHERE run = ? AND level = ? AND name = ? AND node IS NULL"
+    for source, data in (
+        ask(statement, (number, name("warning"), name("telemetry.lost"))) if name("telemetry.lost") else ()
+    ):
         counted[source] = max(counted.get(source, 0), int(json.loads(data).get("records") or 0))
     return sum(counted.values())
 

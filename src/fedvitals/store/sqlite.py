@@ -290,16 +290,16 @@ class SqliteStore:
             log.unlink(missing_ok=True)  # the copy has what it held
         self._aside = []
         before, place = self.path, _put_in_place(copy, self.path)
-        told = f"The store '{before}' was deleted or replaced while it was written. What it held is in '{place}'."
+        message = f"The store '{before}' was deleted or replaced while it was written. What it held is in '{place}'."
         if place == before:
             _put_back.add((signature_of(place) or (0, 0))[:2])
-            logger.warning("%s", told)
+            logger.warning("%s", message)
             self._database = self._writer = None
             self._hold()
             return self._begin()
-        told += " The run goes on there; the file that took its place is left alone."
-        logger.warning("%s", told)
-        return self._go_on_in(place, told)
+        message += " The run goes on there; the file that took its place is left alone."
+        logger.warning("%s", message)
+        return self._go_on_in(place, message)
 
     def _start_anew(self, database: Database) -> None:
         """Another program has overwritten our file: leave it alone, and go on in a new one. Raises StoreLostError."""
@@ -307,14 +307,14 @@ class SqliteStore:
         _never_close(database.connection, self.path)
         place, lost, self._stored = free_name(self._wanted, "continued"), self._stored, 0
         aside = f" Its log is kept as '{logs[0]}'." if logs else ""
-        told = (
+        message = (
             f"The store '{self.path}' was overwritten by another program while it was written: {lost} records that it "
             f"held are lost. The run goes on in '{place}'; the overwritten file is left alone.{aside}"
         )
-        self._go_on_in(place, told, {"records": lost})
-        raise StoreLostError(told, lost)
+        self._go_on_in(place, message, {"records": lost})
+        raise StoreLostError(message, lost)
 
-    def _go_on_in(self, place: Path, told: str, data: Mapping[str, int] = MappingProxyType({})) -> Writer:
+    def _go_on_in(self, place: Path, message: str, data: Mapping[str, int] = MappingProxyType({})) -> Writer:
         """Open another file, and tell of it in each run."""
         self._file_lock.release()
         self.path, self._file_lock = place, WriterLock(place)
@@ -322,7 +322,7 @@ class SqliteStore:
         self._hold()
         writer, source = self._begin(), f"store-{os.urandom(4).hex()}"
         name, level, now = "store.replaced", "warning", time.time()
-        events = [Event(Where(run), now, level, name, told, data, source, 0) for run in self._runs]
+        events = [Event(Where(run), now, level, name, message, data, source, 0) for run in self._runs]
         if events:
             writer.write([*self._runs.values(), *events])
             self._remember()

@@ -207,11 +207,11 @@ def leftover(folder: Path) -> list[Path]:
 
 def waiting_runs(folder: Path) -> set[str]:
     """The ids of the runs of which dead processes left records in a folder."""
-    found = set()
+    runs = set()
     for path in leftover(folder):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            found |= {run_of(record) for record in _records(file)}
-    return found
+            runs |= {run_of(record) for record in _records(file)}
+    return runs
 
 
 def readmit(folder: Path, sink: Sink) -> None:

@@ -13,7 +13,7 @@ def gaps_of(reader: Reader, run: str) -> tuple[str, ...]:
     """Why the run's findings may not be all, in words; empty when every detector saw everything."""
     errors = queries.events(reader, run, level="warning", name=MONITOR_ERROR)
     failures = (failure_of(event) for event in errors)
-    found = gaps((failure for failure in failures if failure is not None), queries.lost_records(reader, run))
+    reasons = gaps((failure for failure in failures if failure is not None), queries.lost_records(reader, run))
     if reader.database.dialect.name == "sqlite" and run in waiting_runs(spill_folder(reader.database.target)):
-        found = (*found, "some of its records wait beside the store (`fedvitals doctor --mend` takes them back)")
-    return found
+        reasons = (*reasons, "some of its records wait beside the store (`fedvitals doctor --mend` takes them back)")
+    return reasons
