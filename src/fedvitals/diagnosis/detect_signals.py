@@ -10,12 +10,12 @@ answers as a live one.
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.diagnosis.attendance import rounds_until
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -68,15 +68,32 @@ def _of_one_source(history: History, losses: Curve, averaged: Curve) -> Curve:
     """
     named = set(averaged.rounds)
     pairs = zip(losses.rounds, losses.values, strict=True)
-    mixed = np.array([number not in named and _is_average(history, number, loss) for number, loss in pairs], dtype=bool)
+    mixed = np.array([n not in named and AVERAGES.contain(history, n, loss) for n, loss in pairs], dtype=bool)
     kept = np.flatnonzero(mixed == mixed[-1]) if len(mixed) else np.arange(0)
     return Curve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
 
 
-def _is_average(history: History, number: int, loss: float) -> bool:
-    own = [value for value in history.latest("local.loss", number).values() if np.isfinite(value)]
-    room = 1e-5 * max(map(abs, own), default=0.0)
-    return bool(own) and min(own) - room <= loss <= max(own) + room
+class Averages:
+    """The range of the clients' own losses in each round.
+
+    Ranges are kept by history, only so that a long run is not read anew in every round.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: weakref.WeakKeyDictionary[History, dict[int, tuple[float, float]]] = weakref.WeakKeyDictionary()
+
+    def contain(self, history: History, number: int, loss: float) -> bool:
+        """Whether a round's loss can be an average of its clients' losses; not where no client tells its own."""
+        ranges = self._ranges.setdefault(history, {})
+        if number not in ranges:
+            own = [value for value in history.latest("local.loss", number).values() if np.isfinite(value)]
+            room = 1e-5 * max(map(abs, own), default=0.0)
+            ranges[number] = (min(own) - room, max(own) + room) if own else (np.inf, -np.inf)
+        lowest, highest = ranges[number]
+        return bool(lowest <= loss <= highest)
+
+
+AVERAGES = Averages()
 
 
 def clients(history: History, now: int) -> list[Node]:
@@ -204,7 +221,8 @@ def chance_level(history: History, now: int, classes: int) -> float:
         return float("nan")
     chance = float(np.log(classes))
     counted = any((event.where.round or 0) <= now for event in history.events("labels"))
-    if counted or any(history.latest("fit.accuracy_before", number) for number in rounds_until(history, now)):
+    rounds = [number for number in history.rounds() if number <= now]
+    if counted or any(history.latest("fit.accuracy_before", number) for number in {*rounds[:3], *rounds[-3:]}):
         return chance
     accuracies = any(len(curve(history, name, now)) for name in ACCURACIES)
     losses = loss_curve(history, now).values
