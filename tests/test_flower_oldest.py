@@ -43,7 +43,7 @@ def run(*arguments, timeout):
 
 
 def test_it_is_the_oldest_that_is_there():
-    version, file = run("-c", SAYING, timeout=60).stdout.split()
+    version, file = run("-c", SAYING, timeout=60).stdout.strip().split(maxsplit=1)
     assert version == VERSION
     assert Path(file).is_relative_to(OLDEST)
 

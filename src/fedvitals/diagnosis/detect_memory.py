@@ -167,7 +167,7 @@ def _beyond_doubt(history: History, number: int, grown: Growth, points: Sequence
 
 def _heap_grows(history: History, number: int, grown: Growth, ours: float) -> bool:
     """Whether the last two censuses agree on how fast the heap in use grows, and that is most of the growth."""
-    rates = []
+    rates: list[float] = []
     for event in _censuses(history, number)[-2:]:
         since, until, heap = (event.data.get(key) for key in ("since", "until", "heap_grown_bytes"))
         if not (isinstance(since, int) and isinstance(until, int) and isinstance(heap, int)):
