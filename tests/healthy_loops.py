@@ -255,6 +255,10 @@ def next_token(outputs: Tensor, text: Tensor) -> Tensor:
     return functional.cross_entropy(outputs.flatten(0, -2), text.flatten())
 
 
+def summed_l1(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.l1_loss(outputs, targets, reduction="sum")
+
+
 def summed_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(outputs, labels, reduction="sum")
 
@@ -314,6 +318,7 @@ def loops() -> dict[str, Setting]:
         "regression, MSE, four targets of 10": regression(10.0, mse, 2e-2, targets=4),
         "regression, Huber, targets of 10": regression(10.0, huber, 2e-2),
         "regression, L1, targets of 100": regression(100.0, functional.l1_loss, 2e-2),
+        "regression, summed L1": Task(functools.partial(numbers, scale=10.0), regressor, summed_l1, sgd(2**-10)),
         "two tasks, regression last": two_heads[0],
         "two tasks, classes last": two_heads[1],
         "many labels": Task(many_labels, functools.partial(regressor, 6), binary, adam(1e-2), log_loss(binary)),

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compressed updates: rules that compare them with training abstain and say so, and hard faults are still found."""
 
+import copy
 import functools
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 import fedvitals as fv
 import verbs
@@ -13,6 +17,7 @@ from fedvitals.diagnosis.cases import cases, is_trouble
 from fedvitals.diagnosis.detect_transformed import transformed_updates
 from fedvitals.diagnosis.examine import examine
 from fedvitals.diagnosis.locate import verdicts
+from fedvitals.diagnosis.sent import NOT_TRAINED
 from fedvitals.diagnosis.transformed import transformation
 from fedvitals.records import Action, Finding
 from fedvitals.store import MemoryStore, open_reader, queries
@@ -71,6 +76,33 @@ def test_a_minority_that_alters_its_updates_is_found_and_silences_nobody(attacke
     found = judged(functools.partial(compressed_loop, compress=lambda change, _: change, spoil=spoil))
     assert "TRANSFORMED_UPDATES" not in {case.issue for case in found}
     assert {node for _, node in accused(found)} >= set(wrong)
+
+
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16], ids=str)
+def test_a_minority_that_only_rounds_its_updates_is_accused_of_nothing(precision):
+    """Two clients send half precision, the others what they trained; and another one does so at times."""
+
+    def spoil(number, node, change):
+        rounds = node in NODES[:2] or node == NODES[number % len(NODES)]
+        return change.to(precision).float() if rounds else change
+
+    found = judged(functools.partial(compressed_loop, compress=lambda change, _: change, spoil=spoil))
+    assert accused(found) == set()
+
+
+def test_how_far_an_update_is_from_the_trained_one_is_told():
+    store = MemoryStore()
+    factors = {NODES[1]: -1.0, NODES[2]: 100.0}
+
+    def spoil(number, node, change):
+        return change.bfloat16().float() if node == NODES[0] else change * factors.get(node, 1.0)
+
+    with fv.Monitor(None, sinks=[store], machine=False, detectors=()) as monitor:
+        compressed_loop(monitor, 0, compress=lambda change, _: change, spoil=spoil)
+    told = store.history(monitor.run.id).latest("update.differs", 0)
+    assert set(told) == set(NODES[:3])
+    assert told[NODES[0]] < NOT_TRAINED
+    assert 10 * NOT_TRAINED < min(told[NODES[1]], told[NODES[2]]) <= 1.0
 
 
 def shown(distances, known=NODES):
@@ -133,3 +165,45 @@ def test_a_run_that_is_compressed_only_at_times_is_judged_the_rest_of_the_time()
     rounds = [number for number in history.rounds() if [*transformed_updates(history, number)]]
     assert rounds == [3, 4, 5]
     assert troubles(cases(examine(history))) == []
+
+
+def batch_norm_loop(tmp_path, change):
+    """Six clients of a model with batch norm, of which the host hands over whole state dicts, buffers included."""
+    torch.manual_seed(0)
+    centres = torch.randn(4, 1, 8, 8)
+    labels = [torch.randint(4, (80,)) for _ in range(6)]
+    data = [(centres[y] + 0.7 * torch.randn(80, 1, 8, 8), y) for y in labels]
+    shared = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 4))
+    with fv.Monitor(tmp_path / "bn.db", machine=False) as monitor:
+        for number in range(8):
+            before = {key: value.clone() for key, value in shared.state_dict().items()}
+            updates = {}
+            with monitor.round(number, shared):
+                for index, (x, y) in enumerate(data):
+                    model = copy.deepcopy(shared)
+                    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+                    with monitor.client(f"c{index}", model):
+                        for _ in range(4):
+                            optimizer.zero_grad()
+                            functional.cross_entropy(model(x), y).backward()
+                            optimizer.step()
+                    after = model.state_dict()
+                    updates[f"c{index}"] = [change(index, (after[key] - before[key]).float()) for key in before]
+                monitor.updates(number, updates)
+                means = [torch.stack([own[i] for own in updates.values()]).mean(0) for i in range(len(before))]
+                shared.load_state_dict(
+                    {key: before[key] + mean.to(before[key].dtype) for key, mean in zip(before, means, strict=True)}
+                )
+        return monitor.findings()
+
+
+def test_running_statistics_that_travel_are_no_transformation(tmp_path):
+    findings = batch_norm_loop(tmp_path, lambda index, value: value)
+    assert not [f for f in findings if f.severity != "note" or f.issue == "TRANSFORMED_UPDATES"]
+
+
+def test_a_turned_update_beside_running_statistics_is_found(tmp_path):
+    findings = batch_norm_loop(tmp_path, lambda index, value: -value if index == 3 else value)
+    accused = {f.where.node for f in findings if f.severity == "critical" and f.where.node}
+    assert accused == {"c3"}
+    assert "TRANSFORMED_UPDATES" not in {f.issue for f in findings}

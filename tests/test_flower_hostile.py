@@ -5,15 +5,19 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from fedvitals import flower
+from fedvitals.flower import replies
+from fedvitals.flower.journal import Journal
 from fedvitals.records import Event, Finding, Layer, LayerStats, LayerTable, Metric, Run, Where, stamped
 from fedvitals.stats import COUNT, NANS, SUM_MAGNITUDES, SUM_SQUARES, empty_sums
+from fedvitals.telemetry.payload_check import NAMES_OF_SENDER
 from fedvitals.telemetry.wire import decode, encode
 from flower_by_hand import (
     LAYERS,
@@ -212,3 +216,22 @@ def test_the_model_is_the_same_whatever_a_client_tells():
         fate = rewritten(adding(*lies), node=LIAR)
         result, _ = federate(FedAvg(), with_mod(), monitor, nodes=len(NODES), rounds=2, fate=fate)
     assert numbers(result.arrays) == numbers(plain.arrays)
+
+
+def test_metrics_in_replies_have_a_quota_for_each_client():
+    """Where no strategy refuses names that differ, as in a loop of the user's own and in the older API."""
+    with watched() as (monitor, sink):
+        journal = Journal(monitor)
+        journal.begin(1)
+        for node, told in (
+            ("101", {f"m{i}": 1.0 for i in range(5_000)}),
+            ("102", {"mine": 2.0}),
+            ("101", {"loss": 3.0}),
+        ):
+            reply = SimpleNamespace(content=RecordDict({"metrics": MetricRecord(told)}))
+            replies._tell_metrics(journal, SimpleNamespace(node=node, phase="train"), reply)
+        journal.end()
+    assert len(sink.metrics(node="101")) == NAMES_OF_SENDER + 1
+    assert [m.value for m in sink.metrics("loss", node="101")] == [3.0]
+    assert [m.value for m in sink.metrics("user.mine", node="102")] == [2.0]
+    assert [e.where.node for e in sink.events("telemetry.refused")] == ["101"]

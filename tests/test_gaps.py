@@ -19,6 +19,7 @@ from fedvitals.views.gaps import gaps_of
 from fedvitals.views.overview import overview
 from fedvitals.views.run_facts import facts_of
 from fedvitals.views.verdict import Facts, judge, verdict_of
+from healthy_loops import loops
 from models import mlp
 from store_contract import stats
 from verbs import run
@@ -70,6 +71,15 @@ def test_a_detector_that_fails_is_named_and_the_others_go_on():
     assert monitor.lost == 0
 
 
+def test_a_model_that_a_probe_refuses_is_judged_all_the_same():
+    """Gradient scale is for classifiers; a language model gives a row of numbers for each token."""
+    monitor = fv.Monitor(None, machine=False)
+    loops()["language model"](monitor, 0)
+    found = monitor.findings()
+    monitor.close()
+    assert found.gaps == ()
+
+
 def test_findings_with_gaps_say_so_below():
     found = fv.Monitor(None, detectors=[quiet], machine=False).findings()
     assert str(found) == "No findings by 1 detectors."
@@ -96,6 +106,18 @@ def test_verbs_that_judge_give_no_all_clear(store, capsys, verb, monkeypatch):
     code, out, _ = run(capsys, verb, "sick", "--store", store, "--json")
     assert code == 1
     assert json.loads(out)["result"]["not_judged"]
+
+
+def test_looking_again_gives_no_all_clear_for_what_was_never_recorded(tmp_path, capsys):
+    """Rounds that could not be opened are not in the store, so `check` cannot judge them either."""
+    with fv.Monitor(tmp_path / "runs.db", "named", machine=False, probes="light") as monitor:
+        for number in range(2):
+            with monitor.round(f"round {number}", mlp()), monitor.client("c0", mlp()):
+                pass
+    for verb in ("findings", "check"):
+        code, out, _ = run(capsys, verb, "named", "--store", tmp_path / "runs.db")
+        assert code == 1
+        assert "not all was judged: opening a round failed" in out.replace("\n", " ")
 
 
 def test_verbs_that_show_give_no_all_clear(store, capsys):
@@ -204,6 +226,7 @@ def test_words():
     failed = [Failure(f"the detector 'd{i}'", "TypeError", 3) for i in range(5)]
     assert gaps([], 0) == ()
     assert gaps([Failure("taping a round", "OSError", 1), Failure("log()", "ValueError")], 0) == ()
+    assert gaps([Failure("the probe 'scale'", "ConfigError", 0, "c0")], 0) == ()  # no detector looks at it
     assert gaps(failed[:1], 577) == ("the detector 'd0' failed in round 3 (TypeError)", "577 records were lost")
     assert gaps(failed, 1)[-2:] == ("2 detectors failed, too", "1 record was lost")
     theirs = [Failure("<b>anything</b>", "x" * 999, 1, f"c{i}") for i in (10, 2, 1, 3)]

@@ -71,6 +71,8 @@ IMPOSSIBLE = {
     "a size beyond all models beside none": table_of((2**62, 0)),
     "a sum beyond all models": table_of(*[(2**47,)] * 40),
     "too many dimensions": table_of((1,) * 65),
+    "a name that no layer has": LayerTable("parameter", (Layer("w" * 600, (1,), "float32"),)),
+    "a type that no layer has": LayerTable("parameter", (Layer("w", (1,), "f" * 600),)),
     "too many layers": LayerTable("parameter", (Layer("w", (), "float32"),) * 100_001),
     "rows of no kind": table_of((3,), rows="anything"),
 }
@@ -147,6 +149,14 @@ def test_nobody_renames_the_layers_of_all(first, tmp_path):
     assert [told[node] for node in HONEST] == [[64.0, 8.0, 24.0, 3.0]] * len(HONEST)
 
 
+def test_one_clients_units_are_not_those_of_the_run():
+    """At level 3, where nobody else tells of activations."""
+    units = LayerTable("module", (Layer("1", (8,), "ReLU"),))
+    dead = lambda _: [tables(units), LayerStats(HERE, time.time(), "activation.health", np.ones((1, 4)), units.digest)]  # noqa: E731
+    found = run(dead, privacy=3)
+    assert not [f for f in found.sink.of(Finding) if f.issue in ("DEAD_UNITS", "SATURATED_UNITS")]
+
+
 # -- in another's name ------------------------------------------------------------------------------------------------
 
 
@@ -183,9 +193,14 @@ NOT_THEIRS = {
     "bytes": Transfer(HERE, 1.0, "bob", "server", 10**12, 10**12),
     "another's metric": Metric(replace(HERE, node="bob"), 1.0, "loss", 9.0),
     "the first weights": Event(HERE, 1.0, "warning", "initialisation", "All models are stolen."),
+    "weights that begin at 0": Event(HERE, 1.0, "info", "initialisation.zero", "", {"layers": ["0.weight"]}),
     "groups": Event(HERE, 1.0, "info", "groups", "", {"edge-0": ["bob"]}),
     "that another was refused": Event(HERE, 1.0, "warning", "telemetry.refused", "It is bob."),
     "that a round is over": Metric(HERE, 1.0, "time.round", 1.0),
+    "a trace that fills the store": Span(HERE, 1.0, "step", 0.1, trace="t" * 1024, id="0" * 16),
+    "an id that fills the store": Span(HERE, 1.0, "step", 0.1, trace="0" * 32, id="i" * 1024),
+    "a parent that fills the store": Span(HERE, 1.0, "step", 0.1, trace="0" * 32, id="0" * 16, parent="p" * 1024),
+    "a sketch whose id fills the store": Sketch(HERE, 1.0, (1.0,), "d" * 1024),
 }
 
 

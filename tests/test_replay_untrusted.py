@@ -288,3 +288,18 @@ def test_notes_that_are_pipes_are_not_waited_for(tmp_path):
     assert gradients.kept(tmp_path) == []
     handle.claim()
     handle.release()
+
+
+def test_links_do_not_raise_the_limit_on_unpacking(tmp_path):
+    """The limit follows from what a tape takes on disk: links take nothing, wherever they lead."""
+    large, names = tmp_path / "large", [f"ab{i:030x}" for i in range(100)]
+    large.write_bytes(os.urandom(5 << 20))
+    (tmp_path / "states" / "ab").mkdir(parents=True)
+    before = Objects(tmp_path / "states").limit_together()
+    for name in names:
+        (tmp_path / "states" / "ab" / name).symlink_to(large)
+    (tmp_path / "states" / "cd").mkdir()
+    (tmp_path / "states" / "cd" / f"cd{0:030x}").write_bytes(large.read_bytes())
+    for i in range(10, 99):
+        (tmp_path / "states" / str(i)).symlink_to(tmp_path / "states" / "cd")
+    assert Objects(tmp_path / "states").limit_together() == before

@@ -218,8 +218,9 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure(
         "update.differs",
-        "0/1",
-        "1 if what arrived is not what the client says that it sent, by the nine sums of each layer; absent otherwise.",
+        "share",
+        "How far what arrived is from what the client says that it sent: the largest difference between the nine sums "
+        "of a layer, as a share of its size, up to 1; absent where they agree and have the same layers.",
         needs="updates that the host hands over, and clients that tell of theirs",
         rare=True,
     ),

@@ -34,9 +34,10 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     from fedvitals.diagnosis.cases import cases, is_trouble
     from fedvitals.diagnosis.compare import compare
     from fedvitals.diagnosis.examine import DETECTORS, examine
-    from fedvitals.diagnosis.gaps import Failure, gaps, incomplete, no_all_clear
+    from fedvitals.diagnosis.gaps import Failure, incomplete, no_all_clear
     from fedvitals.records import Finding
     from fedvitals.store import open_reader, queries
+    from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
 
     failures: list[Failure] = []
@@ -50,7 +51,7 @@ def command(run: str, store: str | None, as_json: bool) -> int:
         chosen = queries.find_run(reader, run)
         stored = queries.records(reader, chosen, Finding)
         fresh = examine(reader.history(chosen), failed=note)
-        missing = gaps(failures, queries.lost_records(reader, chosen))
+        missing = gaps_of(reader, chosen, failures)
         attendance, labels = queries.attendance(reader, chosen), labels_of(reader, chosen)
     found, difference = cases(fresh, attendance), compare(stored, fresh)
     for message in dict.fromkeys(messages):

@@ -28,6 +28,7 @@ from fedvitals.diagnosis.detect_signals import (
     still_units,
 )
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.sent import MANY
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Event, Finding
 
@@ -297,7 +298,10 @@ def _measured_units(history: History, now: int, issue: str) -> Iterator[Finding]
     if not names or not nodes:
         return
     statistic = "dead_fraction" if issue == "DEAD_UNITS" else "saturated_fraction"
-    shares = quiet_quantile(rows_of(history, "activation.health", (statistic,), now, nodes)[..., 0], 0.1)
+    rows = rows_of(history, "activation.health", (statistic,), now, nodes)[..., 0]
+    if len(rows) <= MANY * len(nodes):  # a few clients that tell of their units say nothing about everybody's
+        return
+    shares = quiet_quantile(rows, 0.1)
     found = {name: float(share) for name, share in zip(names, shares, strict=True) if share >= STILL_UNITS}
     if found:
         name = next((name for name, share in found.items() if share >= SURELY_STILL), next(iter(found)))

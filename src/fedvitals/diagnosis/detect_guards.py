@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from fedvitals.diagnosis.attendance import clients_of, events_in, rounds_until, value_before
 from fedvitals.diagnosis.detect_copies import duplicates, free_riders
@@ -30,6 +31,7 @@ FAR_CLAIM = 3.0
 MOVING = 1e-3  # share of the update that a layer has on the others
 OLD = 10  # models ago; where aggregation is asynchronous, a few are usual
 LASTING = 3  # participations in a row, of what may pass by itself
+FEW_VALUES = 16  # of a bias: gradients that are whole numbers (of L1 and hinge losses) cancel out to exactly 0
 
 
 def misfits(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
@@ -102,7 +104,8 @@ def frozen_layers(history: History, round: int) -> Iterator[Finding]:  # noqa: A
     """FROZEN_LAYER: a layer whose update (or, where models are exchanged, gradient) is zero on this client alone.
 
     At once where the rest of its module learns; where nothing of the module does, units may have died in a bad round:
-    then it must last. Only the gradient counts where updates are transformed: a small layer may be rounded to zero.
+    then it must last. Only the gradient counts where updates are transformed: a small layer may be rounded to zero;
+    and so it does for a layer of few values, whose steps may cancel out.
     """
     accused: dict[Node, tuple[str, str]] = {}
     for family in ("update", "gradient"):
@@ -135,7 +138,7 @@ def _frozen_before(history: History, family: str, round: int, node: Node, layer:
 def _zero_layers(history: History, family: str, round: int) -> dict[Node, tuple[str, bool]]:  # noqa: A002
     """Each client's first layer of zeros that few others share, and whether the rest of its module is not zero."""
     clients = set(clients_of(history, round))
-    nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity"), round)
+    nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity", "count"), round)
     rows = [i for i, node in enumerate(nodes) if node in clients]
     if len(rows) < 3:
         return {}
@@ -146,6 +149,9 @@ def _zero_layers(history: History, family: str, round: int) -> dict[Node, tuple[
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = sums[rows, :, 0] / np.sqrt(np.nansum(sums[rows, :, 0] ** 2, axis=1, keepdims=True))
     frozen &= np.nan_to_num(np.median(np.nan_to_num(shares), axis=0)) > MOVING
+    few = sums[rows, :, 2] <= FEW_VALUES
+    if family == "update" and (frozen & few).any():
+        frozen &= ~(few & _with_gradient(history, round, [nodes[i] for i in rows]))
     if not frozen.any():
         return {}
     layers = history.layers(family)
@@ -158,6 +164,19 @@ def _zero_layers(history: History, family: str, round: int) -> dict[Node, tuple[
         first = int(np.flatnonzero(frozen[row])[0])
         same = [i for i, module in enumerate(modules) if module == modules[first] and i != first]
         found[nodes[rows[row]]] = (layers[first], bool(same) and not empty[row, same].all())
+    return found
+
+
+def _with_gradient(history: History, round: int, nodes: list[Node]) -> npt.NDArray[np.bool_]:  # noqa: A002
+    """Whether each layer of an update got a gradient on each of these clients; [clients, layers]."""
+    layers, known = history.layers("update"), history.layers("gradient")
+    owners, gradients = history.across("gradient", ("rms",), round)
+    found = np.zeros((len(nodes), len(layers)), dtype=np.bool_)
+    columns = [(layers.index(name), i) for i, name in enumerate(known) if name in layers]
+    for row, node in enumerate(nodes):
+        if node in owners:
+            for layer, column in columns:
+                found[row, layer] = gradients[owners.index(node), column, 0] > 0
     return found
 
 

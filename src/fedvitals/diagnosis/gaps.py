@@ -11,8 +11,10 @@ from fedvitals.records import Event, natural
 MONITOR_ERROR = "monitor.error"  # the event that tells of work of ours that failed
 DETECTOR = "the detector "
 NAMED = 3  # of the clients or steps that are concerned; the others are counted
-# Work that no detector depends on: the tape, the user's own sinks and metrics, corrections, what the machine does.
+# Work that no detector depends on: the tape, the user's own sinks and metrics, corrections, what the machine does, and
+# probes of classifiers alone, which refuse models of sequences, images or single numbers.
 UNRELATED = (
+    "the probe 'scale'", "the probe 'nonlinearity'",
     "taping", "opening the tape", "ending the tape", "telling of the tape", "log()", "event()", "headers()", "truth()",
     "sampling the machine", "watching the machine", "recording operators", "opening a sink", "answering a finding",
     "prescribing", "refused()", "looking up the run",

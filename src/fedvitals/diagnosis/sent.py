@@ -16,10 +16,16 @@ MANY = 1 / 3  # of a cohort: more than are faulty in any federation that still l
 
 
 def mismatch(history: History, round: int) -> dict[Node, float]:  # noqa: A002 - the domain's word
-    """By how much they differ: in size, as a share; 1 or more where any sum of any layer is another (`differs`)."""
+    """By how much they differ, as a share: in size, or in the sums of the layer that differs most (`differs`).
+
+    A model of half precision rounds each value by up to 0.4 %, which is less than `NOT_TRAINED`. Where the sums of all
+    trained layers agree, sizes may still differ: what was sent holds more, such as running statistics of batch norm.
+    """
     drift, differs = history.latest("weight.drift", round), history.latest("update.differs", round)
     return {
-        node: max(abs(math.log(norm / drift[node])), differs.get(node, 0.0))
+        node: differs[node]
+        if differs.get(node, 1.0) <= NOT_TRAINED
+        else max(abs(math.log(norm / drift[node])), differs.get(node, 0.0))
         for node, norm in history.latest("update.norm", round).items()
         if 0 < drift.get(node, 0.0) < math.inf and 0 < norm < math.inf
     }

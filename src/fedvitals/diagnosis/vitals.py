@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.diagnosis.attendance import clients_of, labels_of
-from fedvitals.diagnosis.sent import mismatch
+from fedvitals.diagnosis.sent import NOT_TRAINED, mismatch
 from fedvitals.diagnosis.transformed import most_differ
 from fedvitals.protocols import History, Node
 from fedvitals.stats import PEER_COLUMNS, Array
@@ -111,7 +111,9 @@ def vitals(history: History, number: int) -> Vitals:
     size = _log(np.where(np.isfinite(claimed), claimed, counted), 1.0)
     labels = labels_of(history, number)
     # Where most clients differ, the transport alters updates: the distance then tells nothing about a single client.
+    # The evidence was learnt on updates that differ plainly or not at all; one that was only rounded counts as equal.
     told = {} if most_differ(history, number) else mismatch(history, number)
+    told = {node: distance if distance > NOT_TRAINED else 0.0 for node, distance in told.items()}
     diversity = np.array([_entropy(labels[node]) if node in labels else np.nan for node in nodes])
     alone = signs | {
         "size": size - _middle(size),

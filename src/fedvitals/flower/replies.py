@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MetricRecord
 
+from fedvitals.catalog import HOSTS
 from fedvitals.errors import RecordError
 from fedvitals.flower import arrays, guard, orders, protection
 from fedvitals.flower.failures import dead_process, failure_of
 from fedvitals.flower.letter import KEY, Letter, bytes_of, journey_id, run_name
 from fedvitals.flower.letter import read as read_letter
 from fedvitals.records import Action
+from fedvitals.telemetry.payload_check import NAMES_OF_SENDER
 from fedvitals.telemetry.sender import Sender
 
 if TYPE_CHECKING:
@@ -117,8 +119,24 @@ def _tell_metrics(journal: Journal, asked: Asked, reply: Message) -> None:
     named = renamed(told) if asked.phase == TRAIN else {f"{asked.phase}.{k}": v for k, v in told.items()}
     if asked.phase != TRAIN:
         named |= {"local." + k: v for k, v in renamed(told).items() if k in ("loss", "accuracy")}
-    if named:
-        journal.monitor.log(named, node=asked.node)
+    kept = _within_quota(journal.metric_names.setdefault(asked.node, set()), named)
+    if len(kept) < len(named):
+        text = f"{len(named) - len(kept)} of {len(named)} metrics of {asked.node} were left out: too many names."
+        journal.monitor.event("warning", "telemetry.refused", text, node=asked.node, data={"phase": asked.phase})
+    if kept:
+        journal.monitor.log(kept, node=asked.node)
+
+
+def _within_quota(names: set[str], named: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that have a meaning here, and those of the `names` that a client has used, with room for a few new.
+
+    They pass through the same queues as what is measured of all clients.
+    """
+    for name in named:
+        if len(names) >= NAMES_OF_SENDER:
+            break
+        names.add(name)
+    return {name: value for name, value in named.items() if name in names or name in HOSTS}
 
 
 def renamed(told: Mapping[str, float]) -> dict[str, float]:

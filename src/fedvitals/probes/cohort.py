@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -93,12 +94,19 @@ class Cohort:
         found: list[tuple[Key, Results]] = []
         for node in (*untold, *differing):
             results = Results(matrices=[("update", sent[node], None)], tables=self._tables.get(node, {}))
+            own = [*self._own_updates(node), *(claim.matrix for claim in claims.get(node, ()))]
             if node not in differing:
                 self.add(node, self._groups.get(node), replace(results), failed=False)
-            if node in differing or _contradicts(claims.get(node, ()), sent[node]):
-                results.take({"update.differs": 1.0})
+            distance = max(differing.get(node, 0.0), _contradiction(own, sent[node]))
+            if distance > ROUNDING or not any(rows.shape == sent[node].shape for rows in own):
+                results.take({"update.differs": distance} if own and not math.isnan(distance) else {})
             found.append(((node, self._groups.get(node)), results))
         return found
+
+    def _own_updates(self, node: str) -> list[Array]:
+        """The sums of its update that were measured where the client trained, in this process or a worker of ours."""
+        groups = [own for kind, members in self._matrices.items() if kind[0] == "update" for own in members.values()]
+        return [rows for own in groups for name, rows in own if name == node]
 
     def _agreeing(self, sent: Mapping[str, Array]) -> set[str]:
         """The clients whose own sums need nothing beside them, once those of another update have been replaced."""
@@ -113,8 +121,8 @@ class Cohort:
             if node in sent and sent[node].shape in own and (node not in self._elsewhere or len(own) == 1)
         }
 
-    def _replace_others(self, sent: Mapping[str, Array]) -> list[str]:
-        """Whose own sums of their update are of another one; what was sent is put in the place of these."""
+    def _replace_others(self, sent: Mapping[str, Array]) -> dict[str, float]:
+        """Whose own sums of their update are of another one, and by how much; what was sent takes their place."""
         told = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
         places: dict[tuple[int, ...], list[tuple[list[tuple[str, Array]], int, str]]] = defaultdict(list)
         for own in told:
@@ -122,13 +130,16 @@ class Cohort:
                 # Of other layers than the client's it would be nothing that could be told in its place.
                 if node in sent and sent[node].shape == rows.shape:
                     places[rows.shape].append((own, i, node))
-        others: list[tuple[list[tuple[str, Array]], int, str]] = []
+        differing: dict[str, float] = {}
         for same in places.values():
-            alike = _alike(np.stack([own[i][1] for own, i, _ in same]), np.stack([sent[node] for _, _, node in same]))
-            others += [same[index] for index in np.flatnonzero(~alike)]
-        for own, i, node in others:
-            own[i] = (node, sent[node])
-        return [*dict.fromkeys(node for _, _, node in others)]
+            distances = _distances(
+                np.stack([own[i][1] for own, i, _ in same]), np.stack([sent[node] for _, _, node in same])
+            )
+            for (own, i, node), distance in zip(same, distances.tolist(), strict=True):
+                if distance > ROUNDING:
+                    own[i] = (node, sent[node])
+                    differing[node] = max(differing.get(node, 0.0), distance)
+        return differing
 
     def clients_of(self, group: str | None) -> int:
         """How many clients have finished in a group so far."""
@@ -206,30 +217,65 @@ class Cohort:
         return [((update.node, self._groups.get(update.node)), results)]
 
 
-def _contradicts(claims: Sequence[LayerStats], sent: Array) -> bool:
-    """Whether a sender says other sums of as many layers than those of the update that it sent."""
-    same = [claim.matrix for claim in claims if claim.matrix.shape == sent.shape]
-    return bool(same) and not _alike(np.stack(same), np.stack([sent] * len(same))).all()
+def _contradiction(told: Sequence[Array], sent: Array) -> float:
+    """By how much a client's own sums of its update differ from those of the update that it sent; 0 without any.
+
+    NaN if its layers are not among those that were sent, and nothing can be compared.
+    """
+    distances = []
+    for own in told:
+        there = _same_layers(own, sent)
+        distances.append(float(_distances(own[None], sent[there][None])[0]) if there is not None else math.nan)
+    known = [distance for distance in distances if not math.isnan(distance)]
+    return max(known) if known else math.nan if distances else 0.0
+
+
+def _same_layers(own: Array, sent: Array) -> list[int] | None:
+    """Where a client's layers lie among those that were sent; None if they are not all there, in their order.
+
+    What is sent may hold more: the running statistics of batch norm, or frozen layers. A layer is recognised by its
+    sums where these are equal, else by how many values it has.
+    """
+    if len(own) == len(sent):
+        return [*range(len(own))]
+    places: list[int] = []
+    for row in own:
+        following = np.arange(places[-1] + 1 if places else 0, len(sent))
+        fitting = following[sent[following, COUNT] == row[COUNT]]
+        if not len(fitting):
+            return None
+        equal = fitting[_distances(np.broadcast_to(row, (len(fitting), 1, len(row))), sent[fitting, None]) <= ROUNDING]
+        places.append(int((equal if len(equal) else fitting)[0]))
+    return places
 
 
 def agreeing_claims(claims: Sequence[LayerStats], sent: Array) -> list[LayerStats]:
     """The sums of a sender that are those of the update that it sent."""
-    return [c for c in claims if c.matrix.shape == sent.shape and bool(_alike(c.matrix[None], sent[None]).all())]
+    return [
+        claim
+        for claim in claims
+        if claim.matrix.shape == sent.shape and float(_distances(claim.matrix[None], sent[None])[0]) <= ROUNDING
+    ]
 
 
-def _alike(own: Array, got: Array) -> npt.NDArray[np.bool_]:
-    """Whether nine sums and nine sums are of the same update; [clients, layers, 9] → [clients].
+def _distances(own: Array, got: Array) -> Array:
+    """The largest difference between nine sums and nine sums of an update; [clients, layers, 9] → [clients], up to 1.
 
-    Sums are compared by the size of what they sum, as it arrived: they may cancel to nearly nothing.
+    Sums are compared by the size of what they sum, as it arrived: they may cancel to nearly nothing. 1: a count
+    differs, or more than the whole size.
     """
     counts = [COUNT, NANS, INFS]
-    alike: npt.NDArray[np.bool_] = (own[..., counts] == got[..., counts]).all(axis=(1, 2))
     size = got[..., SUM_MAGNITUDES]
     largest = np.abs(np.where(np.isfinite(got[..., [MIN, MAX]]), got[..., [MIN, MAX]], 0.0)).max(axis=2)
     limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, got[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
-    for column, limit in limits:
-        alike &= np.isclose(got[..., column], own[..., column], rtol=0, atol=ROUNDING * limit).all(axis=1)
-    return alike
+    worst = np.where((own[..., counts] == got[..., counts]).all(axis=(1, 2)), 0.0, 1.0)
+    with np.errstate(all="ignore"):  # what clients say may be infinite
+        for column, limit in limits:
+            equal = own[..., column] == got[..., column]  # also two zeros of an empty layer, and two infinities
+            share = np.abs(got[..., column] - own[..., column]) / limit
+            share = np.where(equal, 0.0, np.where(np.isnan(share), 1.0, np.minimum(share, 1.0)))
+            worst = np.maximum(worst, share.max(axis=1, initial=0.0))
+    return worst
 
 
 def _merged(kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int) -> list[tuple[Key, Results]]:

@@ -45,7 +45,9 @@ class Objects:
                 status = file.stat()
                 if NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode):
                     self._sizes[file.name] = status.st_size
-                    self._disk_bytes += unpack_limits.bytes_on_disk(status)
+                    # Links cost nothing, and could lead to any large file, or to the same one many times.
+                    own = file.parent.name == file.name[:2] and not file.is_symlink() and not file.parent.is_symlink()
+                    self._disk_bytes += unpack_limits.bytes_on_disk(status) if own else 0
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._sizes or self._path(digest).is_file()

@@ -141,6 +141,7 @@ class FileWatch:
         self._content = content_of(self._path)
         self._maintained = _MAINTAINED.get(self._path, 0)
         self._logs = self._log_inodes()
+        self._index_bytes = 0  # of the log's index, as last seen
 
     @property
     def identified(self) -> bool:
@@ -155,6 +156,7 @@ class FileWatch:
 
     def remember(self) -> bool:
         """Take in what this process has just written; whether the file itself has changed by it."""
+        self.restore_index()
         signature = signature_of(self._path)
         if signature is None or signature[:2] != (self._signature or (0, 0))[:2]:
             return False
@@ -168,7 +170,25 @@ class FileWatch:
         self._signature, self._content = signature, content
         return True
 
+    def restore_index(self) -> None:
+        """Give the log's index its length back if another program has cut it short.
+
+        SQLite keeps that file in its address space, and touching what lies beyond its end kills the process (SIGBUS).
+        An index of zeros is one that SQLite makes anew from the log.
+        """
+        path = self._path.with_name(f"{self._path.name}-shm")
+        signature = signature_of(path)
+        if signature is None or signature[:2] != self._logs.get("-shm"):
+            return
+        if signature[2] < self._index_bytes:
+            with contextlib.suppress(OSError):
+                os.truncate(path, 0)  # its beginning alone would be taken for a whole index
+                os.truncate(path, self._index_bytes)
+        else:
+            self._index_bytes = signature[2]
+
     def check(self) -> Condition:
+        self.restore_index()
         signature = signature_of(self._path)
         if signature == self._signature and signature is not None:
             return Condition.SAME
@@ -183,7 +203,9 @@ class FileWatch:
             if time.monotonic() > deadline:
                 break
             time.sleep(PAUSE)
-        if another or (another is None and not self._is_sound()):
+        # Our connection may still see all of a file that was cut off, in its log. Only clearing up makes one shorter.
+        cut = signature[2] < self._signature[2]
+        if another or (another is None and (cut or not self._is_sound())):
             return Condition.OVERWRITTEN
         self._signature, self._content = signature, content_of(self._path) or self._content
         return Condition.SAME

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import threading
 from pathlib import Path
 
-from fedvitals.errors import BusyError
+from fedvitals.errors import BusyError, StoreError
 
 if sys.platform != "win32":
     import fcntl
@@ -43,6 +44,22 @@ def _path(store: Path) -> Path:
     return store.absolute().with_name(store.name + ".lock")
 
 
+def _is_lock_file(file: int) -> bool:
+    """Whether an open file can be the lock of a store: a regular file that is empty or begins with a process number."""
+    return stat.S_ISREG(os.fstat(file).st_mode) and (owner_of(file) == "unknown" or owner_of(file).isdecimal())
+
+
+def _read(path: Path) -> str:
+    """The content of a lock file. Raises OSError for a pipe, which could block the reader."""
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"'{path}' is not a regular file")
+        return os.read(file, NOTE_BYTES).decode(errors="replace")
+    finally:
+        os.close(file)
+
+
 def writer_of(store: Path) -> int | None:
     """The process that writes a store, by the file beside it, or that was the last to; None: nobody."""
     path = _path(store)
@@ -50,7 +67,7 @@ def writer_of(store: Path) -> int | None:
         if path in _HELD:
             return os.getpid()
         try:
-            return int(path.read_text().partition("\n")[0])
+            return int(_read(path).partition("\n")[0])
         except (OSError, ValueError):
             return None
 
@@ -62,7 +79,7 @@ def note_of(store: Path) -> str | None:
         if path in _HELD:
             return None
         try:
-            return path.read_text().partition("\n")[2] or None
+            return _read(path).partition("\n")[2] or None
         except (OSError, ValueError):
             return None
 
@@ -92,7 +109,7 @@ class WriterLock:
         while True:
             if self._file is None:
                 opened = True
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._file = self._open()
                 _HELD[self._path] = _HELD.get(self._path, 0) + 1
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,6 +127,20 @@ class WriterLock:
             self.note_before = os.pread(self._file, NOTE_BYTES, 0).decode(errors="replace").partition("\n")[2] or None
         if owner_of(self._file) != str(os.getpid()):
             self._say(self.note_before or "")
+
+    def _open(self) -> int:
+        """Open the lock file, or make it. StoreError when something else has its name, which is then left alone."""
+        found = self._path.lstat() if os.path.lexists(self._path) else None
+        if found is None or stat.S_ISREG(found.st_mode):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = os.open(self._path, flags, 0o644)
+            if _is_lock_file(file):
+                return file
+            os.close(file)
+        raise StoreError(
+            f"'{self._path}' is not the lock file of the store '{self._store}': it is a link, a pipe or somebody's own "
+            "file. Nothing was changed. Move it away, or name another store."
+        )
 
     def note(self, text: str) -> None:
         """Write one line into the file, for others to read and for the next owner if this process is killed."""

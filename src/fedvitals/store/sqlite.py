@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,8 @@ def check_file(path: Path) -> None:
         found = path.stat()
         if (found.st_dev, found.st_ino) in _looked_at:
             return
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody who writes into it
+            raise StoreError(f"The store '{path}' is a device, a pipe or a socket. Name a file.")
         with path.open("rb") as file:
             start = file.read(16)
     except OSError as error:

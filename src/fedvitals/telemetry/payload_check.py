@@ -23,6 +23,10 @@ OF_WORKERS = (*OF_CLIENTS, Run, Transfer)  # what a worker process of our own ma
 # into 64 bits and into a float without rounding.
 ROW_KINDS = ("parameter", "buffer", "module", "model")
 LAYERS, DIMENSIONS = 100_000, 64
+NAME_CHARACTERS, DTYPE_CHARACTERS = (
+    512,
+    128,
+)  # of a layer: a payload holds a repeated text once, a store with each layer
 LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 
 # A run is written again, with all its layer tables, whenever it gets a new one. A model has up to four tables.
@@ -85,6 +89,8 @@ def check_table(table: LayerTable) -> None:
             raise RecordError(
                 f"The layer '{layer.name[:80]}' has {len(layer.shape)} dimensions; {DIMENSIONS} are the limit."
             )
+        if len(layer.name) > NAME_CHARACTERS or len(layer.dtype) > DTYPE_CHARACTERS:
+            raise RecordError(f"The layer '{layer.name[:80]}' has a name or type of more characters than any model's.")
         values = math.prod(layer.shape)
         total += values
         if min((0, *layer.shape)) < 0 or max((values, *layer.shape)) > LAYER_VALUES or total > TABLE_VALUES:

@@ -16,9 +16,11 @@ from fedvitals.telemetry.wire import LIMITS
 
 OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
 OF_SERVERS = (  # events that tell of all, or in our own words of what the server saw of a client
-    "aggregation.failed", "cohort", "groups", "initialisation", "client.answered_late", "client.busy",
-    "client.unserved", "round.unclosed", "telemetry.refused", "update.late", "update.left_out", "updates.approximate",
+    "aggregation.failed", "cohort", "groups", "initialisation", "initialisation.zero", "client.answered_late",
+    "client.busy", "client.unserved", "round.unclosed", "telemetry.refused", "update.late", "update.left_out",
+    "updates.approximate",
 )  # fmt: skip
+ID_CHARACTERS = 64  # of a Span's or sketch's ids: a payload holds a repeated text once, a store with each record
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,19 @@ class Sender:
             raise RecordError(f"Telemetry of '{self.node}' holds '{what}', which is the server's to tell.")
         if isinstance(record, Event) and record.name == "labels" and not _is_count(record.data.get("histogram")):
             raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
+        if max(map(len, _ids(record)), default=0) > ID_CHARACTERS:
+            raise RecordError(f"Telemetry of '{self.node}' holds an id of more than {ID_CHARACTERS} characters.")
         if record.where.round is not None:  # one that is far ahead would push all others out of the detectors' memory
             raise RecordError(f"Telemetry of '{self.node}' is of round {record.where.round}; only the server counts.")
         own = replace(record, where=replace(record.where, run=run, node=self.node, group=self.group))
         return _loss(own) if isinstance(own, Event) and own.name == LOST else own
+
+
+def _ids(record: Record) -> tuple[str, ...]:
+    """The texts of a record that a store keeps with each record of its kind."""
+    if isinstance(record, Span):
+        return record.trace, record.id, record.parent or ""
+    return (record.digest,) if isinstance(record, Sketch) else ()
 
 
 def _loss(event: Event) -> Event:

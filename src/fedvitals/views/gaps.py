@@ -3,17 +3,27 @@
 
 from __future__ import annotations
 
-from fedvitals.diagnosis.gaps import MONITOR_ERROR, failure_of, gaps
+from collections.abc import Sequence
+
+from fedvitals.diagnosis.gaps import DETECTOR, MONITOR_ERROR, Failure, failure_of, gaps
 from fedvitals.store import queries, spill_folder
 from fedvitals.store.reader import Reader
 from fedvitals.telemetry.spill import waiting_runs
 
+LIVE = (DETECTOR, "taking a finding")  # failures of the detectors that looked during the run
 
-def gaps_of(reader: Reader, run: str) -> tuple[str, ...]:
-    """Why the run's findings may not be all, in words; empty when every detector saw everything."""
+
+def gaps_of(reader: Reader, run: str, again: Sequence[Failure] | None = None) -> tuple[str, ...]:
+    """Why the run's findings may not be all, in words; empty when every detector saw everything.
+
+    `again`: what failed when detectors looked at the store again, in place of what failed in those that looked live.
+    What could not be measured or recorded is missing then as well.
+    """
     errors = queries.events(reader, run, level="warning", name=MONITOR_ERROR)
-    failures = (failure_of(event) for event in errors)
-    reasons = gaps((failure for failure in failures if failure is not None), queries.lost_records(reader, run))
+    failures = [failure for event in errors if (failure := failure_of(event)) is not None]
+    if again is not None:
+        failures = [*again, *(failure for failure in failures if not failure.doing.startswith(LIVE))]
+    reasons = gaps(failures, queries.lost_records(reader, run))
     if reader.database.dialect.name == "sqlite" and run in waiting_runs(spill_folder(reader.database.target)):
         reasons = (*reasons, "some of its records wait beside the store (`fedvitals doctor --mend` takes them back)")
     return reasons
