@@ -239,8 +239,7 @@ def old(tmp_path):
 def make_first(url):
     """Take from a store in PostgreSQL what came after version 1."""
     with postgres.maintain_postgres(url) as database:
-        made = ddl.views(database.dialect)
-        for view in made:
+        for view in ddl.views(database.dialect):
             database.execute(f"DROP VIEW {view}")
         for table in schema.TABLES:
             if table.since > 1:
@@ -250,7 +249,8 @@ def make_first(url):
                     database.execute(f"ALTER TABLE {table.name} DROP COLUMN {column.name}")  # and its indexes
         for table in schema.TABLES:
             if table.view and table.since == 1:
-                database.execute(made[table.view])
+                columns = tuple(column for column in table.columns if column.since == 1)
+                database.execute(ddl._readable(replace(table, columns=columns)))
         database.execute(f"COMMENT ON SCHEMA fedvitals IS '{postgres._MARK}1'")
 
 
