@@ -136,8 +136,8 @@ def test_the_prompt_completes_repeats_teaches_and_is_left_by_ctrl_d(store, tmp_p
     if process == 0:
         os.environ |= {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
         os.execv(sys.executable, [sys.executable, "-m", "fedvitals.cli", "replay", "rewound", "--store", str(store)])
-    seen = _until(terminal, "(replay 0)")
-    assert "host lab, 6 rounds" in seen
+    screen = _Screen(terminal)
+    assert "host lab, 6 rounds" in screen.until("(replay 0)")
     for typed, expected in (
         ("got\t 2\n", "(replay 2)"),
         ("into c4\n", "(replay 2 c4:0)"),
@@ -148,21 +148,30 @@ def test_the_prompt_completes_repeats_teaches_and_is_left_by_ctrl_d(store, tmp_p
         ("out\n", "(replay 2) "),
     ):
         os.write(terminal, typed.encode())
-        seen = _until(terminal, expected)
-        if "(replay" not in seen.partition(expected)[2] and not expected.startswith("(replay"):
-            _until(terminal, "(replay")  # whatever is typed before it may be lost
+        screen.until(expected)
+        if not expected.startswith("(replay"):
+            screen.until("(replay")  # keys typed before the prompt may be lost
     os.write(terminal, b"\x04")
     assert os.waitstatus_to_exitcode(_ended(process, terminal)) == 0
     assert "into c4" in (tmp_path / "fedvitals" / "replay_history").read_text()
 
 
-def _until(terminal: int, expected: str) -> str:
-    seen, deadline = b"", time.monotonic() + 60
-    while expected.encode() not in seen:
-        assert time.monotonic() < deadline, f"no {expected!r} in: {seen.decode()}"
-        if select.select([terminal], [], [], 0.2)[0]:
-            seen += os.read(terminal, 65536)
-    return seen.decode()
+class _Screen:
+    """What a terminal shows; text that follows the expected one is kept for the next call."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal = terminal
+        self._unread = b""
+
+    def until(self, expected: str) -> str:
+        """Read up to and including the expected text."""
+        deadline = time.monotonic() + 120
+        while expected.encode() not in self._unread:
+            assert time.monotonic() < deadline, f"no {expected!r} in: {self._unread.decode()}"
+            if select.select([self._terminal], [], [], 0.2)[0]:
+                self._unread += os.read(self._terminal, 65536)
+        seen, _, self._unread = self._unread.partition(expected.encode())
+        return seen.decode() + expected
 
 
 def _ended(process: int, terminal: int) -> int:
