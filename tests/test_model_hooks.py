@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data import dataloader as torch_dataloader
 
-from fedvitals.monitor import Monitor
-from fedvitals.parts import parts_of
+from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span
 from fedvitals.testing import MemorySink
+from fedvitals.time_parts import parts_of
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 

@@ -5,7 +5,7 @@
     python docs/guide/make.py debug      # those of one guide
 
 A block ```python is run in the guide's own namespace; a block ```sh line by line, if the line is a `fedvitals` command.
-A picture `![words](figures/NAME.svg)` after a block is its `figure`. tests/test_guide.py plays the same.
+A picture `![words](figures/NAME.svg)` after a block is its `figure`. tests/project/test_guide.py plays the same.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from playwright.sync_api import sync_playwright
 
 from fedvitals.dashboard.example import unpack
 from fedvitals.store import open_reader
-from fedvitals.store.queries import find_run
+from fedvitals.store.read.queries import find_run
 
 FIGURES = Path(__file__).with_name("figures")
 PAGES = {  # name → path behind the run's own, height

@@ -16,40 +16,40 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from fedvitals import flower as flower
     from fedvitals import lab as lab
     from fedvitals import plot as plot
-    from fedvitals.integrations.torch_loop import watch as watch
-    from fedvitals.monitor import Monitor as Monitor
+    from fedvitals.hosts import flower as flower
+    from fedvitals.hosts.loop.watch import watch as watch
+    from fedvitals.monitor.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
-    from fedvitals.profiling.capture import Capture as Capture
-    from fedvitals.replay.session import open_replay as open_replay
-    from fedvitals.replay.tape import Tape as Tape
+    from fedvitals.replay.debugger.session import open_replay as open_replay
+    from fedvitals.replay.tape.tape import Tape as Tape
+    from fedvitals.resources.capture import Capture as Capture
     from fedvitals.schedule import budget as budget
     from fedvitals.schedule import every as every
     from fedvitals.schedule import first as first
     from fedvitals.schedule import last as last
+    from fedvitals.sinks.alerts.sink import Alerts as Alerts
     from fedvitals.store import open_store as open_store
-    from fedvitals.telemetry.alerts import Alerts as Alerts
-    from fedvitals.telemetry.timing import timed as timed
+    from fedvitals.transport.timing import timed as timed
 
 _HOME = {
-    "Monitor": "fedvitals.monitor",
-    "flower": "fedvitals.flower",
+    "Monitor": "fedvitals.monitor.monitor",
+    "flower": "fedvitals.hosts.flower",
     "lab": "fedvitals.lab",
     "plot": "fedvitals.plot",
-    "watch": "fedvitals.integrations.torch_loop",
+    "watch": "fedvitals.hosts.loop.watch",
     "preset": "fedvitals.probes.presets",
     "budget": "fedvitals.schedule",
     "every": "fedvitals.schedule",
     "first": "fedvitals.schedule",
     "last": "fedvitals.schedule",
-    "timed": "fedvitals.telemetry.timing",
-    "Alerts": "fedvitals.telemetry.alerts",
-    "Capture": "fedvitals.profiling.capture",
+    "timed": "fedvitals.transport.timing",
+    "Alerts": "fedvitals.sinks.alerts.sink",
+    "Capture": "fedvitals.resources.capture",
     "open_store": "fedvitals.store",
-    "Tape": "fedvitals.replay.tape",
-    "open_replay": "fedvitals.replay.session",
+    "Tape": "fedvitals.replay.tape.tape",
+    "open_replay": "fedvitals.replay.debugger.session",
 }
 
 _EXTRA = {"lab": "lab", "Tape": "replay", "open_replay": "replay"}  # what is missing where torch is; else «torch»

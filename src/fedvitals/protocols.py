@@ -281,12 +281,12 @@ class Observer(Protocol):
         """A stretch of time that the host knows of: on its own clock where that is a virtual one.
 
         Gives its id, if it was kept, as the `parent` of what lies inside. `parts`: what it consists of, as in
-        `fedvitals.parts`.
+        `fedvitals.time_parts`.
         """
         ...
 
     def spent(self, part: str, seconds: float, node: Node = "server") -> None:
-        """A node spent so many (real) seconds of this round on a part that is named in `fedvitals.parts`; adds up."""
+        """A node spent so many (real) seconds of this round on a part that is named in `time_parts`; adds up."""
         ...
 
     def exchange(self, node: Node, sent: float, received: float, replied: float, returned: float) -> None:

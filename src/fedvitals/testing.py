@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fedvitals import lab
 from fedvitals.errors import ConfigError
-from fedvitals.monitor import Monitor
+from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.view import View
 from fedvitals.protocols import Detector, NullObserver, Probe, Sink
 from fedvitals.records import (

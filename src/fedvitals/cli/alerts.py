@@ -13,9 +13,9 @@ from fedvitals.cli.options import json_option, print_json, store_option
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from fedvitals.store.reader import Reader
-    from fedvitals.telemetry.alert_message import Alert
-    from fedvitals.telemetry.alert_rules import Rule
+    from fedvitals.sinks.alerts.message import Alert
+    from fedvitals.sinks.alerts.rules import Rule
+    from fedvitals.store.read.reader import Reader
 
 ROWS = 50  # of the list, unless --all
 
@@ -34,9 +34,9 @@ def command() -> None:
 def test(config: str, channel: str | None, as_json: bool) -> int:
     """Send a test message through every channel, once, and say of each whether it was taken, and why not."""
     from fedvitals.errors import ConfigError, unknown
-    from fedvitals.telemetry.alert_channels import DeliveryError
-    from fedvitals.telemetry.alert_config import load
-    from fedvitals.telemetry.alert_message import Message
+    from fedvitals.sinks.alerts.channels import DeliveryError
+    from fedvitals.sinks.alerts.config import load
+    from fedvitals.sinks.alerts.message import Message
 
     plan = load(config)
     _remark(plan.rules)
@@ -63,7 +63,7 @@ def test(config: str, channel: str | None, as_json: bool) -> int:
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
-    from fedvitals.telemetry.alert_message import harmless
+    from fedvitals.sinks.alerts.message import harmless
 
     words = {
         "taken": "taken",
@@ -86,9 +86,10 @@ def check(run: str, config: str, everything: bool, store: str | None, as_json: b
 
     It is the same judgement as while it trains. RUN is a run's id, the beginning of one, or a name (its newest run).
     """
-    from fedvitals.store import open_reader, queries
-    from fedvitals.telemetry.alert_config import load
-    from fedvitals.telemetry.alert_message import alert_json
+    from fedvitals.sinks.alerts.config import load
+    from fedvitals.sinks.alerts.message import alert_json
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
 
     plan = load(config, secrets=False)
     _remark(plan.rules)
@@ -104,9 +105,10 @@ def check(run: str, config: str, everything: bool, store: str | None, as_json: b
 def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequence[str] = ("",)) -> list[Alert]:
     """The alerts of a stored run; of its metrics only those are read that a rule asks for."""
     from fedvitals.records import Finding, Metric
-    from fedvitals.store import queries, rows
-    from fedvitals.telemetry.alert_rules import Condition
-    from fedvitals.telemetry.alert_watch import ATTENDANCE, ROUND_COMPLETE, replay
+    from fedvitals.sinks.alerts.rules import Condition
+    from fedvitals.sinks.alerts.watch import ATTENDANCE, ROUND_COMPLETE, replay
+    from fedvitals.store import rows
+    from fedvitals.store.read import queries
 
     asked = {rule.when.metric for rule in rules if isinstance(rule.when, Condition)}
     names = sorted({ROUND_COMPLETE, *ATTENDANCE, *asked})
@@ -119,13 +121,13 @@ def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequenc
 
 
 def _families() -> dict[str, str]:
-    from fedvitals.diagnosis.issues import ISSUES
+    from fedvitals.diagnosis.issues.table import ISSUES
 
     return {issue.code: issue.family for issue in ISSUES}
 
 
 def _remark(rules: Sequence[Rule]) -> None:
-    from fedvitals.telemetry.alert_rules import unknown_names
+    from fedvitals.sinks.alerts.rules import unknown_names
 
     for said in unknown_names(rules, _families()):
         click.echo(f"fedvitals: {said}", err=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from fedvitals.parts import WORK
+from fedvitals.time_parts import WORK
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.replay.bisect import Culprit
+    from fedvitals.replay.counterfactual.bisect import Culprit
 
 
 @click.command(
@@ -46,9 +46,10 @@ def command(
     again, without some of the clients; every try is told.
     """
     try:
-        from fedvitals.replay import bisect, conditions
-        from fedvitals.replay.player import Player
-        from fedvitals.replay.reader import open_tape
+        from fedvitals.replay.counterfactual import bisect
+        from fedvitals.replay.debugger import conditions
+        from fedvitals.replay.player.player import Player
+        from fedvitals.replay.tape.reader import open_tape
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "Running rounds again") from error
     condition = None if until is None else conditions.parse(until)
@@ -72,7 +73,8 @@ def command(
 def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, list[str]]:
     """The run that is meant, and whom its findings of these rounds name."""
     from fedvitals.records import Finding
-    from fedvitals.store import open_reader, queries
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
 
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)

@@ -41,8 +41,8 @@ def print_card(
 ) -> None:
     """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
     from fedvitals.cli.screen import shown
+    from fedvitals.views.cases import more_of, text_of
     from fedvitals.views.labels import named, place_of
-    from fedvitals.views.troubles import more_of, text_of
 
     known = case.known
     console.print(f"{_coloured(case.severity)}  [bold]{case.issue}[/bold]: {shown(known.title)}", soft_wrap=True)
@@ -77,7 +77,7 @@ def print_card(
 def _print_failure(console: Any, failure: Event) -> None:
     """The error in its own words and the last lines of its traceback, as far as privacy let them leave."""
     from fedvitals.cli.screen import shown
-    from fedvitals.views.troubles import traceback_of
+    from fedvitals.views.cases import traceback_of
 
     first, *rest = failure.message.splitlines() or [""]
     console.print(f"  {'error':9} {shown(first[:WIDEST])}", soft_wrap=True)
@@ -111,7 +111,7 @@ def _numbers(case: Case) -> Any:
     from rich.table import Table
 
     from fedvitals.cli.screen import number, shown
-    from fedvitals.views.troubles import number_of, numbers_of
+    from fedvitals.views.cases import number_of, numbers_of
 
     told = numbers_of(case)
     if not told:
@@ -141,7 +141,7 @@ def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
 
 def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> dict[str, Any]:
     """The case, with what the table of issues says of it, and the error that it is about where there is one."""
-    from fedvitals.views.troubles import traceback_of
+    from fedvitals.views.cases import traceback_of
 
     known, newest = case.known, case.newest
     return {

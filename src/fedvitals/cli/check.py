@@ -36,7 +36,8 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     from fedvitals.diagnosis.examine import DETECTORS, examine
     from fedvitals.diagnosis.gaps import Failure, incomplete, no_all_clear
     from fedvitals.records import Finding
-    from fedvitals.store import open_reader, queries
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
 

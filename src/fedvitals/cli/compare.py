@@ -10,9 +10,9 @@ import click
 from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
-    from fedvitals.views.chance import Change
-    from fedvitals.views.compare import Comparison, Row, Trouble
-    from fedvitals.views.parting import Differing
+    from fedvitals.views.comparison.chance import Change
+    from fedvitals.views.comparison.divergence_point import Differing
+    from fedvitals.views.comparison.runs import Comparison, Row, Trouble
 
 ROWS = 12  # of findings and settings, unless --all
 PLACES = 4  # of one issue, unless --all
@@ -32,7 +32,7 @@ def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str |
     of each other.
     """
     from fedvitals.store import open_reader
-    from fedvitals.views.compare import compare
+    from fedvitals.views.comparison.runs import compare
 
     with open_reader(store) as reader:
         found = compare(reader, runs, repeats=repeats)
@@ -69,7 +69,7 @@ def _head(console: Any, found: Comparison) -> None:
 
 def _letter(letter: str) -> str:
     from fedvitals.cli.bars import RUNS
-    from fedvitals.views.compare import LETTERS
+    from fedvitals.views.comparison.runs import LETTERS
 
     colour = RUNS[LETTERS.index(letter) % len(RUNS)]
     return f"[bold {colour}]{letter}[/]"
@@ -232,7 +232,7 @@ def _plot(console: Any, found: Comparison) -> None:
 
 
 def _partings(console: Any, found: Comparison) -> None:
-    from fedvitals.views.parting import NOISE
+    from fedvitals.views.comparison.divergence_point import NOISE
 
     first = found.sides[0]
     for side, told in zip(found.sides[1:], found.partings, strict=True):

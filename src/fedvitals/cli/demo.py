@@ -47,11 +47,11 @@ def command(
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "lab", "The demo") from error
     from fedvitals.cli import case_cards
-    from fedvitals.diagnosis.standout import clients_that_stand_out
-    from fedvitals.lab import datasets
-    from fedvitals.monitor import Monitor
-    from fedvitals.store.memory import MemoryStore
-    from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE, Settings, federate
+    from fedvitals.diagnosis.evidence.outlier_ranking import clients_that_stand_out
+    from fedvitals.lab.data import datasets
+    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, Settings, federate
+    from fedvitals.monitor.monitor import Monitor
+    from fedvitals.store.in_memory import MemoryStore
 
     usual = (10, 8) if quick else (20, 20)
     chosen = [default if given is None else given for given, default in zip((clients, rounds), usual, strict=True)]
@@ -103,7 +103,7 @@ def _closing(
     from fedvitals.cli import case_cards
     from fedvitals.cli.screen import number, shown
     from fedvitals.diagnosis.gaps import incomplete
-    from fedvitals.trials.demo import ILL_CLIENT, ILL_SINCE
+    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE
 
     console = Console(highlight=False)
     option = f" --store {shown(shlex.quote(store))}" if store else ""

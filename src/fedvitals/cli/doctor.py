@@ -18,7 +18,7 @@ from fedvitals.cli.options import json_option, print_json
 from fedvitals.errors import FedvitalsError, StoreError
 
 if TYPE_CHECKING:
-    from fedvitals.store.doctor import Sign
+    from fedvitals.store.upkeep.doctor import Sign
 
 # What each extra is recognised by.
 EXTRAS = {
@@ -54,7 +54,7 @@ def command(store: str | None, named: str | None, mend: bool, as_json: bool) -> 
     STORE is a file or postgresql://...; without it, the store is the default one, if there is one.
     """
     from fedvitals.store import store_target
-    from fedvitals.store.doctor import examine
+    from fedvitals.store.upkeep.doctor import examine
 
     store = store or named
     where = store_target(store)
@@ -78,8 +78,8 @@ def command(store: str | None, named: str | None, mend: bool, as_json: bool) -> 
 
 def _mend(where: Path | str) -> list[str]:
     from fedvitals.store import open_store, spill_folder
-    from fedvitals.store.mending import mend
-    from fedvitals.telemetry.spill import leftover, readmit
+    from fedvitals.store.upkeep.repair import mend
+    from fedvitals.transport.spill import leftover, readmit
 
     done = mend(where)
     folder = spill_folder(where)
@@ -93,8 +93,8 @@ def _mend(where: Path | str) -> list[str]:
 
 def _spilled(store: str | None) -> list[Sign]:
     from fedvitals.store import spill_folder
-    from fedvitals.store.doctor import Sign
-    from fedvitals.telemetry.spill import leftover
+    from fedvitals.store.upkeep.doctor import Sign
+    from fedvitals.transport.spill import leftover
 
     folder = spill_folder(store)
     files = leftover(folder)
@@ -111,9 +111,10 @@ def _spilled(store: str | None) -> list[Sign]:
 
 def _tapes(where: Path | str) -> list[Sign]:
     from fedvitals.cli.screen import size
-    from fedvitals.store import open_reader, queries
-    from fedvitals.store.doctor import Sign
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
     from fedvitals.store.tapes import lost_tapes, tapes
+    from fedvitals.store.upkeep.doctor import Sign
 
     found = tapes(where)
     if not found:
@@ -133,7 +134,7 @@ def _tapes(where: Path | str) -> list[Sign]:
 
 def environment() -> list[Sign]:
     """What fedvitals runs on here."""
-    from fedvitals.store.doctor import Sign
+    from fedvitals.store.upkeep.doctor import Sign
 
     signs = [Sign("fedvitals", "fine", f"{__version__}, Python {platform.python_version()}, numpy {_version('numpy')}")]
     torch = importlib.util.find_spec("torch") is not None
@@ -147,7 +148,7 @@ def environment() -> list[Sign]:
         if on_gpu is not None:
             signs.append(Sign("kernel on GPU", "fine" if on_gpu.name == "triton" else "note", str(on_gpu)))
         else:
-            from fedvitals.lab.cuda import why_no_cuda
+            from fedvitals.lab.engines.devices import why_no_cuda
 
             signs.append(Sign("GPU", "fine", f"none: {why_no_cuda()}"))
     signs.append(_sqlite())
@@ -170,7 +171,7 @@ def _version(package: str) -> str:
 
 
 def _sqlite() -> Sign:
-    from fedvitals.store.doctor import Sign
+    from fedvitals.store.upkeep.doctor import Sign
 
     version = sqlite3.sqlite_version
     if sqlite3.sqlite_version_info >= WAL_RESET_FIXED:
@@ -184,7 +185,7 @@ def _sqlite() -> Sign:
 
 
 def _flower() -> Sign:
-    from fedvitals.store.doctor import Sign
+    from fedvitals.store.upkeep.doctor import Sign
 
     version = _version("flwr")
     ray = "" if importlib.util.find_spec("ray") is None else f", ray {_version('ray')} for simulations"

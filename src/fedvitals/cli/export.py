@@ -18,7 +18,7 @@ from fedvitals.errors import ConfigError, FedvitalsError
 if TYPE_CHECKING:
     from fedvitals.protocols import Sink
     from fedvitals.records import Record, Run
-    from fedvitals.store.reader import Reader
+    from fedvitals.store.read.reader import Reader
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Record")
@@ -48,7 +48,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Hand a stored run to another tool. RUN is a run's id, the beginning of one, or a name (its newest run)."""
-    from fedvitals.store import open_reader, queries
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
 
     if endpoint is not None and form not in ("otel", "mlflow"):
         raise ConfigError(f"--endpoint is for otel and mlflow; --to {form} writes to --out.")
@@ -108,9 +109,9 @@ def _counted(things: Iterable[T], what: str, tally: list[int]) -> Iterator[T]:
 
 def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
     from fedvitals.records import Event, Finding, Metric, Span, Transfer
-    from fedvitals.store.paging import records_of_kind
-    from fedvitals.telemetry.parquet import whole
-    from fedvitals.telemetry.perfetto import perfetto
+    from fedvitals.sinks.parquet import whole
+    from fedvitals.sinks.perfetto import perfetto
+    from fedvitals.store.read.paging import records_of_kind
 
     path = out or Path(f"{_label(run)}{'' if round_ is None else f'-round-{round_}'}.trace.json")
     tally = [0]
@@ -134,8 +135,8 @@ def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _e
 
 def _tables(form: str) -> Callable[..., Made]:
     def write(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
-        from fedvitals.store.tables import plain_tables
-        from fedvitals.telemetry.parquet import check_form, write_table
+        from fedvitals.sinks.parquet import check_form, write_table
+        from fedvitals.store.read.tables import plain_tables
 
         check_form(form)
         folder = out or Path(f"{_label(run)}-{form}")
@@ -157,7 +158,7 @@ def _tables(form: str) -> Callable[..., Made]:
 
 def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
     """Feed the run to a sink as a training would have; how many records."""
-    from fedvitals.store.paging import records_in_order
+    from fedvitals.store.read.paging import records_in_order
 
     tally, batch, written = [0], [], 0
     ignored: tuple[type, ...] = getattr(sink, "ignores", ())
@@ -191,7 +192,7 @@ def _store_of(reader: Reader) -> str:
 
 
 def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
-    from fedvitals.telemetry.tensorboard import TensorBoard
+    from fedvitals.sinks.tensorboard import TensorBoard
 
     sink = TensorBoard(out or Path("tb"), store=_store_of(reader))
     count = _fed(reader, run, round_, sink)
@@ -200,7 +201,7 @@ def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None,
 
 
 def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endpoint: str | None) -> Made:
-    from fedvitals.telemetry.mlflow import MLflow
+    from fedvitals.sinks.mlflow import MLflow
 
     if out is not None and endpoint is not None:
         raise ConfigError("--to mlflow writes to a database file (--out) or to an address (--endpoint), not to both.")
@@ -213,7 +214,7 @@ def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endp
 
 
 def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
-    from fedvitals.telemetry.wandb import WeightsAndBiases
+    from fedvitals.sinks.wandb import WeightsAndBiases
 
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # as above
     sink = WeightsAndBiases(folder=out or Path(), store=_store_of(reader))
@@ -224,7 +225,7 @@ def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endp
 
 
 def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpoint: str | None) -> Made:
-    from fedvitals.telemetry.otel import OpenTelemetry
+    from fedvitals.sinks.otel.sink import OpenTelemetry
 
     sink = OpenTelemetry(endpoint)
     count = _fed(reader, run, round_, sink)

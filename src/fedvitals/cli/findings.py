@@ -13,7 +13,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
     from fedvitals.records import Action, Event
-    from fedvitals.store.reader import Reader
+    from fedvitals.store.read.reader import Reader
 
 ROWS = 20  # of the list, unless --all
 MOST_ROUNDS = 500  # that are read again for the verdicts
@@ -39,11 +39,12 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
     from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.diagnosis.gaps import incomplete
     from fedvitals.records import Action
-    from fedvitals.store import open_reader, queries
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
     from fedvitals.views.card import detectors_of
+    from fedvitals.views.cases import actions_about, failures_of
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of, node_of
-    from fedvitals.views.troubles import actions_about, failures_of
 
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
@@ -88,7 +89,7 @@ def _verdicts(reader: Reader, run: str, number: int | None, found: list[Case]) -
     Who has a case that is more than a note is faulty, whatever the evidence as a whole says: NaN needs no peers.
     """
     from fedvitals.diagnosis.cases import is_trouble
-    from fedvitals.diagnosis.locate import verdicts
+    from fedvitals.diagnosis.evidence.locate import verdicts
     from fedvitals.views.gaps import gaps_of
 
     history = reader.history(run)
@@ -113,7 +114,7 @@ def _print_verdicts(clients: dict[str, str], node: str | None) -> None:
 
 def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> list[Case]:
     from fedvitals.errors import ConfigError
-    from fedvitals.views.troubles import cases_of, concerns
+    from fedvitals.views.cases import cases_of, concerns
 
     history = reader.history(run)
     known = history.rounds()

@@ -20,7 +20,7 @@ from fedvitals.cli.options import store_option
 from fedvitals.errors import FedvitalsError, MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.store.queries import RunSummary
+    from fedvitals.store.read.queries import RunSummary
 
 F = TypeVar("F", bound=Callable[..., Any])
 # All that is not ours goes on to Flower's program as it stands; -h is not ours, else `-cbatch=4` would ask for help.
@@ -77,8 +77,8 @@ def run(arguments: tuple[str, ...], **said: Any) -> int:
     a SuperLink elsewhere, see `fedvitals flower superlink`.
     """
     from fedvitals.cli import flower_local
-    from fedvitals.integrations.superlink import superlink as started
-    from fedvitals.integrations.superlink import termination_as_exit
+    from fedvitals.hosts.flower.superlink import superlink as started
+    from fedvitals.hosts.flower.superlink import termination_as_exit
 
     place = _programs()
     said["run"] = said["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
@@ -139,7 +139,7 @@ def env(as_file: bool, **said: Any) -> None:
 
     For servers that something else starts:  eval "$(fedvitals flower env)"
     """
-    from fedvitals.integrations.flower_environment import Settings, absolute_store
+    from fedvitals.hosts.flower.environment import Settings, absolute_store
 
     said["store"] = absolute_store(said["store"])
     for name, value in Settings(**said).variables(os.environ).items():
@@ -155,7 +155,7 @@ def _programs() -> Path:
 
 
 def _environment(place: Path, said: dict[str, Any]) -> dict[str, str]:
-    from fedvitals.integrations.flower_environment import Settings, absolute_store
+    from fedvitals.hosts.flower.environment import Settings, absolute_store
 
     if "store" in said:
         said["store"] = absolute_store(said["store"])
@@ -193,9 +193,9 @@ def _closing(store: str, began: float, address: str | None) -> None:
     from fedvitals.diagnosis.gaps import incomplete, no_all_clear
     from fedvitals.store import open_reader, store_target
     from fedvitals.store.postgres import address_of
+    from fedvitals.views.cases import cases_of
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
-    from fedvitals.views.troubles import cases_of
 
     console = Console(highlight=False)
     where = store_target(store)
@@ -233,7 +233,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
 
 def _newest(reader: Any, began: float) -> RunSummary | None:
     """The run of Flower's that began last, unless it did so before us."""
-    from fedvitals.store import queries
+    from fedvitals.store.read import queries
 
     runs = queries.list_runs(reader)
     return next((one for one in runs if one.host == "flower" and one.started >= began - 1.0), None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import click
@@ -19,35 +20,61 @@ VERBS = {
     "show": "fedvitals.cli.show",
     "ui": "fedvitals.cli.ui",
     "findings": "fedvitals.cli.findings",
-    "profile": "fedvitals.cli.profile",
+    "profile": "fedvitals.cli.profile.command",
     "compare": "fedvitals.cli.compare",
     "report": "fedvitals.cli.report",
     "check": "fedvitals.cli.check",
-    "replay": "fedvitals.cli.replay",
+    "replay": "fedvitals.cli.replay.command",
     "bisect": "fedvitals.cli.bisect",
     "query": "fedvitals.cli.query",
     "export": "fedvitals.cli.export",
     "alerts": "fedvitals.cli.alerts",
-    "lab": "fedvitals.cli.lab",
+    "lab": "fedvitals.cli.lab.command",
     "flower": "fedvitals.cli.flower",
     "doctor": "fedvitals.cli.doctor",
-    "faultbank": "fedvitals.cli.faultbank",
-    "reproduce": "fedvitals.cli.reproduce",
-    "bench": "fedvitals.cli.bench",
 }
+STUDIES = ("faultbank", "reproduce", "bench")  # verbs of the distribution fedvitals-studies
+PLUGINS = "fedvitals.verbs"  # the entry-point group by which other distributions add verbs
 
 
 class Verbs(click.Group):
-    """Finds a verb's file by its name, so that `--help` starts at once and a verb loads only what it needs."""
+    """Finds a verb's module by its name, so that `--help` starts at once and a verb loads only what it needs."""
 
     def list_commands(self, _context: click.Context) -> list[str]:
-        return list(VERBS)
+        return [*VERBS, *(name for name in plugin_verbs() if name not in VERBS)]
 
     def get_command(self, _context: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
-            raise click.UsageError(unknown("verb", name, VERBS))
-        command: click.Command = importlib.import_module(VERBS[name]).command
-        return command
+        if name in VERBS:
+            command: click.Command = importlib.import_module(VERBS[name]).command
+            return command
+        plugins = plugin_verbs()
+        if name in plugins:
+            return load_plugin(plugins[name])
+        if name in STUDIES:
+            raise click.UsageError(
+                f"'{name}' comes with the distribution fedvitals-studies: `pip install fedvitals-studies`, "
+                "or in a checkout `pip install -e studies`."
+            )
+        raise click.UsageError(unknown("verb", name, [*VERBS, *plugins]))
+
+
+def plugin_verbs() -> dict[str, EntryPoint]:
+    """Return the verbs that other distributions add, by name. Nothing of them is imported."""
+    return {point.name: point for point in entry_points(group=PLUGINS)}
+
+
+def load_plugin(point: EntryPoint) -> click.Command:
+    """Import a verb of another distribution. One that cannot be imported is named, without a traceback."""
+    try:
+        command = point.load()
+    except Exception as error:
+        source = point.dist.name if point.dist else point.value
+        raise click.ClickException(
+            f"The verb '{point.name}' of {source} cannot be loaded ({type(error).__name__}: {error})."
+        ) from error
+    if not isinstance(command, click.Command):
+        raise click.ClickException(f"The verb '{point.name}' ({point.value}) is not a click command.")
+    return command
 
 
 @click.command(

@@ -27,7 +27,7 @@ def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
 
     from fedvitals.cli.screen import shown
     from fedvitals.store import open_reader
-    from fedvitals.store.ask import query
+    from fedvitals.store.read.ask import query
 
     with open_reader(store) as reader:
         answer = query(reader, sql, limit)

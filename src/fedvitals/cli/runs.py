@@ -13,7 +13,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
-    from fedvitals.store.retention import Cleared
+    from fedvitals.store.upkeep.retention import Cleared
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -35,7 +35,8 @@ def _list(store: str | None, as_json: bool) -> None:
     from rich.table import Table
 
     from fedvitals.cli.screen import number, seconds, shown, size
-    from fedvitals.store import open_reader, queries
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.gaps import gaps_of
 
@@ -93,8 +94,10 @@ def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | Non
 
     The tape of a run that is gone (`fedvitals doctor` names it) is deleted by that run's id.
     """
-    from fedvitals.store import open_reader, queries, retention, store_target
+    from fedvitals.store import open_reader, store_target
+    from fedvitals.store.read import queries
     from fedvitals.store.tapes import lost_tapes
+    from fedvitals.store.upkeep import retention
 
     with open_reader(store or outer) as reader:
         lost = lost_tapes(store or outer, (run.id for run in queries.list_runs(reader)))
@@ -116,7 +119,8 @@ def thin(outer: str | None, keep_bytes: str, store: str | None, as_json: bool) -
     Finished runs first lose what was kept for each step and each layer; if that is not enough, they go entirely. Open
     runs are left alone.
     """
-    from fedvitals.store import retention, store_target
+    from fedvitals.store import store_target
+    from fedvitals.store.upkeep import retention
 
     _tell(retention.thin(store_target(store or outer), bytes_of(keep_bytes)), as_json)
 

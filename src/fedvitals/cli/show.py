@@ -12,7 +12,7 @@ import click
 from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
-    from fedvitals.store.reader import Reader
+    from fedvitals.store.read.reader import Reader
     from fedvitals.views.card import Card
 
 ROWS = 8  # of clients and layers, unless --all
@@ -39,7 +39,8 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
 
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
-    from fedvitals.store import open_reader, queries
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import health_card
 
@@ -222,7 +223,7 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
     from rich.table import Table
 
     from fedvitals.cli.screen import number, shown, sparkline
-    from fedvitals.store import queries
+    from fedvitals.store.read import queries
     from fedvitals.views.labels import labels_of, named, node_of
 
     labels = labels_of(reader, run)

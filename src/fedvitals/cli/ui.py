@@ -51,7 +51,7 @@ def show(store: str | None, *, run: str | None = None, host: str, port: int | No
     from urllib.parse import quote
 
     from fedvitals.store import open_reader
-    from fedvitals.store.queries import find_run
+    from fedvitals.store.read.queries import find_run
 
     path = "/"
     if run is not None:

@@ -16,10 +16,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from fedvitals.dashboard.shelf import Shelf
+from fedvitals.dashboard.reader_cache import Shelf
 from fedvitals.errors import ConfigError, FedvitalsError, StoreError
-from fedvitals.store.queries import find_run
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.queries import find_run
+from fedvitals.store.read.reader import Reader
 
 logger = logging.getLogger("fedvitals.dashboard")
 WORTH_REMEMBERING = 0.005  # seconds of work

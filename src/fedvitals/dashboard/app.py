@@ -15,7 +15,7 @@ from fedvitals.dashboard import files
 from fedvitals.dashboard.answers import RESPONSES, answer_failures
 from fedvitals.dashboard.guard import Guard
 from fedvitals.dashboard.live import Live
-from fedvitals.dashboard.shelf import Shelf
+from fedvitals.dashboard.reader_cache import Shelf
 
 ROUTES = (
     "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare", "live",
@@ -51,7 +51,7 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
     app.state.shelf, app.state.live = shelf, live
     answer_failures(app)
     for name in ROUTES:
-        app.include_router(importlib.import_module(f"fedvitals.dashboard.routes_{name}").router)
+        app.include_router(importlib.import_module(f"fedvitals.dashboard.routes.{name}").router)
     app.router.routes[:0] = files.routes()  # before all others: these are asked for most
     app.router.routes += files.routes(last=True)
     app.add_middleware(Guard, token=token, hosts=hosts)

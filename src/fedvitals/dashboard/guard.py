@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedvitals.dashboard.answers import failure
 from fedvitals.dashboard.tokens import Tokens
-from fedvitals.telemetry.http_server import LOOPBACK
+from fedvitals.transport.http_server import LOOPBACK
 
 LARGEST_BODY = 65_536
 LONGEST_URL = 8192

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fedvitals.dashboard.answers import encode
-from fedvitals.dashboard.shelf import Shelf
+from fedvitals.dashboard.reader_cache import Shelf
 from fedvitals.errors import FedvitalsError
 
 logger = logging.getLogger("fedvitals.dashboard")

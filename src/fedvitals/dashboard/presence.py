@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedvitals.store.lock import writer_of
 from fedvitals.store.postgres import presence
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 
 
 def writers(reader: Reader, target: Path | str) -> Callable[[str, bool], bool]:

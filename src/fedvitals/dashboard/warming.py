@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from fedvitals.dashboard.pages.time_costs import changes, spending
 from fedvitals.errors import FedvitalsError
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.spending import changes, spending
-from fedvitals.views.tally import traffic_total
+from fedvitals.views.traffic_counts import traffic_total
 
 if TYPE_CHECKING:
-    from fedvitals.dashboard.shelf import Shelf
+    from fedvitals.dashboard.reader_cache import Shelf
 
 logger = logging.getLogger("fedvitals.dashboard")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fedvitals.diagnosis.issues import ISSUES_BY_CODE, SEVERITIES, Issue
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding
 

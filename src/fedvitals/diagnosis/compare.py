@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedvitals.diagnosis.issues import ISSUES_BY_CODE
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.records import Finding
 
 

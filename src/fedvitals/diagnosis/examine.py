@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedvitals.diagnosis import (
-    detect_aggregation,
-    detect_convergence,
-    detect_gradient,
-    detect_guards,
-    detect_labels,
-    detect_memory,
-    detect_system,
-    detect_transformed,
-    locate,
+from fedvitals.diagnosis.detectors import (
+    aggregation,
+    convergence,
+    gradient,
+    guards,
+    labels,
+    memory,
+    system,
+    transformed,
 )
-from fedvitals.diagnosis.until import Horizon, Until
+from fedvitals.diagnosis.evidence import locate
+from fedvitals.diagnosis.history_cutoff import Horizon, Until
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
@@ -30,14 +30,14 @@ Failed = Callable[[Exception, str], None]
 """Hears of a detector that raised: the error, and which one it was."""
 
 RULES: tuple[Detector, ...] = (
-    *detect_guards.DETECTORS,
-    *detect_convergence.DETECTORS,
-    *detect_gradient.DETECTORS,
-    *detect_aggregation.DETECTORS,
-    *detect_labels.DETECTORS,
-    *detect_transformed.DETECTORS,
-    *detect_system.DETECTORS,
-    *detect_memory.DETECTORS,
+    *guards.DETECTORS,
+    *convergence.DETECTORS,
+    *gradient.DETECTORS,
+    *aggregation.DETECTORS,
+    *labels.DETECTORS,
+    *transformed.DETECTORS,
+    *system.DETECTORS,
+    *memory.DETECTORS,
 )
 DETECTORS: tuple[Detector, ...] = (*RULES, *locate.DETECTORS)
 """What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""

@@ -25,7 +25,7 @@ class LiveDetectors:
     """A sink, so it runs on a queue's worker: detectors take no time from the training thread."""
 
     name = "detectors"
-    ignores = (Finding, Action, Truth)  # no detector may see these; see `telemetry.outlet`
+    ignores = (Finding, Action, Truth)  # no detector may see these; see `transport.sink_writer`
 
     def __init__(
         self,

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvitals.kernels import device_loading, exponents, jit
+from fedvitals.kernels import exponents
+from fedvitals.kernels.cpu import jit
+from fedvitals.kernels.cuda import loading
 from fedvitals.kernels.gradients import GradientRecorder
 from fedvitals.kernels.one_pass import sums
 from fedvitals.kernels.sketch import count_sketch
@@ -44,7 +46,7 @@ def device_backend() -> Backend | None:
     """Which one serves tensors on a GPU; None where there is none. Compiles, too."""
     if not torch.cuda.is_available():
         return None
-    loaded = device_loading.loaded()
+    loaded = loading.loaded()
     return Backend("triton" if loaded.kernels else "torch", loaded.reason)
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvitals.kernels import device_gradients, jit
+from fedvitals.kernels.cpu import jit
+from fedvitals.kernels.cuda import gradients as device_gradients
 from fedvitals.kernels.one_pass import sums
 from fedvitals.stats import STATISTICS, Array
 

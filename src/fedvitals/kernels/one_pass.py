@@ -12,7 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from fedvitals.errors import RecordError
-from fedvitals.kernels import device_sums, fallback, jit, layout
+from fedvitals.kernels import fallback, layout
+from fedvitals.kernels.cpu import jit
+from fedvitals.kernels.cuda import sums as device_sums
 from fedvitals.stats import STATISTICS, Array, empty_sums
 
 _COLUMNS = len(STATISTICS)

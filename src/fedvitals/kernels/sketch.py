@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvitals.kernels import device_loading, jit
-from fedvitals.kernels.device_sums import launching_on
+from fedvitals.kernels.cpu import jit
+from fedvitals.kernels.cuda import loading
+from fedvitals.kernels.cuda.sums import launching_on
 from fedvitals.kernels.sketch_hash import SIZE, VERSION, by_torch
 
 __all__ = ["COSINE_ERROR", "SIZE", "VERSION", "by_torch", "by_triton", "count_sketch"]
@@ -46,7 +47,7 @@ def _by_kernel(rows: Tensor) -> Tensor | None:
         return None if kernel is None else _by_llvm(kernel, rows)
     if rows.is_cuda and not torch.cuda.is_current_stream_capturing():
         with launching_on(rows.device):
-            if device_loading.loaded().kernels is not None:
+            if loading.loaded().kernels is not None:
                 return by_triton(rows)
     return None
 
@@ -60,7 +61,7 @@ def _by_llvm(kernel: jit.Kernel, rows: Tensor) -> Tensor:
 
 def by_triton(rows: Tensor) -> Tensor:
     """The sketches by Triton: one program for each part of a vector, then one for each vector that adds its parts."""
-    from fedvitals.kernels import device_sketch  # noqa: PLC0415 - imports Triton
+    from fedvitals.kernels.cuda import sketch as device_sketch  # noqa: PLC0415 - imports Triton
 
     blocks = -(-rows.shape[1] // SIZE)
     each = max(_ROWS_PER_PART, -(-blocks // _PARTS))

@@ -13,28 +13,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedvitals.lab.aggregators import AggregationError as AggregationError
-from fedvitals.lab.arrays import Arrays as Arrays
+from fedvitals.lab.aggregators.averages import AggregationError as AggregationError
+from fedvitals.lab.data.arrays import Arrays as Arrays
+from fedvitals.lab.engines.site import Site as Site
+from fedvitals.lab.engines.work import Task as Task
+from fedvitals.lab.engines.work import Update as Update
 from fedvitals.lab.experiment import CHOICES as _CHOICES
 from fedvitals.lab.experiment import Evaluation as Evaluation
 from fedvitals.lab.experiment import Experiment as Experiment
 from fedvitals.lab.experiment import kinds_of as _kinds_of
 from fedvitals.lab.experiment import read as read
-from fedvitals.lab.faults import FAULTS as _FAULTS
+from fedvitals.lab.faults.table import FAULTS as _FAULTS
 from fedvitals.lab.local import OPTIMIZERS as _OPTIMIZERS
 from fedvitals.lab.local import Clip as Clip
 from fedvitals.lab.local import Local as Local
 from fedvitals.lab.models import Own as Own
-from fedvitals.lab.network import Network as Network
-from fedvitals.lab.profiles import Device as Device
-from fedvitals.lab.profiles import Link as Link
+from fedvitals.lab.network.profiles import Device as Device
+from fedvitals.lab.network.profiles import Link as Link
+from fedvitals.lab.network.virtual_clock import Network as Network
 from fedvitals.lab.run import Result as Result
 from fedvitals.lab.run import Round as Round
 from fedvitals.lab.run import rounds as rounds
 from fedvitals.lab.run import run as run
-from fedvitals.lab.site import Site as Site
-from fedvitals.lab.work import Task as Task
-from fedvitals.lab.work import Update as Update
 
 KINDS: dict[str, type] = {name: kind for kinds in _CHOICES.values() for name, kind in kinds.items()}
 KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS)

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab import toml
-from fedvitals.lab.asynchronous import NOTE as FLIGHTS
-from fedvitals.lab.asynchronous import version
-from fedvitals.lab.clustered import Clustered
+from fedvitals.lab.engines.work import Node, Task, Update
 from fedvitals.lab.experiment import AGGREGATORS, Experiment, kinds_of
 from fedvitals.lab.local import Clip, Local
-from fedvitals.lab.work import Node, Task, Update
+from fedvitals.lab.topologies.asynchronous import NOTE as FLIGHTS
+from fedvitals.lab.topologies.asynchronous import version
+from fedvitals.lab.topologies.clustered import Clustered
 from fedvitals.protocols import Observer
 from fedvitals.records import Action
 

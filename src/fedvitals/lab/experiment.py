@@ -13,23 +13,24 @@ from typing import Any
 import msgspec
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.lab import datasets, models, toml
-from fedvitals.lab.aggregators import AVERAGING, FedAvg
-from fedvitals.lab.arrays import Arrays
-from fedvitals.lab.asynchronous import Asynchronous
-from fedvitals.lab.centralized import Centralized
-from fedvitals.lab.clustered import Clustered
+from fedvitals.lab import models, toml
+from fedvitals.lab.aggregators.averages import AVERAGING, FedAvg
+from fedvitals.lab.aggregators.robust import ROBUST
 from fedvitals.lab.compression import COMPRESSIONS
-from fedvitals.lab.data_small import Digits
+from fedvitals.lab.data import datasets
+from fedvitals.lab.data.arrays import Arrays
+from fedvitals.lab.data.partition import IID, PARTITIONS
+from fedvitals.lab.data.small import Digits
 from fedvitals.lab.description import Part, kind_of, require
-from fedvitals.lab.fault import Fault
-from fedvitals.lab.faults import FAULTS
-from fedvitals.lab.hierarchical import Hierarchical
+from fedvitals.lab.faults.fault import Fault
+from fedvitals.lab.faults.table import FAULTS
 from fedvitals.lab.local import OPTIMIZERS, Clip, Local
-from fedvitals.lab.network import Network
-from fedvitals.lab.partition import IID, PARTITIONS
-from fedvitals.lab.rings import Rings
-from fedvitals.lab.robust import ROBUST
+from fedvitals.lab.network.virtual_clock import Network
+from fedvitals.lab.topologies.asynchronous import Asynchronous
+from fedvitals.lab.topologies.centralized import Centralized
+from fedvitals.lab.topologies.clustered import Clustered
+from fedvitals.lab.topologies.hierarchical import Hierarchical
+from fedvitals.lab.topologies.rings import Rings
 
 AGGREGATORS = (*AVERAGING, *ROBUST)
 TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvitals.lab import faults as ill
 from fedvitals.lab import streams, taped
 from fedvitals.lab.actions import Orders
-from fedvitals.lab.aggregators import AggregationError, WeightError, checked
+from fedvitals.lab.aggregators.averages import AggregationError, WeightError, checked
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.engine import AnyEngine
+from fedvitals.lab.engines.engine import AnyEngine
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.engines.work import Node, Task, Update
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.journeys import Journeys, in_time
-from fedvitals.lab.site import Site
-from fedvitals.lab.spans import tell
+from fedvitals.lab.faults import table as ill
+from fedvitals.lab.network.journeys import Journeys, in_time
+from fedvitals.lab.network.spans import tell
 from fedvitals.lab.state import Pieces
 from fedvitals.lab.stopwatch import Stopwatch
-from fedvitals.lab.work import Node, Task, Update
 from fedvitals.protocols import Observer
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.datasets import Dataset
+from fedvitals.lab.data.datasets import Dataset
 from fedvitals.lab.description import Description, require
 from fedvitals.lab.model_blocks import Encoder, Mean, Patches, Places, Recurrent, Residual, Rows
 

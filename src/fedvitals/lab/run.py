@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab import faults as ill
 from fedvitals.lab import taped
 from fedvitals.lab.actions import Ward
 from fedvitals.lab.checkpoint import Checkpoint
-from fedvitals.lab.engine import AnyEngine, Engine, one_thread
+from fedvitals.lab.engines.engine import AnyEngine, Engine, one_thread
+from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
+from fedvitals.lab.faults import table as ill
 from fedvitals.lab.federation import Federation, Server
-from fedvitals.lab.site import Site
 from fedvitals.protocols import NullObserver, Observer
 
 

@@ -9,7 +9,7 @@ from fedvitals.protocols import Observer
 
 
 class Stopwatch:
-    """Laps: what has passed since the last one is put down to a part of `fedvitals.parts`."""
+    """Laps: what has passed since the last one is put down to a part of `fedvitals.time_parts`."""
 
     def __init__(self) -> None:
         self.start()

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
+from fedvitals.lab.engines.work import Node, Task, Update
 from fedvitals.lab.state import Layout, Named
-from fedvitals.lab.work import Node, Task, Update
 from fedvitals.protocols import Message
 from fedvitals.records import Action
 
 if TYPE_CHECKING:
-    from fedvitals.lab.engine import AnyEngine
+    from fedvitals.lab.engines.engine import AnyEngine
     from fedvitals.lab.experiment import Experiment
     from fedvitals.lab.federation import Federation, Server
 

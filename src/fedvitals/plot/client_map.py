@@ -11,10 +11,10 @@ from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, check_sign, opened
 from fedvitals.plot.style import words
 from fedvitals.store import Target
+from fedvitals.views.cases import cases_of
 from fedvitals.views.grid import Grid
 from fedvitals.views.heat import Sort, client_grid
 from fedvitals.views.overview import overview
-from fedvitals.views.troubles import cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,9 +10,10 @@ from fedvitals.plot.cohort_band import draw_cohort
 from fedvitals.plot.source import Which, check_client, opened
 from fedvitals.plot.style import words
 from fedvitals.records import AnyName, node_name
-from fedvitals.store import Target, queries
+from fedvitals.store import Target
+from fedvitals.store.read import queries
+from fedvitals.views.cases import cases_of, concerns
 from fedvitals.views.matrix import metric_matrices
-from fedvitals.views.troubles import cases_of, concerns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,10 +14,10 @@ from fedvitals.plot.source import Which, check_sign, opened, suspects
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
 from fedvitals.records import AnyName, is_client, node_name
 from fedvitals.store import Target
+from fedvitals.views.cases import cases_of
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, band
-from fedvitals.views.troubles import cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

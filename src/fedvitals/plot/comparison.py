@@ -14,9 +14,9 @@ from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, words
 from fedvitals.store import Target
-from fedvitals.views.compare import grouped
-from fedvitals.views.compare_page import ComparePage, Picture, compare_page
-from fedvitals.views.figures import Figures, figures_of
+from fedvitals.views.comparison.page import ComparePage, Picture, compare_page
+from fedvitals.views.comparison.runs import grouped
+from fedvitals.views.run_figures import Figures, figures_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

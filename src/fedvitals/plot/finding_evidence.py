@@ -15,8 +15,8 @@ from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, axis_unit, words
 from fedvitals.store import Target
+from fedvitals.views.cases import case_of, cases_of
 from fedvitals.views.evidence import Evidence, Plot, evidence_of
-from fedvitals.views.troubles import case_of, cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

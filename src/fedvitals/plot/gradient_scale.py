@@ -17,10 +17,11 @@ from fedvitals.plot.cohort_band import LEGEND, POINTS, draw_band
 from fedvitals.plot.scale import Height, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, words
-from fedvitals.store import Target, queries
+from fedvitals.store import Target
+from fedvitals.store.read import queries
+from fedvitals.views.cases import cases_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, band
-from fedvitals.views.troubles import cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,10 +15,10 @@ from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import BLUE, VERMILLION, axis_unit
 from fedvitals.records import is_client
 from fedvitals.store import Target
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import cases_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, Series, band, series
-from fedvitals.views.troubles import cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

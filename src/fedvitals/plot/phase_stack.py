@@ -11,9 +11,9 @@ from fedvitals.plot.canvas import SMALL, drawn, flags, head, nothing, numbers, r
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import part_colour
 from fedvitals.store import Target
+from fedvitals.views.cases import cases_of
 from fedvitals.views.phases import Phases
 from fedvitals.views.phases import phases as phases_of
-from fedvitals.views.troubles import cases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

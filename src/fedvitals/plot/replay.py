@@ -24,7 +24,7 @@ from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, sh
 from fedvitals.plot.scale import label_ends, tick
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, words
 from fedvitals.plot.svg import svg_of
-from fedvitals.replay.shown import SERIES, TABLE, TENSOR, Shown, figure, harmless
+from fedvitals.replay.debugger.shown import SERIES, TABLE, TENSOR, Shown, figure, harmless
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

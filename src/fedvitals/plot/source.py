@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import is_client
-from fedvitals.store import Target, open_reader, queries
-from fedvitals.store.reader import Reader
-from fedvitals.views.troubles import culprits
+from fedvitals.store import Target, open_reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import culprits
 
 Which = str | tuple[Reader, str]
 """A run: its id, the beginning of one, or a name (its newest run); or an open store and the same."""

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedvitals.analysis.traffic import Traffic, traffic_of
 from fedvitals.plot.canvas import SMALL, drawn, head, nothing, round_axis, sheet, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import GREEN, ORANGE, PURPLE, VERMILLION
-from fedvitals.profiling.traffic import Traffic, traffic_of
 from fedvitals.records import Event, Transfer
-from fedvitals.store import Target, queries
+from fedvitals.store import Target
+from fedvitals.store.read import queries
 from fedvitals.views.units import size
 
 if TYPE_CHECKING:

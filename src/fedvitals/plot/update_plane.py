@@ -13,9 +13,9 @@ from fedvitals.plot.cells import Shades, cell_sheet, colour_scale
 from fedvitals.plot.source import Which, opened, suspects
 from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, words
 from fedvitals.store import Target
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import cases_of
 from fedvitals.views.clients import severities
-from fedvitals.views.troubles import cases_of
 from fedvitals.views.update_map import Layouts, UpdateMap
 from fedvitals.views.update_map import update_map as map_of
 

@@ -20,7 +20,7 @@ from fedvitals.records import LayerStats
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
 
 if TYPE_CHECKING:
-    from fedvitals.probes.kits import Kit
+    from fedvitals.probes.backends import Kit
     from fedvitals.probes.numpy_updates import ArrayUpdate
     from fedvitals.probes.updates import Update
 

@@ -36,7 +36,7 @@ UNFROZEN_SHOWN = 10  # names of layers in one event
 
 
 class Clock(Protocol):
-    """Told of a client's steps, to say what its time went to (`profiling.phases.StepClock`)."""
+    """Told of a client's steps, to say what its time went to (`resources.phases.StepClock`)."""
 
     def start(self, model: Any) -> None: ...
     def due(self) -> bool: ...

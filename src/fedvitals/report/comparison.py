@@ -11,10 +11,10 @@ from fedvitals.report.findings_part import marked, verdict_card
 from fedvitals.report.markup import Block, Heading, Points, Table, Text, literal
 from fedvitals.report.pictures import Pictures
 from fedvitals.report.settings import settings_part
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
-from fedvitals.views.compare import sides_of
-from fedvitals.views.compare_page import ComparePage, PageChange, PageRow, compare_page
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.comparison.page import ComparePage, PageChange, PageRow, compare_page
+from fedvitals.views.comparison.runs import sides_of
 from fedvitals.views.units import number, with_unit
 from fedvitals.views.verdict import Verdict, verdict_of
 

@@ -10,7 +10,7 @@ from fedvitals.plot.round_waterfall import draw_waterfall
 from fedvitals.plot.traffic_bars import draw_traffic
 from fedvitals.report.markup import Block, Heading, Table, Text, literal
 from fedvitals.report.pictures import Pictures
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.labels import labels_of, named
 from fedvitals.views.profile import Profile
 from fedvitals.views.round import round_page

@@ -10,11 +10,11 @@ from fedvitals.diagnosis.cases import Case
 from fedvitals.plot.finding_evidence import draw_evidence
 from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Points, Table, Text, literal
 from fedvitals.report.pictures import Pictures
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.evidence import Evidence
 from fedvitals.views.findings import Asked, CaseCard, Findings, FullFinding, NumberRow, findings_page, full_finding
 from fedvitals.views.profile import Profile
-from fedvitals.views.troubles import case_key, cases_of
 from fedvitals.views.units import number, seconds, whole_percent
 from fedvitals.views.verdict import Verdict
 

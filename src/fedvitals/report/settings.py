@@ -9,7 +9,7 @@ from typing import Any
 
 from fedvitals.records import Run
 from fedvitals.report.markup import Block, Heading, Table, Text, literal
-from fedvitals.views.compare import all_settings
+from fedvitals.views.comparison.runs import all_settings
 
 MOST = 80  # rows of a table
 LONGEST = 120  # characters of a value

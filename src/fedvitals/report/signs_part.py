@@ -8,8 +8,8 @@ import math
 from fedvitals import plot
 from fedvitals.report.markup import Block, Heading, Table, Text, literal
 from fedvitals.report.pictures import Pictures
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import Card as HealthCard
 from fedvitals.views.card import Sign
 from fedvitals.views.clients import ClientRow, clients_page, roster

@@ -10,7 +10,7 @@ from fedvitals.report.markup import Block, Heading, literal
 from fedvitals.report.pictures import Pictures
 from fedvitals.report.signs_part import clients_part, layers_part, learning_part
 from fedvitals.report.trust_part import configuration_part, facts_part, trust_part
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import health_card
 from fedvitals.views.profile import profile_of
 from fedvitals.views.verdict import Verdict

@@ -8,9 +8,9 @@ import time
 from fedvitals.diagnosis.gaps import incomplete
 from fedvitals.report.markup import Block, Facts, Heading, Points, Table, Text, literal
 from fedvitals.report.settings import flat, readable
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import Card as HealthCard
-from fedvitals.views.compare import flattened
+from fedvitals.views.comparison.runs import flattened
 from fedvitals.views.labels import named
 from fedvitals.views.profile import Profile
 from fedvitals.views.status import status_of

@@ -14,8 +14,8 @@ from fedvitals.report.markup import Block, Card, Heading, Picture, markdown, pag
 from fedvitals.report.pdf import pdf_of
 from fedvitals.report.pictures import Pictures
 from fedvitals.report.story import FOOT, story
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.verdict import Verdict
 
 FORMATS = (".html", ".pdf", ".md")

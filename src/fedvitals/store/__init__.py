@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from fedvitals.errors import ConfigError
-from fedvitals.store.memory import MemoryStore
+from fedvitals.store.in_memory import MemoryStore
 from fedvitals.store.postgres import SCHEMES, PostgresStore, address_of, read_postgres
-from fedvitals.store.reader import Reader, read_sqlite
+from fedvitals.store.read.reader import Reader, read_sqlite
 from fedvitals.store.sqlite import SqliteStore
 
 __all__ = [

@@ -17,11 +17,11 @@ from fedvitals.errors import ConfigError, StoreError, unknown
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.postgres import write_postgres
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.store.schema import VERSION
 from fedvitals.store.sqlite import check_file, check_version, maintain_sqlite
 from fedvitals.store.symbols import encodable
-from fedvitals.store.upkeep import transaction
+from fedvitals.store.upkeep.opening import transaction
 
 KINDS = ("tag", "acknowledged", "muted")
 LONGEST = 2000  # characters of a target or value

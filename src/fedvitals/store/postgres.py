@@ -22,7 +22,7 @@ from fedvitals.errors import ConfigError, MissingExtraError, StoreError
 from fedvitals.records import Record, run_of
 from fedvitals.store import ddl
 from fedvitals.store.dialect import Database, Dialect, lock_number
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.store.rows import check
 from fedvitals.store.schema import VERSION
 from fedvitals.store.writer import Writer

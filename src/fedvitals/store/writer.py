@@ -10,11 +10,12 @@ from typing import Any
 
 from fedvitals.errors import RecordError
 from fedvitals.records import LayerStats, LayerTable, Record, Run, Truth, run_of
-from fedvitals.store import compaction, rows
-from fedvitals.store.delivered import Delivered
+from fedvitals.store import rows
+from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
 from fedvitals.store.packing import block_of
 from fedvitals.store.symbols import Symbols
+from fedvitals.store.upkeep import compaction
 
 Family = tuple[str, str, str, int, bool]  # run, family, layer table, number of layers, whether about the whole
 ROUNDS_REMEMBERED = 1000  # whose times are known without asking; a run of any length must fit into memory

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.store.marks import marks
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import case_key
 from fedvitals.views.labels import place_of
-from fedvitals.views.troubles import case_key
 
 
 @dataclass(frozen=True, slots=True)

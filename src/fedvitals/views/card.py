@@ -11,11 +11,11 @@ from typing import Any
 
 from fedvitals.catalog import CATALOG, LEVELS
 from fedvitals.diagnosis.cases import Case, cases
-from fedvitals.diagnosis.standout import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
+from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of
 

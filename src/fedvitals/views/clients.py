@@ -13,17 +13,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedvitals.diagnosis.attendance import groups_of
 from fedvitals.diagnosis.cases import Case, rank
-from fedvitals.diagnosis.standout import NEWEST, clients_that_stand_out
+from fedvitals.diagnosis.evidence.attendance import groups_of
+from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, clients_that_stand_out
 from fedvitals.protocols import History
 from fedvitals.records import is_client, natural
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import Brief, Marked, brief
+from fedvitals.views.cases import case_key, cases_of, culprits, failures_by_client
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.troubles import case_key, cases_of, culprits, failures_by_client
 
 SHOWN_CASES = 3  # of one client in its row
 MOST_GROUPS = 500
@@ -31,7 +31,7 @@ LOOK_BACK = 60  # newest rounds in which a client's values are looked for
 REMEMBERED = 8  # runs
 LOSSES = ("loss", "local.loss", "fit.loss_after", "fit.loss_before")
 TIMES = ("time.client_virtual", "time.client")
-FAR = 3.5  # robust deviations, from which a client is called different; see `diagnosis.standout`
+FAR = 3.5  # robust deviations, from which a client is called different; see `diagnosis.evidence.outlier_ranking`
 WORST = "worst first: by its worst open finding, then by how far it lies from its peers"
 
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from fedvitals.diagnosis.cases import Case, key_of
 from fedvitals.records import Finding, is_client
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import culprits, number_of
 from fedvitals.views.cohort import EMPTY, Matrix, matrix_of
 from fedvitals.views.evidence_signs import Sign, last_resorts, meaning_of, named_signs, telling_signs, title_of, unit_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, Series, band, bucketed
-from fedvitals.views.troubles import culprits, number_of
 
 MOST_PLOTS = 3
 MOST_LINES = 4  # suspects; more is no picture

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which measured sign stands behind a number of a finding, and which signs tell most of each issue.
 
-A finding's number may be a metric of the catalogue, a sign that clients are compared by (`diagnosis.vitals`), a
-statistic of a layer, or something that was counted on the spot. Where nothing of that was kept, the most telling vital
-sign of the issue is shown instead, and said to be so.
+A finding's number may be a metric of the catalogue, a sign that clients are compared by
+(`diagnosis.evidence.vital_signs`), a statistic of a layer, or something that was counted on the spot. Where nothing of
+that was kept, the most telling vital sign of the issue is shown instead, and said to be so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fedvitals.catalog import CATALOG, PEERS
 from fedvitals.diagnosis.cases import Case
 from fedvitals.stats import FAMILIES, statistics_of
-from fedvitals.views.troubles import numbers_of
+from fedvitals.views.cases import numbers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from fedvitals.diagnosis.cases import Case
-from fedvitals.diagnosis.issues import ISSUES_BY_CODE, RATES, measured_rates
-from fedvitals.diagnosis.vitals import as_measured
+from fedvitals.diagnosis.evidence.vital_signs import as_measured
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
 from fedvitals.records import Action, Event
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import Brief, Marked, brief
-from fedvitals.views.evidence import Evidence, evidence_of
-from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
-from fedvitals.views.labels import labels_of
-from fedvitals.views.troubles import (
+from fedvitals.views.cases import (
     actions_about,
     case_key,
     case_of,
@@ -31,6 +28,9 @@ from fedvitals.views.troubles import (
     text_of,
     traceback_of,
 )
+from fedvitals.views.evidence import Evidence, evidence_of
+from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
+from fedvitals.views.labels import labels_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 from fedvitals.views.verdict_words import clause, sure
 

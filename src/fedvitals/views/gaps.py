@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedvitals.diagnosis.gaps import DETECTOR, MONITOR_ERROR, Failure, failure_of, gaps
-from fedvitals.store import queries, spill_folder
-from fedvitals.store.reader import Reader
-from fedvitals.telemetry.spill import waiting_runs
+from fedvitals.store import spill_folder
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.transport.spill import waiting_runs
 
 LIVE = (DETECTOR, "taking a finding")  # failures of the detectors that looked during the run
 

@@ -12,7 +12,7 @@ from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import Event
 from fedvitals.store import rows
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.memo import remembered
 
 PARTITION = "client.partition"

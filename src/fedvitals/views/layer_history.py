@@ -17,8 +17,8 @@ import numpy as np
 from fedvitals.protocols import Node
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.packing import NONE, entries_of, matrices, numbers_of
-from fedvitals.store.reader import Reader
-from fedvitals.store.whole import whole_layers
+from fedvitals.store.read.federation_layers import whole_layers
+from fedvitals.store.read.reader import Reader
 
 BYTES = 120_000_000  # of numbers that are read: about half a second
 AT_ONCE = 100  # blocks in one statement

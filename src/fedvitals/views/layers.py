@@ -12,8 +12,8 @@ from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
 from fedvitals.stats import Array, derive
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.layer_history import LayerHistory, layer_history

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from fedvitals.analysis.timeline import RoundTime
 from fedvitals.errors import FedvitalsError
-from fedvitals.profiling.timeline import RoundTime
 from fedvitals.records import Run, Transfer
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def latency_in(
     """The same of an experiment; times the messages of a round, where a group exchanges after each step."""
     if experiment.network is None:
         return None
-    from fedvitals.lab.network import profile_of  # noqa: PLC0415 - it needs torch
+    from fedvitals.lab.network.virtual_clock import profile_of  # noqa: PLC0415 - it needs torch
 
     one: dict[str, list[float]] = {}  # seconds of a single message
     for transfer in transfers:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from fedvitals.analysis.timeline import RoundTime
 from fedvitals.catalog import CATALOG
-from fedvitals.profiling.timeline import RoundTime
 from fedvitals.records import Event, is_client
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
-from fedvitals.views.courses import Course, courses
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.metric_history import Course, courses
 
 SHARES = ("model", "buffers", "gradients", "optimizer", "activations", "telemetry")  # metrics memory.* that add up
 ROOM = ("memory.limit", "machine.memory_free")  # of which little is the trouble

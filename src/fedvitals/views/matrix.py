@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from fedvitals.records import is_client
-from fedvitals.store.reader import Reader
-from fedvitals.store.removal import removals
+from fedvitals.store.read.reader import Reader
+from fedvitals.store.upkeep.removal import removals
 from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, single
 
 __all__ = ["Matrices", "Matrix", "metric_matrices", "metric_matrix", "round_sums", "share"]

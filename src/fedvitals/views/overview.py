@@ -10,11 +10,11 @@ from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.records import is_client
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, statistics_of
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import Brief, Marked, brief, since_of
 from fedvitals.views.card import VITAL_SIGNS
-from fedvitals.views.troubles import case_key, cases_of
+from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 
 LONGEST_LIST = 200  # cases; the page of findings has the rest

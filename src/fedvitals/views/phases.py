@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.stats import Array
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.matrix import round_sums
 from fedvitals.views.series import Numbers, between, bucket_of, json_numbers, stretches
 

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from fedvitals.analysis.bottleneck import RunVerdict, judge
+from fedvitals.analysis.critical_path import Path, critical_path
+from fedvitals.analysis.remedies import Remedy, remedies
+from fedvitals.analysis.stragglers import Straggler, stragglers
+from fedvitals.analysis.timeline import RoundTime, main_clock, of_clock, timeline, waiting_for
+from fedvitals.analysis.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
+from fedvitals.analysis.what_if import Row, latencies, what_if
 from fedvitals.errors import ConfigError
-from fedvitals.parts import REST, WORK
-from fedvitals.profiling.critical import Path, critical_path
-from fedvitals.profiling.remedies import Remedy, remedies
-from fedvitals.profiling.stragglers import Straggler, stragglers
-from fedvitals.profiling.timeline import RoundTime, main_clock, of_clock, timeline, waiting_for
-from fedvitals.profiling.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
-from fedvitals.profiling.verdict import RunVerdict, judge
-from fedvitals.profiling.whatif import Row, latencies, what_if
 from fedvitals.records import Event, Run, Span, Transfer
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
-from fedvitals.views.figures import federation
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.time_parts import REST, WORK
 from fedvitals.views.links import latency_of
 from fedvitals.views.machine import (
     Machine,
@@ -33,6 +32,7 @@ from fedvitals.views.machine import (
     operators_of,
     throughput_of,
 )
+from fedvitals.views.run_figures import federation
 
 ORDER = (*WORK, *REST, "unaccounted")  # of parts, wherever they are shown
 

@@ -10,15 +10,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fedvitals.analysis.bottleneck import judge_round
+from fedvitals.analysis.critical_path import Link, Path, critical_path
+from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError
-from fedvitals.profiling.critical import Link, Path, critical_path
-from fedvitals.profiling.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
-from fedvitals.profiling.verdict import judge_round
 from fedvitals.records import Span, is_client, natural
-from fedvitals.store import queries
-from fedvitals.store.paging import records_of_kind
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.paging import records_of_kind
+from fedvitals.store.read.reader import Reader
 
 SORTS = ("slowest", "name")
 SLOWEST = 10  # rounds that are named as the slowest

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fedvitals.catalog import CATALOG
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Matrix
 
 Numbers = list[float | None]

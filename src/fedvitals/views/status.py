@@ -14,10 +14,10 @@ from fedvitals import __version__
 from fedvitals.catalog import CATALOG, LEVELS
 from fedvitals.records import Run
 from fedvitals.stats import FAMILIES, statistics_of
-from fedvitals.store import queries
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import cost_percent
-from fedvitals.views.tally import traffic_total
+from fedvitals.views.traffic_counts import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
 RunState = Literal["running", "silent", "finished"]

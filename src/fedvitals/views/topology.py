@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedvitals.analysis.traffic import TELEMETRY
 from fedvitals.diagnosis.cases import Case, rank
 from fedvitals.errors import ConfigError
-from fedvitals.parts import SERVER
-from fedvitals.profiling.traffic import TELEMETRY
 from fedvitals.records import is_client, natural
-from fedvitals.store import queries
 from fedvitals.store.marks import marks
-from fedvitals.store.reader import Reader
-from fedvitals.views.troubles import case_key, cases_of, failures_by_client
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.time_parts import SERVER
+from fedvitals.views.cases import case_key, cases_of, failures_by_client
 
 KINDS = {"hierarchical": "tree", "clustered": "clusters", "rings": "rings"}
 DOTS = {"tree": 200}  # nodes with a dot of their own; of more, those that are well are counted

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from fedvitals.records import is_client, natural
 from fedvitals.stats import Array
-from fedvitals.store.reader import Reader
+from fedvitals.store.read.reader import Reader
 
 MOST_ROUNDS = 10_000  # that a slider is told of
 MOST_POINTS = 5_000

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fedvitals.diagnosis.cases import Case, is_trouble, rank
+from fedvitals.diagnosis.evidence.locate import LEARNT
+from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.diagnosis.locate import LEARNT
-from fedvitals.diagnosis.scores import FEWEST
 from fedvitals.protocols import History
 from fedvitals.records import Action, Run, is_client
-from fedvitals.store import queries
 from fedvitals.store.marks import Mark, marks
-from fedvitals.store.reader import Reader
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import since_of
 from fedvitals.views.card import detectors_of
+from fedvitals.views.cases import actions_about, case_key, cases_of, culprits
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of, named
-from fedvitals.views.troubles import actions_about, case_key, cases_of, culprits
 from fedvitals.views.verdict_words import clause, shortened, sure
 
 __all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of", "judge", "verdict_of"]

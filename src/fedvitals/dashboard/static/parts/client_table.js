@@ -10,7 +10,7 @@ import { labelOf, nameOf } from "./who.js";
 export const PAGE = 100; // rows
 const WORDS = { critical: "critical", warning: "warning", note: "note" };
 const OFTEN = 0.05; // share of its calls from which failures are emphasised
-const FAR = 3.5; // deviations from which a score is emphasised; see diagnosis/standout.py
+const FAR = 3.5; // deviations from which a score is emphasised; see diagnosis/evidence/outlier_ranking.py
 
 // key of the server's sort, heading, what it says when one waits over it, whether the largest is looked for first
 const COLUMNS = [

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: one thread of arithmetic, the same examples in CI each time, and no thread left behind."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from support.dashboard_server import chromium, page  # noqa: F401 - fixtures
+
+# Before torch is loaded, and without loading it: numbers do not depend on the machine's cores, workers do not fight.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+settings.register_profile("here", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=25)  # scripts/test --fast
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file whose every test is left out by its mark is not loaded: what such files import takes seconds."""
+    left_out = re.findall(r"not (\w+)", config.option.markexpr)
+    if " and ".join(f"not {name}" for name in left_out) != config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    marked = re.search(
+        r"^pytestmark = (\[.*?\]$|.*?$)", collection_path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    named = re.findall(r"pytest\.mark\.(\w+)", marked[1]) if marked else []
+    return True if {*named} & {*left_out} else None
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what is costly to make and only read: one per worker."""
+    return tmp_path_factory.mktemp("session")
+
+
+def _left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fedvitals-")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Whoever starts a worker ends it: a monitor or queue that a test leaves open fails that test."""
+    before = set(_left())
+    yield
+    until = time.monotonic() + 1
+    while (left := set(_left()) - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left, f"threads left after the test: {', '.join(sorted(left))}"

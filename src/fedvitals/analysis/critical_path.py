@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of work that determined a round's length, as data and in words.
+
+From the round's end back to its beginning: always to the work that ended last before the point where the next began.
+What took turns with others inside of one Span is one link, named by its largest part. Where nobody's work explains the
+time, what the server is known to have done does; what is left is unaccounted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import NamedTuple
+
+from fedvitals.analysis.round_shape import Shape, shape_of
+from fedvitals.analysis.timeline import NodeTime, RoundTime, by_class
+from fedvitals.resources.node_spans import CLOSE, UNACCOUNTED, Block
+from fedvitals.time_parts import REST, SERVER, WORK
+
+SAME = 0.02  # of a round: the same node's work before a pause this short comes before another's that ended in it
+WAITED = 0.1  # share of a link in which its client waited, from which others took turns with it
+LAST_FIRST = ("evaluate", "examine", "aggregate", "receive")  # of a server's sums: what it did last, going back
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One stretch of the chain; where nobody's work explains it, of the server, «unaccounted»."""
+
+    node: str
+    part: str  # the largest of its parts
+    began: float
+    seconds: float
+    parts: dict[str, float]
+    group: str | None = None
+    shared: int = 1  # clients that took turns in it, or were trained together
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What a round's length came from."""
+
+    round: int
+    clock: str
+    began: float
+    seconds: float
+    links: tuple[Link, ...]  # the first to the last
+    slowest: str | None  # the client with most of it; None also where nobody is waited for
+    part: str  # what took longest: of that client, or of the server if that is more
+    part_seconds: float
+    without: float | None  # the round's seconds without the slowest
+    shares: dict[str, float]  # class → share of the round
+    text: str
+    shape: Shape = field(repr=False, compare=False)
+
+
+class _Unit(NamedTuple):
+    ended: float
+    began: float
+    node: str
+    group: str | None
+    block: Block
+
+
+def without(time: RoundTime, nodes: Collection[str]) -> float:
+    """The round's seconds without some nodes; without an edge, that is without its members."""
+    gone = {*nodes, *(one.node for one in time.clients if one.group in set(nodes))}
+    return shape_of(time).without(gone)
+
+
+def critical_path(time: RoundTime) -> Path:
+    """The chain of one round."""
+    units = sorted(_units(time), key=lambda unit: unit.ended)
+    links = _chain(time, units)
+    shape = shape_of(time)
+    flown = flights(time) if time.overlapping else {}
+    if flown:
+        links = [_in_flight(link, flown) if link.node in shape.nodes else link for link in links]
+    by_node: dict[str, float] = {}
+    sums: dict[str, float] = {}
+    for link in links:
+        if link.node in shape.nodes:
+            by_node[link.node] = by_node.get(link.node, 0.0) + link.seconds
+        for part, seconds in link.parts.items():
+            sums[part] = sums.get(part, 0.0) + seconds
+    slowest = max(by_node, key=lambda node: by_node[node]) if by_node and not flown else None
+    saved = None if slowest is None else shape.without([slowest])
+    whole = time.seconds if time.seconds > 0 else 1.0
+    shares = {kind: seconds / whole for kind, seconds in by_class(sums).items()}
+    node, part, seconds = _longest(links, [slowest] if slowest else shape.nodes if flown else [])
+    text = _landed(time, flown) if flown else _words(time, links, shape, slowest, saved, (node, part, seconds))
+    return Path(
+        time.round,
+        time.clock,
+        time.began,
+        time.seconds,
+        tuple(links),
+        slowest,
+        part,
+        seconds,
+        saved,
+        shares,
+        text,
+        shape,
+    )
+
+
+def _units(time: RoundTime) -> list[_Unit]:
+    """Everybody's work. What a server did in many short stretches has no place of its own: it fills gaps later."""
+    found = []
+    for node in time.nodes.values():
+        if node.kind != "client" and any(stay.folded for stay in node.stays):
+            continue
+        for block in node.blocks:
+            known = any(part in WORK or (block.folded and part == UNACCOUNTED) for part in block.parts)
+            if known and block.seconds > CLOSE:
+                found.append(_Unit(block.began + block.seconds, block.began, node.node, node.group, block))
+    return found
+
+
+def _chain(time: RoundTime, units: list[_Unit]) -> list[Link]:
+    """The links, first to last; they cover the round."""
+    gaps = _Gaps(time)
+    links: list[Link] = []
+    at, place, following = time.ends, len(units) - 1, ""
+    by_node: dict[str, list[_Unit]] = {}
+    for unit in units:
+        by_node.setdefault(unit.node, []).append(unit)
+    while at - time.began > CLOSE:
+        while place >= 0 and units[place].ended > at + CLOSE:
+            place -= 1
+        if place < 0:
+            links += gaps.fill(time.began, at, following, "")
+            break
+        chosen = _before(at, units, place, by_node.get(following, ()), SAME * time.seconds)
+        if at - chosen.ended > CLOSE:
+            links += gaps.fill(chosen.ended, at, following, chosen.node)
+        links.append(_link(chosen, units))
+        at, following = max(chosen.began, time.began), chosen.node
+    return links[::-1]
+
+
+def _before(at: float, units: list[_Unit], place: int, own: Collection[_Unit], pause: float) -> _Unit:
+    """The work that ended last before a moment: the same node's where that is as good as any other."""
+    newest = units[place]
+    mine = max((unit for unit in own if unit.ended <= at + CLOSE), key=lambda unit: unit.ended, default=None)
+    if mine is not None and (mine.ended >= newest.ended - CLOSE or mine.ended >= at - pause):
+        return mine
+    longest = newest
+    while place >= 0 and units[place].ended >= newest.ended - CLOSE:
+        if units[place].began < longest.began:
+            longest = units[place]
+        place -= 1
+    return longest
+
+
+def _link(unit: _Unit, units: list[_Unit]) -> Link:
+    block = unit.block
+    waited = sum(seconds for part, seconds in block.parts.items() if part in REST)
+    if not block.folded or waited <= WAITED * block.seconds:
+        parts = block.parts
+        return Link(unit.node, _largest(parts), unit.began, block.seconds, dict(parts), unit.group, block.shared)
+    # Others trained on the same thread meanwhile: all of them together explain the time.
+    beside = [one for one in units if one.block.folded and one.began < unit.ended and one.ended > unit.began]
+    pooled: dict[str, float] = {}
+    for one in beside:
+        common = min(one.ended, unit.ended) - max(one.began, unit.began)
+        share = common / one.block.seconds
+        for part, seconds in one.block.parts.items():
+            if part in WORK:
+                pooled[part] = pooled.get(part, 0.0) + seconds * share
+    total = sum(pooled.values())
+    if total > block.seconds:
+        pooled = {part: seconds * block.seconds / total for part, seconds in pooled.items()}
+    elif block.seconds - total > CLOSE:
+        pooled[UNACCOUNTED] = block.seconds - total
+    return Link(unit.node, _largest(pooled), unit.began, block.seconds, pooled, unit.group, len(beside))
+
+
+def _largest(parts: dict[str, float]) -> str:
+    """The part that took longest; what is known comes before what is not."""
+    known = {part: seconds for part, seconds in parts.items() if part != UNACCOUNTED}
+    if not known or max(known.values()) < 0.5 * parts.get(UNACCOUNTED, 0.0):
+        return UNACCOUNTED
+    return max(known, key=lambda part: known[part])
+
+
+class _Gaps:
+    """What the server did while nobody else's work explains the time, from the last gap to the first."""
+
+    def __init__(self, time: RoundTime) -> None:
+        server = time.server
+        self._time = time
+        self._left: dict[str, float] = {}
+        if server is not None and any(stay.folded for stay in server.stays):
+            work = {part: seconds for part, seconds in server.parts.items() if part in WORK}
+            first = {part: work.pop(part) for part in LAST_FIRST if part in work}
+            self._left = first | work
+
+    def fill(self, began: float, ended: float, following: str, after: str) -> list[Link]:
+        """Links from the end of a gap to its beginning: between the work of one node and that of another."""
+        links = []
+        at = ended
+        for part, seconds in list(self._left.items()):
+            taken = min(seconds, at - began)
+            if taken > CLOSE:
+                links.append(Link(SERVER, part, at - taken, taken, {part: taken}))
+                self._left[part] -= taken
+                at -= taken
+        if at - began > CLOSE:
+            links.append(self._waiting(began, at, following, after))
+        return links
+
+    def _waiting(self, began: float, ended: float, following: str, after: str) -> Link:
+        """For its turn, behind somebody who is not seen; for a process; for an answer; for somebody who never came."""
+        whole = ended - began
+        for node, names in ((following, ("queue", "start")), (after, ("reply",)), (SERVER, ("wait",))):
+            parts = _waited(self._time.nodes.get(node), names, began, ended)
+            if sum(parts.values()) > 0.5 * whole:
+                left = whole - sum(parts.values())
+                parts = {**parts, UNACCOUNTED: left} if left > CLOSE else parts
+                return Link(node, _largest(parts), began, whole, parts)
+        return Link(SERVER, UNACCOUNTED, began, whole, {UNACCOUNTED: whole})
+
+
+def _waited(node: NodeTime | None, parts: Collection[str], began: float, ended: float) -> dict[str, float]:
+    """How long a node says that it waited inside of this time, by what for; sums have no place in time."""
+    found: dict[str, float] = {}
+    if node is None:
+        return found
+    for block in node.blocks:
+        inside = min(block.began + block.seconds, ended) - max(block.began, began)
+        for part in parts:
+            if not block.folded and part in block.parts and part in node.told and inside > CLOSE:
+                found[part] = found.get(part, 0.0) + inside
+    return found
+
+
+def flights(time: RoundTime) -> dict[str, float]:
+    """What the journeys that ended in the round consisted of, with what lies before it: shares, each counts the same.
+
+    So much shorter is the time from one landing to the next, if a part takes none: Σ 1/time is how often they land.
+    """
+    found: dict[str, float] = {}
+    for one in time.clients:
+        work = {part: seconds for part, seconds in one.told.items() if part in WORK}
+        whole = sum(work.values())
+        for part, seconds in work.items() if one.busy > 0 and whole > 0 else ():
+            found[part] = found.get(part, 0.0) + seconds / whole
+    return {part: share / sum(found.values()) for part, share in found.items()}
+
+
+def _in_flight(link: Link, flown: Mapping[str, float]) -> Link:
+    """A stretch of an asynchronous round: of a journey only the end lies in it, so all of them say what it was."""
+    parts = {part: link.seconds * share for part, share in flown.items()}
+    return replace(link, part=_largest(parts), parts=parts)
+
+
+def _landed(time: RoundTime, flown: Mapping[str, float]) -> str:
+    each = [sum(v for part, v in one.told.items() if part in WORK) for one in time.clients if one.busy > 0]
+    part = max(flown, key=lambda name: flown[name])
+    return (
+        f"round {time.round} took {in_words(time.seconds)}: {len(each)} updates came in, of {in_words(median(each))} "
+        f"in the median, {flown[part]:.0%} of that {NOUNS.get(part, part)}"
+    )
+
+
+def _longest(links: list[Link], clients: Collection[str]) -> tuple[str, str, float]:
+    """Whose part took longest: the slowest client's, or the server's if that is more."""
+    sums: dict[tuple[str, str], float] = {}
+    for link in links:
+        for part, seconds in link.parts.items():
+            if part != UNACCOUNTED or link.node != SERVER:
+                sums[link.node, part] = sums.get((link.node, part), 0.0) + seconds
+    best: tuple[str, str, float] = (SERVER, UNACCOUNTED, 0.0)
+    for (node, part), seconds in sums.items():
+        if (node == SERVER or node in clients) and part not in REST and seconds > best[2]:
+            best = (node, part, seconds)
+    return best
+
+
+def _words(
+    time: RoundTime,
+    links: list[Link],
+    shape: Shape,
+    slowest: str | None,
+    saved: float | None,
+    longest: tuple[str, str, float],
+) -> str:
+    text = f"round {time.round} took {in_words(time.seconds)}"
+    node, part, seconds = longest
+    on_it = {link.node for link in links if link.node in shape.nodes}
+    if slowest is None or saved is None or not links:
+        return text + (f": the server's {NOUNS.get(part, part)}, {in_words(seconds)}" if seconds else "")
+    if shape.slots is not None and node != SERVER:
+        turns = sum(link.seconds for link in links if link.node in shape.nodes)
+        count = len(shape.nodes) if len(on_it) < len(shape.nodes) and shape.slots > 1 else max(len(on_it), _most(links))
+        how = "one after the other" if shape.slots == 1 else f"{shape.slots} at a time"
+        return f"{text}: {count} clients {how}, {in_words(turns)}; without {slowest} {in_words(saved)}"
+    whose = "the server's" if node == SERVER else f"{node}'s"
+    text = f"{text}: {whose} {NOUNS.get(part, part)}, {in_words(seconds)}"
+    return text if len(shape.nodes) < 2 else f"{text}; without {slowest} {in_words(saved)}"
+
+
+def _most(links: list[Link]) -> int:
+    return max((link.shared for link in links), default=1)
+
+
+NOUNS = {
+    "examine": "wait for the clients' evaluation",
+    "data": "data loading",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "optimizer": "optimiser",
+    "measure": "measuring",
+    "receive": "receiving of updates",
+    "aggregate": "aggregation",
+    "evaluate": "evaluation",
+    UNACCOUNTED: "time that is unaccounted for",
+}
+"""Parts as words behind «c7's»; the others are words already."""
+
+
+def in_words(seconds: float) -> str:
+    """A length of time as people write it: «8.1 s», «0.24 s», «3 ms», «1,240 s»."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    if seconds >= 0.01:
+        return f"{seconds:.2g} s"
+    return f"{1000 * seconds:.2g} ms" if seconds >= 1e-5 else "0 s"

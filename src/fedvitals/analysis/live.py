@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each round is bound by, as metrics, while the run goes on: for detectors, which see no Spans.
+
+The shares of `verdict`, by sums that each Span is added to as it passes: so they cost microseconds, and the same at any
+number of clients. They come when the round is over, after the detectors have looked at it: one round late.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fedvitals.analysis.bottleneck import SLOWER, few
+from fedvitals.analysis.round_shape import WAITED
+from fedvitals.analysis.timeline import may_tell
+from fedvitals.records import Metric, Record, Span, Where
+from fedvitals.resources.node_spans import CLOSE, held, told_parts
+from fedvitals.time_parts import CLIENT, JOURNEY, REST, ROUND, SERVER, WORK, clock_of
+
+ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
+PREFIX = "bottleneck."
+KINDS = tuple(dict.fromkeys(WORK.values()))  # «download», «data loading», ...
+STRAGGLER = "straggler"
+LATEST = 64  # clients that are remembered by name: those that were done last
+ROUNDS = 8  # that are open at a time; of more, the oldest are forgotten
+LONGEST = 366 * 86_400.0  # seconds; what says it took longer is left out
+SPANS = 32_768  # of one round and clock, that are told apart from those which come again; more are left out
+
+
+@dataclass(slots=True)
+class _Clients:
+    """Spans of one sort: journeys, or clients' own training."""
+
+    count: int = 0
+    total: float = 0.0  # seconds of work, over all
+    classes: dict[str, float] = field(default_factory=dict)
+    first: float = float("inf")
+    last: float = float("-inf")
+    last_began: float = float("-inf")
+    first_ended: float = float("inf")
+    ends: float = 0.0  # the sum of all ends, since the first Span that came began
+    base: float = 0.0
+    inside: float = 0.0  # seconds of Spans
+    waited: float = 0.0  # of these
+    stacked: bool = False
+    latest: list[tuple[float, int, str, float, dict[str, float]]] = field(default_factory=list)  # a heap, by the end
+
+    def add(self, span: Span) -> None:
+        work: dict[str, float] = {}
+        rest = 0.0
+        parts = held(told_parts(span), span.seconds)
+        sent_late = "download" in parts and next(iter(parts)) == "queue"  # the server sent to others until then
+        for part, seconds in parts.items():
+            kind = "download" if sent_late and part == "queue" else WORK.get(part)
+            if kind is not None:
+                work[kind] = work.get(kind, 0.0) + seconds
+            elif part in ("wait", "away"):
+                rest += seconds
+            if part in REST:
+                self.waited += seconds
+        self.inside += span.seconds
+        busy = sum(work.values())
+        if busy <= 0:
+            return
+        ended = span.at + max(busy, span.seconds - rest) if span.name == JOURNEY else span.at + span.seconds
+        shared = span.attributes.get("stacked")
+        if isinstance(shared, int) and shared > 1:  # trained as one batch: the time is all of theirs
+            self.stacked = True
+            work = {kind: seconds / shared for kind, seconds in work.items()}
+            busy /= shared
+        self.base = self.base if self.count else span.at
+        self.count += 1
+        self.total += busy
+        self.ends += ended - self.base
+        self.first, self.last = min(self.first, span.at), max(self.last, ended)
+        self.last_began, self.first_ended = max(self.last_began, span.at), min(self.first_ended, ended)
+        for kind, seconds in work.items():
+            self.classes[kind] = self.classes.get(kind, 0.0) + seconds
+        one = (ended, self.count, span.where.node or "", busy, work)
+        if len(self.latest) < LATEST:
+            heapq.heappush(self.latest, one)
+        else:
+            heapq.heappushpop(self.latest, one)
+
+    def slots(self, under_way: float) -> int | None:
+        """How many work at a time, where they take turns: as `shape` tells, by the same signs."""
+        if self.count < 2 or under_way <= 0:
+            return None
+        turns = self.stacked or self.waited > WAITED * self.inside
+        if not turns and self.last_began + CLOSE < self.first_ended:  # there was a moment at which all of them worked
+            return None
+        return max(1, round(self.total / under_way))
+
+
+@dataclass(slots=True)
+class _Sums:
+    """A round on one clock."""
+
+    began: float | None = None
+    seconds: float = 0.0
+    journeys: _Clients = field(default_factory=_Clients)
+    clients: _Clients = field(default_factory=_Clients)
+    server: dict[str, float] = field(default_factory=dict)
+    seen: set[tuple[str, str, str | None]] = field(default_factory=set)  # what came: a batch may be delivered twice
+
+    def add(self, span: Span) -> None:
+        own = (span.id, span.name, span.where.node)
+        fine = 0 <= span.seconds <= LONGEST and -1e15 < span.at < 1e15 and may_tell(span)
+        if not fine or own in self.seen or (len(self.seen) >= SPANS and span.name != ROUND):
+            return
+        self.seen.add(own)
+        if span.name == ROUND:
+            self.began, self.seconds = span.at, span.seconds
+        elif span.name == JOURNEY:
+            self.journeys.add(span)
+        elif span.name == CLIENT:
+            self.clients.add(span)
+        elif span.name == SERVER:
+            for part, seconds in held(told_parts(span), span.seconds).items():
+                if part in WORK:
+                    self.server[WORK[part]] = self.server.get(WORK[part], 0.0) + seconds
+
+
+class LiveProfile:
+    """A sink, so it runs on a queue's worker. `emit` takes the metrics of each round that is over."""
+
+    name = "profile"
+
+    def __init__(self, emit: Callable[[Record], None]) -> None:
+        self._emit = emit
+        self._open: dict[tuple[str, int], dict[str, _Sums]] = {}
+
+    def write(self, records: Sequence[Record], /) -> None:
+        for record in records:
+            if isinstance(record, Span):
+                self._add(record)
+            elif isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.node is None:
+                number = record.where.round
+                if number is not None:
+                    self._close(record.where.run, number, record.at)
+
+    def _add(self, span: Span) -> None:
+        number = span.where.round
+        if number is None or span.name not in (ROUND, SERVER, JOURNEY, CLIENT):
+            return
+        key = span.where.run, number
+        own = self._open.get(key)
+        if own is None:
+            while len(self._open) >= ROUNDS:
+                del self._open[next(iter(self._open))]
+            own = self._open[key] = {}
+        clock = clock_of(span)
+        if clock not in own:
+            own[clock] = _Sums()
+        own[clock].add(span)
+
+    def _close(self, run: str, number: int, at: float) -> None:
+        own = self._open.pop((run, number), {})
+        sums = next((own[c] for c in ("virtual", "real") if c in own and own[c].began is not None), None)
+        if sums is None or sums.seconds <= 0:
+            return
+        found, slowest, seconds = shares(sums)
+        where = Where(run, number)
+        for kind, share in found.items():
+            name = PREFIX + kind.replace(" ", "_")
+            self._emit(Metric(where, at, name, min(max(share, 0.0), 1.0)))
+        if slowest is not None:
+            self._emit(Metric(Where(run, number, slowest), at, "time.critical", seconds))
+
+
+def _held_up(clients: _Clients, latest: list[tuple[float, int, str, float, dict[str, float]]], began: float) -> float:
+    """Seconds from when all but the slowest few were done until the last was; two are few only if both are slow."""
+    if clients.count < 3:
+        return 0.0
+    gone = min(few(clients.count), len(latest) - 1)
+    if gone == 2:
+        others = (
+            clients.base
+            - began
+            + (clients.ends - sum(one[0] - clients.base for one in latest[:2])) / (clients.count - 2)
+        )
+        gone = 2 if latest[1][0] - began >= SLOWER * others else 1
+    return latest[0][0] - latest[gone][0]
+
+
+def shares(sums: _Sums) -> tuple[dict[str, float], str | None, float]:
+    """By kind, the share of the round; and the client that was done last, with the seconds until then."""
+    whole = sums.seconds
+    found = dict.fromkeys((*KINDS, STRAGGLER), 0.0)
+    clients = sums.journeys if sums.journeys.count else sums.clients
+    slowest, until, worked = None, 0.0, 0.0
+    if clients.count:
+        latest = sorted(clients.latest, reverse=True)
+        began = sums.began or 0.0
+        slots = clients.slots(min(whole, clients.last - clients.first)) if clients is sums.clients else None
+        early = clients is sums.journeys and clients.first < began - 0.05 * whole  # asynchronous: nobody is waited for
+        if early:
+            work, worked = clients.classes, min(whole, max(0.0, clients.last - began))
+        elif slots is not None:
+            _, _, slowest, until, _ = max(latest, key=lambda one: one[3])
+            work, worked = clients.classes, min(whole, clients.total / slots)
+            usual = (clients.total - until) / (clients.count - 1)
+            alone = (
+                latest[0][0] - latest[1][0] if slots > 1 and latest[0][2] == slowest else 0.0
+            )  # when all others had done
+            found[STRAGGLER] = max((until - usual) / slots, alone, 0.0) / whole
+        else:
+            ended, _, slowest, _, work = latest[0]
+            until = min(max(0.0, ended - began), whole)
+            worked = min(whole, sum(work.values()))
+            found[STRAGGLER] = _held_up(clients, latest, began) / whole
+        scale = worked / sum(work.values())
+        for kind, seconds in work.items():
+            found[kind] += seconds * scale / whole
+    # The server's work counts as far as there is time that the clients do not explain.
+    serving = sum(sums.server.values())
+    if serving > 0:
+        scale = min(1.0, (whole - worked) / serving)
+        for kind, seconds in sums.server.items():
+            found[kind] += seconds * scale / whole
+    return found, slowest, until

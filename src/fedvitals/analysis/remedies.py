@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do about a run's bottleneck: the remedies that apply to it, by the gain computed for this run.
+
+Each comes from a row of the what-if table, and where the lab can run it again, with the change of the experiment as
+plain data: dotted names of fields, as `lab.read(text, changes)` takes them, and their values. A value that depends on
+the one before is `{"times": 0.5}`, which `resolved` works out. `{"faster": 4}` stands for the same device, so many
+times as fast, and `{"loading": 4}` for devices that load data so many times as fast: both need the lab's profiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedvitals.analysis.bottleneck import STRAGGLER, RunVerdict
+from fedvitals.analysis.what_if import Row
+
+LEAST = 0.02  # share of a round, below which a remedy is not worth its costs
+ENOUGH = 0.8  # of the most that a deadline could save: of those that do, the one that leaves out the fewest
+MOST_LOST = 0.5  # share of the data; a deadline that leaves out more is none that anybody would set
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One thing to do, with its gain for this run: seconds of a round before and after, and their difference."""
+
+    key: dict[str, Any]
+    name: str
+    why: str
+    before: float
+    after: float
+    saving: float
+    share: float
+    costs: str
+    assumes: str
+    change: dict[str, Any] | None  # of an experiment; None: the lab cannot run it
+    rounds_factor: float = (
+        1.0  # so many times as many rounds bring as many updates, where a round becomes another thing
+    )
+    at_most: bool = False  # no more is gained than this, and perhaps less
+
+
+NAMES = {
+    "compress": "Compress updates to 1/{}",
+    "compress_download": "Compress the model that is sent out to 1/{}",
+    "steps": "Train half as many local steps or epochs",
+    "batch": "Make batches {} times as large",
+    "loading_workers": "Load data with {} workers",
+    "evaluate_every": "Evaluate every {} rounds only",
+    "aggregate": "Make the aggregation {} times as fast",
+    "server": "Give the server a device {} times as fast",
+    "cohort": "Ask half as many clients",
+    "deadline": "Close each round after {:.3g} s",
+    "over_select": "Ask {} times as many clients as are needed, and take the first",
+    "asynchronous": "Aggregate asynchronously, {} updates at a time",
+    "without": "Leave out, or mend, {}",
+}
+HELPS = {  # what each is against: a remedy for what a run is bound by says so
+    "compress": ("upload",),
+    "compress_download": ("download",),
+    "steps": ("compute", "data loading"),
+    "batch": ("compute",),
+    "loading_workers": ("data loading",),
+    "evaluate_every": ("server",),
+    "aggregate": ("aggregation",),
+    "server": ("server", "aggregation"),
+    "cohort": (STRAGGLER, "download", "aggregation"),
+    "deadline": (STRAGGLER,),
+    "over_select": (STRAGGLER,),
+    "asynchronous": (STRAGGLER,),
+    "without": (STRAGGLER,),
+}
+
+
+def remedies(verdict: RunVerdict, rows: Sequence[Row], *, least: float = LEAST) -> list[Remedy]:
+    """The largest gain first; only what saves at least a share `least` of a round."""
+    found = [_remedy(row, verdict) for row in _one_of_each(rows) if row.share >= least]
+    if verdict.kind == STRAGGLER and verdict.without is not None:
+        found.append(_without(verdict, verdict.without))
+    return sorted(found, key=lambda remedy: -remedy.saving)
+
+
+def _one_of_each(rows: Sequence[Row]) -> list[Row]:
+    """All rows, but of the deadlines and over-selections one each, and no more evaluations than needed to know."""
+    chosen = [row for row in rows if _sort(row) not in ("deadline", "over_select") and row.key != {"evaluate_every": 0}]
+    for sort in ("deadline", "over_select"):
+        same = [row for row in rows if _sort(row) == sort and row.saving > 0 and (row.lost or 0.0) <= MOST_LOST]
+        if same:
+            most = max(row.saving for row in same)
+            chosen.append(min((r for r in same if r.saving >= ENOUGH * most), key=lambda r: (r.lost or 0.0, -r.saving)))
+    return chosen
+
+
+def _sort(row: Row) -> str:
+    return next(iter(row.key))
+
+
+def _remedy(row: Row, verdict: RunVerdict) -> Remedy:
+    sort = _sort(row)
+    name = NAMES[sort].format(row.key[sort])
+    if row.key == {"compress": 4}:
+        name = "Quantise updates to 8 bits"
+    elif sort == "compress":
+        name = f"Send only the largest changes, 1/{row.key[sort]} of the bytes"
+    change, factor = _change(sort, row)
+    fits = verdict.kind in HELPS[sort] or (verdict.kind == STRAGGLER and verdict.bound_by in HELPS[sort])
+    why = f"The run is {verdict.kind.replace(' ', '-')}-bound." if fits else "It shortens the critical path."
+    return Remedy(
+        row.key,
+        name,
+        why,
+        row.before,
+        row.after,
+        row.saving,
+        row.share,
+        row.costs,
+        row.assumes,
+        change,
+        factor,
+        row.at_most,
+    )
+
+
+def _without(verdict: RunVerdict, after: float) -> Remedy:
+    slow = verdict.stragglers
+    names = ", ".join(slow[:3]) + (f" and {len(slow) - 3} more" if len(slow) > 3 else "")
+    saving = verdict.seconds - after
+    why = f"Slow in {verdict.bound_by}." if verdict.bound_by else "The run is straggler-bound."
+    assumes = "The others' times stay as they are."
+    costs = "Their data, unless they are mended."
+    name = NAMES["without"].format(names)
+    share = saving / verdict.seconds
+    key = {"without": [*slow]}
+    return Remedy(key, name, why, verdict.seconds, after, saving, share, costs, assumes, None)
+
+
+def _change(sort: str, row: Row) -> tuple[dict[str, Any] | None, float]:
+    """Of the experiment, and how many times as many rounds bring as many updates."""
+    value = row.key[sort]
+    half = {"times": value}
+    if sort == "compress":
+        return {"compression": {"kind": "int8"} if value == 4 else {"kind": "top_k", "share": 0.5 / value}}, 1.0
+    if sort == "asynchronous":
+        cohort = row.key["concurrency"]
+        return {"topology": {"kind": "asynchronous", "buffer": value, "concurrency": cohort}}, cohort / value
+    if sort == "over_select":
+        fewer = {"participation": {"times": 1 / value}} if row.key["all_asked"] else {}
+        return {**fewer, "network.over_selection": value}, 1.0
+    changes: dict[str, dict[str, Any]] = {
+        "steps": {"local.epochs": half, "local.iterations": half},
+        "batch": {"local.batch": half},
+        "cohort": {"participation": half},
+        "deadline": {"network.deadline_seconds": value},
+        "evaluate_every": {"evaluation.every": value},
+        "server": {"network.server": {"faster": value}},
+        "loading_workers": {"network.devices": {"loading": value}},
+    }
+    return changes.get(sort), 1.0
+
+
+def resolved(change: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """The change with values in place of `{"times": ...}`, from an experiment as a (nested) table.
+
+    What the experiment does not set stays unset; whole numbers stay whole, and at least 1.
+    """
+    found: dict[str, Any] = {}
+    for name, value in change.items():
+        if not (isinstance(value, Mapping) and set(value) == {"times"}):
+            found[name] = value
+            continue
+        here: Any = current
+        for key in name.split("."):
+            here = here.get(key) if isinstance(here, Mapping) else None
+        if isinstance(here, int) and not isinstance(here, bool) and name != "participation":
+            found[name] = max(1, round(here * value["times"]))
+        elif isinstance(here, int | float):
+            found[name] = here * value["times"]
+    return found

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a round's length follows from its clients' times, so that other times give another length.
+
+Where clients work side by side the round waits for the last; where they take turns, in one process or on a few
+workers, it takes them all. What the server does after the last of them stays as it was.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.analysis.timeline import NodeTime, RoundTime, by_class, span_of_work
+from fedvitals.resources.node_spans import CLOSE
+from fedvitals.time_parts import JOURNEY, REST
+
+Seconds = npt.NDArray[np.float64]
+CLASSES = ("download", "data loading", "compute", "upload", "other")  # of a client's work; the columns of `work`
+WAITED = 0.3  # share of clients' Spans in which they wait, from which they share a process
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """A round as its clients make it."""
+
+    nodes: tuple[str, ...]
+    work: Seconds  # [clients, CLASSES]
+    fixed: Seconds  # when each began, what it waited in between, and what its edge did after it
+    line: Seconds  # of `fixed`, what each waited until the server had sent the model to others
+    samples: Seconds  # NaN where unknown
+    exchanging: bool  # clients send to and fro after each step, so that messages are as many as steps
+    slots: int | None  # clients that work at a time, where they take turns; None: all of them do
+    overhead: float  # seconds that each turn takes besides
+    rest: float  # of the round: before the first client and after the last
+    seconds: float
+    flying: bool = False  # clients come and go: a round is as long as it takes for some of them to land
+
+    def length(
+        self, work: Seconds | None = None, keep: npt.NDArray[np.bool_] | None = None, line: float = 1.0
+    ) -> float:
+        """The round's seconds with other times, with some of the clients only, or with the server's line so much
+        shorter.
+        """
+        work = self.work if work is None else work
+        each = work.sum(axis=1)
+        if self.flying:  # each lands once in its own time, so all together Σ 1/time in a second
+            rates = 1 / np.maximum(each + self.fixed, CLOSE)
+            usual = float((1 / np.maximum(self.work.sum(axis=1) + self.fixed, CLOSE)).sum())
+            return self.seconds * usual / max(1e-9, float((rates if keep is None else rates[keep]).sum()))
+        if self.slots is None:
+            ends = each + self.fixed - (1 - line) * self.line
+            ends = ends if keep is None else ends[keep]
+            return max(0.0, float(ends.max(initial=0.0)) + self.rest)
+        each = (each if keep is None else each[keep]) + self.overhead
+        return max(0.0, in_turns(each, self.slots) + self.rest)
+
+    def without(self, nodes: Collection[str]) -> float:
+        """The round's seconds without some clients."""
+        gone = set(nodes)
+        keep = np.array([node not in gone for node in self.nodes], bool)
+        return self.seconds if keep.all() else min(self.seconds, self.length(keep=keep))
+
+    @property
+    def ends(self) -> Seconds:
+        """When each client is done, in seconds since the round began; of those who take turns, how long they take."""
+        ends: Seconds = self.work.sum(axis=1)
+        return ends + self.fixed if self.slots is None else ends + self.overhead
+
+
+def shape_of(time: RoundTime) -> Shape:
+    """The round's clients with what they did."""
+    clients = [one for one in time.clients if one.busy > 0]
+    hulls = np.array([span_of_work(one) for one in clients], np.float64).reshape(-1, 2) - time.began
+    slots = _slots(time, clients, hulls)
+    turns = slots is not None
+    work = np.array([_work(one, turns=turns) for one in clients], np.float64).reshape(-1, len(CLASSES))
+    samples = np.array([np.nan if one.samples is None else one.samples for one in clients], np.float64)
+    names = tuple(one.node for one in clients)
+    if not clients:
+        nothing = np.zeros(0)
+        return Shape(names, work, nothing, nothing, samples, False, None, 0.0, time.seconds, time.seconds)
+    first, last = float(hulls[:, 0].min()), float(hulls[:, 1].max())
+    if slots is not None:
+        order = np.argsort(hulls[:, 0], kind="stable")
+        names, work, samples = tuple(names[i] for i in order), work[order], samples[order]
+        each = work.sum(axis=1)
+        overhead = max(0.0, last - first - in_turns(each, slots)) * slots / len(each)
+        rest = time.seconds - in_turns(each + overhead, slots)
+        nothing = np.zeros(len(each))
+        return Shape(names, work, nothing, nothing, samples, False, slots, overhead, rest, time.seconds)
+    fixed = hulls[:, 1] - work.sum(axis=1) + _after(time, clients, hulls)
+    rest = time.seconds - float((work.sum(axis=1) + fixed).max())
+    line = np.array([_line(one) for one in clients])
+    exchanging = any(stay.inner is not None and "download" in stay.inner for one in clients for stay in one.stays)
+    return Shape(names, work, fixed, line, samples, exchanging, None, 0.0, rest, time.seconds)
+
+
+def shape_of_flights(time: RoundTime) -> Shape:
+    """A round of an asynchronous server: clients with all that their journeys took, before it too."""
+    clients = [one for one in time.clients if one.busy > 0]
+    told = [replace(one, parts=one.told) for one in clients]
+    work = np.array([_work(one, turns=False) for one in told], np.float64).reshape(-1, len(CLASSES))
+    samples = np.array([np.nan if one.samples is None else one.samples for one in clients], np.float64)
+    queues = np.array([one.told.get("queue", 0.0) for one in clients])
+    nothing = np.zeros(len(clients))
+    names = tuple(one.node for one in clients)
+    return Shape(names, work, queues, nothing, samples, False, None, 0.0, 0.0, time.seconds, True)
+
+
+def in_turns(each: Seconds, slots: int) -> float:
+    """How long tasks take on so many workers, each given to the first that is free."""
+    if slots <= 1 or not len(each):
+        return float(each.sum())
+    free = [0.0] * min(slots, len(each))
+    for seconds in each.tolist():
+        heapq.heapreplace(free, free[0] + seconds)
+    return max(free)
+
+
+def _work(node: NodeTime, *, turns: bool) -> list[float]:
+    """Seconds by class; of clients that were trained as one batch, each its part of them."""
+    found = by_class({part: seconds for part, seconds in node.parts.items() if part not in REST})
+    row = [found.pop(name, 0.0) for name in CLASSES[:-1]]
+    row.append(sum(found.values()))
+    shared = max((stay.shared for stay in node.stays), default=1)
+    return [seconds / shared for seconds in row] if turns and shared > 1 else row
+
+
+def _line(node: NodeTime) -> float:
+    """Seconds until the server began to send to it, where that is what it waited for: before the model came."""
+    stay = node.stays[0]
+    sent = "download" in stay.parts or (stay.inner is not None and "download" in stay.inner)
+    return stay.parts["queue"] if sent and next(iter(stay.parts)) == "queue" else 0.0
+
+
+def _slots(time: RoundTime, clients: list[NodeTime], hulls: Seconds) -> int | None:
+    """How many clients work at a time, where they take turns.
+
+    On the virtual clock, and where clients are elsewhere and come home in messages, all have machines of their own.
+    """
+    if time.clock == "virtual" or len(clients) < 2 or any(s.name == JOURNEY for one in clients for s in one.stays):
+        return None
+    inside = sum(stay.seconds for one in clients for stay in one.stays)
+    waited = sum(v for one in clients for stay in one.stays for part, v in stay.parts.items() if part in REST)
+    stacked = any(stay.shared > 1 for one in clients for stay in one.stays)
+    if stacked or waited > WAITED * inside:
+        each = [sum(_work(one, turns=True)) for one in clients]
+        under_way = float(hulls[:, 1].max() - hulls[:, 0].min())
+        return max(1, round(sum(each) / under_way)) if under_way > 0 else 1
+    overlap = most_at_once(hulls)
+    return None if overlap >= len(clients) else overlap
+
+
+def most_at_once(hulls: Seconds) -> int:
+    """The largest number of stretches [began, ended] that overlap somewhere, by more than clocks tell apart."""
+    changes = sorted([(began + CLOSE, 1) for began, _ in hulls] + [(ended, -1) for _, ended in hulls])
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return max(1, most)
+
+
+def _after(time: RoundTime, clients: list[NodeTime], hulls: Seconds) -> Seconds:
+    """What each client's edge still did after the last of its members: its own averaging and sending."""
+    last: dict[str, float] = {}
+    for one, (_, ended) in zip(clients, hulls, strict=True):
+        if one.group is not None:
+            last[one.group] = max(last.get(one.group, 0.0), float(ended))
+    tails = {
+        edge.node: max(0.0, span_of_work(edge)[1] - time.began - last[edge.node])
+        for edge in time.edges
+        if edge.node in last
+    }
+    return np.array([tails.get(one.group or "", 0.0) for one in clients])
+
+
+def scaled(shape: Shape, factors: Mapping[str, Any]) -> Seconds:
+    """The clients' work with some classes taking so many times as long; a factor is a number, or one per client."""
+    work = shape.work.copy()
+    for name, factor in factors.items():
+        work[:, CLASSES.index(name)] *= factor
+    return work

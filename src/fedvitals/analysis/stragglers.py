@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who determined the rounds' lengths: how often, by how much, through which kind of work, and since when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from fedvitals.analysis.bottleneck import excess
+from fedvitals.analysis.critical_path import Path, critical_path
+from fedvitals.analysis.timeline import RoundTime, asynchronous
+from fedvitals.analysis.warmup import usual
+from fedvitals.resources.node_spans import UNACCOUNTED
+
+
+class Turn(NamedTuple):
+    """A client's part in one round."""
+
+    round: int
+    seconds: float  # until it was done; where clients take turns, how long it took
+    peers: float  # the others' median
+    part: str  # the class of its work in which it was furthest behind them; of a client alone, «unaccounted»
+    determined: bool
+    saving: float  # seconds by which the round is shorter without it; 0 unless it determined the round
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A client that determined at least one round."""
+
+    node: str
+    rounds: int  # in which it took part
+    determined: int
+    seconds_lost: float  # over all these
+    part: str  # the most usual one where it determined the round
+    typical: float  # median of its seconds
+    peers: float  # median of the others'
+    history: tuple[Turn, ...]  # all rounds in which it took part
+
+
+def stragglers(times: Sequence[RoundTime], *, most: int = 20, paths: Sequence[Path] | None = None) -> list[Straggler]:
+    """Who cost the most seconds first. `paths`: those of the rounds, where they are known already.
+
+    A first round that was a warm-up is left out; () where nobody is waited for, as in asynchronous aggregation.
+    """
+    if asynchronous(times):
+        return []
+    paths = [critical_path(time) for time in times] if paths is None else paths
+    _, paths = usual(times, paths)
+    lost: dict[str, float] = {}
+    for path in paths:
+        if path.slowest is not None and path.without is not None:
+            lost[path.slowest] = lost.get(path.slowest, 0.0) + max(0.0, path.seconds - path.without)
+    worst = sorted(lost, key=lambda node: -lost[node])[:most]
+    return [_straggler(node, paths, lost[node]) for node in worst]
+
+
+def _straggler(node: str, paths: Sequence[Path], seconds_lost: float) -> Straggler:
+    history = [turn for path in paths if (turn := _turn(node, path)) is not None]
+    mine = [turn for turn in history if turn.determined]
+    return Straggler(
+        node,
+        len(history),
+        len(mine),
+        seconds_lost,
+        Counter(turn.part for turn in mine).most_common(1)[0][0],
+        float(np.median([turn.seconds for turn in history])),
+        float(np.median([turn.peers for turn in history])),
+        tuple(history),
+    )
+
+
+def _turn(node: str, path: Path) -> Turn | None:
+    shape = path.shape
+    if node not in shape.nodes:
+        return None
+    place = shape.nodes.index(node)
+    ends = shape.ends
+    others = np.delete(ends, place)
+    determined = path.slowest == node
+    saving = max(0.0, path.seconds - path.without) if determined and path.without is not None else 0.0
+    part = excess(shape, [node]) or UNACCOUNTED
+    peers = float(np.median(others)) if len(others) else float(ends[place])
+    return Turn(path.round, float(ends[place]), peers, part, determined, saving)

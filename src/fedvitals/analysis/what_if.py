@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other settings would have given, computed from the recorded times: a table of rows, each with what it assumes.
+
+Every row changes one thing and leaves the rest as it was seen. What that costs in accuracy cannot be computed from
+times: a re-run tells it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedvitals.analysis.critical_path import Path, critical_path, in_words
+from fedvitals.analysis.round_shape import CLASSES, Seconds, Shape, in_turns, scaled, shape_of_flights
+from fedvitals.analysis.sampling import Pool, buffered, expected_longest
+from fedvitals.analysis.timeline import RoundTime, asynchronous
+from fedvitals.analysis.warmup import usual
+from fedvitals.records import Transfer
+from fedvitals.resources.node_spans import CLOSE
+from fedvitals.time_parts import WORK
+
+QUANTILES = (0.5, 0.75, 0.9, 0.95)  # of all clients' times, for deadlines
+OVER_SELECTION = (1.3, 1.5)  # 1.3 is that of Bonawitz et al. 2019
+COMPRESSION = (("upload", 4), ("upload", 16), ("download", 4))  # int8 gives 4, and a few per cent of the values 16
+WORKERS = 4  # that load data, where one does now
+RARELY = 5  # rounds from one evaluation to the next
+FASTER = 4  # times: an aggregation that is made so by another device, or in another way
+BUFFER = 4  # an asynchronous server takes a quarter of the cohort at a time
+AGGREGATIONS = 20  # of an asynchronous server, at least, that are followed: the first ones are quicker than usual
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One change, and the mean seconds of a round with it; of asynchronous ones, for as many updates as a round has."""
+
+    key: dict[str, Any]
+    name: str
+    before: float
+    after: float
+    assumes: str
+    costs: str
+    cut: tuple[str, ...] = ()  # clients that would be left out in most of their rounds
+    lost: float | None = None  # share of the data, or of the clients' work, that would not count
+    lost_of: str = "clients"  # «samples» where their number is known
+    at_most: bool = False  # the gain is what it can be at best: what takes part in it is not known
+
+    @property
+    def saving(self) -> float:
+        return self.before - self.after
+
+    @property
+    def share(self) -> float:
+        """Of a round."""
+        return self.saving / self.before if self.before > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was recorded, of all rounds."""
+
+    times: Sequence[RoundTime]
+    paths: Sequence[Path]
+    shapes: Sequence[Shape]
+    before: float
+    seed: int
+
+    def row(self, key: dict[str, Any], name: str, after: Iterable[float], assumes: str, costs: str, **more: Any) -> Row:
+        return Row(key, name, self.before, max(0.0, float(np.mean([*after]))), assumes, costs, **more)
+
+    def on_path(self, part: str) -> list[float]:
+        """Seconds of each round's critical path that went to a part, the server's and the edges'."""
+        return [
+            sum(link.parts.get(part, 0.0) for link in path.links if link.node not in path.shape.nodes)
+            for path in self.paths
+        ]
+
+    def total(self, kind: str) -> float:
+        return float(sum(shape.work[:, CLASSES.index(kind)].sum() for shape in self.shapes))
+
+
+def what_if(
+    times: Sequence[RoundTime],
+    *,
+    transfers: Iterable[Transfer] = (),
+    latency: float | Mapping[str, float] | None = None,
+    seed: int = 0,
+    paths: Sequence[Path] | None = None,
+) -> list[Row]:
+    """The rows that apply to these rounds, all of one clock; () where no client worked.
+
+    `latency`: seconds of each way of a client's round that sizes do not change, where known; else `transfers` of two
+    sizes tell it. `paths`: those of the rounds, where they are known already. A warm-up is left out.
+    """
+    paths = [critical_path(time) for time in times] if paths is None else paths
+    times, paths = usual(times, paths)
+    both = [(t, p) for t, p in zip(times, paths, strict=True) if t.seconds > 0 and p.shape.nodes]
+    if not both:
+        return []
+    seen = _Seen(
+        [time for time, _ in both],
+        [path for _, path in both],
+        [path.shape for _, path in both],
+        float(np.mean([time.seconds for time, _ in both])),
+        seed,
+    )
+    delays = latency if latency is not None else latencies(transfers)
+    flying = asynchronous(seen.times)
+    if flying:
+        seen = replace(seen, shapes=[shape_of_flights(time) for time in seen.times])
+    rows = [*_transfers(seen, delays), *_training(seen), *_server(seen)]
+    if not flying:
+        rows += _cohorts(seen)
+        if all(shape.slots is None for shape in seen.shapes):
+            rows += [*_deadlines(seen), *_over_selections(seen), *_asynchronous(seen)]
+    return rows
+
+
+# -- the work itself --------------------------------------------------------------------------------------------------
+
+
+def _transfers(seen: _Seen, latency: float | Mapping[str, float]) -> Iterable[Row]:
+    known = bool(latency) or latency == 0.0
+    unknown = "latency takes part in the saving: from one size of message it cannot be told from transfer"
+    ways = {way: _fixed(seen.shapes, way, latency) for way in dict(COMPRESSION) if seen.total(way)}
+    for way, factor in COMPRESSION:
+        if way not in ways:
+            continue
+        fixed = ways[way]
+        after = [_compressed(shape, way, factor, fixed) for shape in seen.shapes]
+        key = "compress" if way == "upload" else "compress_download"
+        yield seen.row(
+            {key: factor},
+            f"{way}s compressed to 1/{factor}",
+            after,
+            f"Seconds shrink as bytes do; {'latency stays as it is' if known else unknown}; encoding takes no time.",
+            "Rounding errors in every update." if factor <= 4 else "Most small changes are dropped or delayed.",
+            at_most=not known,
+        )
+
+
+def _fixed(shapes: Sequence[Shape], way: str, latency: float | Mapping[str, float]) -> dict[str, float]:
+    """Of each client's seconds of one way, the share that is latency: of its mean, since both are slow at a time."""
+    taken: dict[str, list[float]] = {}
+    for shape in shapes:
+        for node, seconds in zip(shape.nodes, shape.work[:, CLASSES.index(way)].tolist(), strict=True):
+            taken.setdefault(node, []).append(seconds)
+    delays = {node: latency.get(node, 0.0) if isinstance(latency, Mapping) else latency for node in taken}
+    means = _typical(taken)
+    return {node: min(1.0, max(0.0, delays[node]) / mean) for node, mean in means.items() if mean > 0}
+
+
+def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Each one's mean; drawn to that of all as far as they differ by chance, for the slowest were also unlucky.
+
+    Weights are those of James and Stein: 1 − (what rounds make means differ) / (what means differ).
+    """
+    means: dict[str, float] = {}
+    rounds: list[float] = []
+    for count in {len(own) for own in taken.values()}:  # as many at once as have the same number of rounds
+        nodes = [node for node, own in taken.items() if len(own) == count]
+        table = np.array([taken[node] for node in nodes])
+        means.update(zip(nodes, np.mean(table, axis=1).tolist(), strict=True))
+        rounds += (np.var(table, axis=1, ddof=1) / count).tolist() if count > 1 else []
+    means = {node: means[node] for node in taken}
+    middle, between = float(np.mean([*means.values()])), float(np.var([*means.values()]))
+    own = max(0.0, 1 - float(np.mean(rounds)) / between) if rounds and between > 0 else 1.0
+    return {node: middle + own * (mean - middle) for node, mean in means.items()}
+
+
+def _compressed(shape: Shape, way: str, factor: float, fixed: Mapping[str, float]) -> float:
+    stays = np.array([fixed.get(node, 0.0) for node in shape.nodes])
+    return shape.length(scaled(shape, {way: stays + (1 - stays) / factor}))
+
+
+def latencies(transfers: Iterable[Transfer]) -> dict[str, float]:
+    """Seconds of a message of each client that do not depend on its size; of whom two sizes that differ well are known.
+
+    Those of its uploads; of its downloads where only these differ: a way to the server and back has one length.
+    """
+    seen: dict[tuple[bool, str], dict[int, list[float]]] = {}
+    for one in transfers:
+        timed = one.seconds is not None and 0 < one.seconds < math.inf and one.bytes > 0
+        if timed and one.seconds is not None and one.kind in ("update", "model"):
+            up = one.kind == "update"
+            own = seen.setdefault((up, one.sender if up else one.receiver), {})
+            own.setdefault(one.bytes, []).append(one.seconds)
+    found = {}
+    for (_, node), sizes in sorted(seen.items()):  # uploads last, so that they count
+        small, large = min(sizes), max(sizes)
+        if large >= 1.5 * small:
+            less, more = float(np.median(sizes[small])), float(np.median(sizes[large]))
+            per_byte = max(0.0, (more - less) / (large - small))
+            found[node] = max(0.0, less - per_byte * small)
+    return found
+
+
+_STEPS = ("compute", "data loading", "download", "upload")  # what grows with the number of local steps
+
+
+def _training(seen: _Seen) -> Iterable[Row]:
+    if seen.total("compute"):
+        yield seen.row(
+            {"steps": 0.5},
+            "half the local steps",
+            [
+                shape.length(scaled(shape, dict.fromkeys(_STEPS[: 4 if shape.exchanging else 2], 0.5)))
+                for shape in seen.shapes
+            ],
+            "Computing and loading shrink as the steps do, and messages where each step sends some.",
+            "Clients learn less in a round, so more rounds are needed.",
+        )
+        factors = [_batch_factors(time, shape) for time, shape in zip(seen.times, seen.shapes, strict=True)]
+        if any((factor < 1).any() for factor in factors):
+            yield seen.row(
+                {"batch": 2},
+                "batches twice as large",
+                [s.length(scaled(s, {"compute": f})) for s, f in zip(seen.shapes, factors, strict=True)],
+                "As many samples in half as many steps: the optimiser's time halves, forward and backward stay.",
+                "Fewer, larger steps: the learning rate may have to grow with them.",
+            )
+    if seen.total("data loading"):
+        yield seen.row(
+            {"loading_workers": WORKERS},
+            f"{WORKERS} processes that load data",
+            [shape.length(scaled(shape, {"data loading": 1 / WORKERS})) for shape in seen.shapes],
+            f"{WORKERS} of them load {WORKERS} times as fast; what they load ahead of need saves more.",
+            "Cores, and memory for batches that wait; none in accuracy.",
+        )
+
+
+def _batch_factors(time: RoundTime, shape: Shape) -> Seconds:
+    """How computing shrinks where what each step costs by itself is paid half as often."""
+    found = np.ones(len(shape.nodes))
+    for place, node in enumerate(shape.nodes):
+        parts = time.nodes[node].parts
+        whole = sum(seconds for part, seconds in parts.items() if WORK.get(part) == "compute")
+        steps = parts.get("optimizer", 0.0) + parts.get("measure", 0.0)
+        found[place] = 1 - 0.5 * steps / whole if whole > 0 else 1.0
+    return found
+
+
+def _server(seen: _Seen) -> Iterable[Row]:
+    lengths = [time.seconds for time in seen.times]
+    evaluating, averaging, receiving = (seen.on_path(part) for part in ("evaluate", "aggregate", "receive"))
+    if sum(evaluating):
+        now = sum(seconds > 0 for seconds in evaluating)
+        rarely = 1 - math.ceil(len(lengths) / RARELY) / now
+        for key, name, share in (
+            ({"evaluate_every": RARELY}, f"evaluation every {RARELY} rounds", rarely),
+            ({"evaluate_every": 0}, "no evaluation", 1.0),
+        ):
+            if share <= 0:
+                continue
+            after = [length - share * seconds for length, seconds in zip(lengths, evaluating, strict=True)]
+            yield seen.row(
+                key, name, after, "The round waits for its evaluation.", "Fewer values of accuracy; no more."
+            )
+    if sum(averaging):
+        after = [length - (1 - 1 / FASTER) * seconds for length, seconds in zip(lengths, averaging, strict=True)]
+        name = f"aggregation {FASTER} times as fast"
+        costs = "A simpler rule, which withstands less; or none, if it is made to run on all cores."
+        yield seen.row({"aggregate": FASTER}, name, after, "The round waits for the aggregation.", costs)
+    work = [sum(parts) for parts in zip(evaluating, averaging, receiving, strict=True)]
+    if sum(work):
+        after = [length - (1 - 1 / FASTER) * seconds for length, seconds in zip(lengths, work, strict=True)]
+        assumes = "Receiving, aggregating and evaluating all shrink with the device."
+        name = f"a server {FASTER} times as fast"
+        yield seen.row({"server": FASTER}, name, after, assumes, "A faster device; none in accuracy.")
+
+
+# -- who is waited for ------------------------------------------------------------------------------------------------
+
+
+def _cohorts(seen: _Seen) -> Iterable[Row]:
+    sizes = [len(shape.nodes) for shape in seen.shapes]
+    if max(sizes) < 2:
+        return
+    halves = [max(1, round(size / 2)) for size in sizes]
+    yield seen.row(
+        {"cohort": 0.5},
+        "half as many clients in a round",
+        [_fewer(shape, half, seen.seed) for shape, half in zip(seen.shapes, halves, strict=True)],
+        "The clients of each round are drawn from those that were there, by chance.",
+        "Half the data in a round, and a noisier average.",
+        lost=1 - sum(halves) / sum(sizes),
+    )
+
+
+def _fewer(shape: Shape, count: int, seed: int) -> float:
+    """The expected seconds of a round with a random part of its clients."""
+    if shape.slots is None:
+        # Fewer clients are also sent to sooner, where the server sends to one after the other.
+        return expected_longest(shape.ends - (1 - count / len(shape.nodes)) * shape.line, count) + shape.rest
+    each = shape.ends
+    if shape.slots == 1:
+        return float(each.sum()) * count / len(each) + shape.rest
+    chance = np.random.default_rng(seed)
+    draws = [in_turns(each[np.sort(chance.permutation(len(each))[:count])], shape.slots) for _ in range(16)]
+    return float(np.mean(draws)) + shape.rest
+
+
+def _deadlines(seen: _Seen) -> Iterable[Row]:
+    everybody = np.concatenate([shape.ends for shape in seen.shapes])
+    longest = float(everybody.max())
+    limits: dict[float, float] = {}
+    for quantile in QUANTILES:
+        limits.setdefault(float(np.quantile(everybody, quantile, method="lower")), quantile)
+    for limit, quantile in limits.items():
+        limit += 2 * CLOSE  # noqa: PLW2901 - so that who takes exactly so long is in time
+        if limit >= longest or limit <= 4 * CLOSE:
+            continue
+        after = [min(float(s.ends.max()), limit) + s.rest for s in seen.shapes]
+        cut, lost, of = _lost(seen, limit)
+        yield seen.row(
+            {"deadline": limit},
+            f"a deadline of {in_words(limit)} ({quantile:.0%} of all answers)",
+            after,
+            "Who is not done by then is left out; who was cut off already counts as done when it was.",
+            f"{lost:.0%} of the {of} would not count" + (f", those of {_some(cut)} in most rounds." if cut else "."),
+            cut=cut,
+            lost=lost,
+            lost_of=of,
+        )
+
+
+def _lost(seen: _Seen, limit: float) -> tuple[tuple[str, ...], float, str]:
+    """Who would mostly be cut off by a deadline, and how much of the data."""
+    late: dict[str, int] = {}
+    there: dict[str, int] = {}
+    samples = np.concatenate([shape.samples for shape in seen.shapes])
+    known = bool(np.isfinite(samples).all() and samples.sum() > 0)
+    gone = np.concatenate([shape.ends > limit for shape in seen.shapes])
+    for shape in seen.shapes:
+        for node, out in zip(shape.nodes, shape.ends > limit, strict=True):
+            there[node] = there.get(node, 0) + 1
+            late[node] = late.get(node, 0) + bool(out)
+    cut = tuple(sorted((n for n in late if late[n] > there[n] / 2), key=lambda n: (-late[n], n)))
+    lost = float(samples[gone].sum() / samples.sum()) if known else float(gone.mean())
+    return cut, lost, "samples" if known else "clients"
+
+
+def _over_selections(seen: _Seen) -> Iterable[Row]:
+    """Ask more than are needed and take the first. Where all are asked already, fewer are needed."""
+    pool = Pool(seen.shapes, seen.seed)
+    if pool.cohort < 2:
+        return
+    rest = float(np.mean([shape.rest for shape in seen.shapes]))
+    called = int(np.median([len(time.clients) for time in seen.times]))  # also those who were away
+    spare = len({one.node for time in seen.times for one in time.clients}) > called
+    known: set[tuple[int, int]] = set()
+    for more in OVER_SELECTION:
+        needed = pool.cohort if spare else max(1, round(called / more))
+        asked = min(len(pool.nodes), math.ceil(needed * more - 1e-9))
+        if (asked, needed) in known:  # of few clients
+            continue
+        known.add((asked, needed))
+        if spare:
+            after = [pool.nth(needed, asked) + rest]
+        else:  # everybody was there: who would have been the last to count is known
+            both = zip(seen.times, seen.shapes, strict=True)
+            after = [_first(shape, round(needed / called * len(time.clients))) for time, shape in both]
+        yield seen.row(
+            {"over_select": more, "needed": needed, "all_asked": not spare},
+            f"{asked} clients asked, the first {needed} taken",
+            after,
+            "Clients are drawn by chance, and take the times that they took in these rounds.",
+            "Slow clients seldom count, and their data with them"
+            + ("." if spare else f"; {1 - needed / called:.0%} fewer updates in a round."),
+            lost=1 - needed / asked,
+        )
+
+
+def _first(shape: Shape, count: int) -> float:
+    """The round's seconds if it ends when so many of its clients are done."""
+    place = min(len(shape.nodes), max(1, count)) - 1
+    return float(np.partition(shape.ends, place)[place]) + shape.rest
+
+
+def _asynchronous(seen: _Seen) -> Iterable[Row]:
+    """As FedBuff: nobody waits for the slow, the server averages some updates at a time."""
+    pool = Pool(seen.shapes, seen.seed)
+    cohort = pool.cohort
+    grouped = any(node.group is not None for time in seen.times for node in time.nodes.values())
+    if cohort < 2 or grouped:
+        return
+    buffer = max(1, cohort // BUFFER)
+    testing = seen.on_path("evaluate")
+    rest = float(np.mean([max(0.0, shape.rest - tests) for shape, tests in zip(seen.shapes, testing, strict=True)]))
+    count = max(AGGREGATIONS, math.ceil(len(seen.times) * cohort / buffer))
+    seconds = buffered(pool, buffer, count, rest * buffer / cohort) * cohort / buffer
+    yield seen.row(
+        {"asynchronous": buffer, "concurrency": cohort},
+        f"asynchronous aggregation of {buffer} updates at a time",
+        [seconds],
+        f"{cohort} clients train at any time; seconds are those of {cohort} updates, as many as a round has now, from "
+        "the first on. The model is tested meanwhile: nobody waits for that.",
+        "Updates that began from older models, and more of them from fast clients.",
+    )
+
+
+def _some(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")

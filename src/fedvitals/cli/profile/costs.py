@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lower half of `fedvitals profile`: throughput, memory, machines, traffic, and what it took to learn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedvitals.analysis.traffic import ClientTraffic, Flow, Traffic
+    from fedvitals.views.machine import Memory
+    from fedvitals.views.profile import Profile
+
+OUTCOMES = {"answered": "█", "late": "l", "lost": "x", "failed": "f", "away": "-"}
+MEMORY = {
+    "memory.peak": "process, peak",
+    "memory.resident": "process, at the end",
+    "memory.growth": "grew in a round",
+    "memory.kept": "heap kept in a round",
+    "memory.cuda_allocated": "GPU, tensors",
+    "memory.cuda_reserved": "GPU, reserved",
+    "memory.tensors": "a step's tensors",
+    "memory.limit": "there is",
+}
+GROWS = ("memory.resident", "memory.cuda_allocated", "memory.cuda_reserved")
+WIDTH = 24  # cells of a history
+
+
+def print_costs(console: Any, profile: Profile, rows: int | None) -> None:
+    _throughput(console, profile, rows)
+    _memory(console, profile, rows)
+    _machine(console, profile)
+    _operators(console, profile, rows)
+    _traffic(console, profile.traffic, rows)
+    _needed(console, profile, rows)
+    _reached(console, profile)
+
+
+def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
+    from fedvitals.cli.screen import number, seconds, shown
+
+    told = profile.throughput
+    if not told:
+        return
+    middle = told[len(told) // 2]
+    # What machine trained how fast is of the real clock, whatever the rest of the report is of.
+    whose = " [dim](of this machine, real clock)[/dim]" if profile.clock == "virtual" else ""
+    paces = [number(one.samples_per_second) for one in (told[0], told[-1])]
+    span = f" at the median client, {paces[0]} to {paces[1]}" if len(told) > 1 else f", {shown(middle.node)}"
+    console.print(f"[bold]Throughput[/bold]  {number(middle.samples_per_second)} samples/s{span}{whose}")
+    for one in told[: 3 if rows else None] if len(told) > 1 or middle.epoch_seconds is not None else ():
+        epoch = "" if one.epoch_seconds is None else f", {seconds(one.epoch_seconds)} an epoch"
+        console.print(f"  {shown(one.node)}  {number(one.samples_per_second)} samples/s{epoch}")
+    console.print()
+
+
+def _grown(console: Any, memory: Memory, rows: int | None) -> None:
+    """While which clients the process grew most, and whose training kept the most; of one client that is told above."""
+    from fedvitals.cli.screen import shown, size
+
+    if len(memory.grown) > 1:
+        told = [one for one in memory.grown if one.bytes > 0][: 3 if rows else None]
+        for title, one in zip(["grew most with", *[""] * len(told)], told, strict=False):
+            where = (
+                f"{shown(one.node)}, over {one.rounds} rounds; {size(one.most_bytes)} of it in round {one.most_round}"
+            )
+            console.print(f"  {title:20} {size(one.bytes):>9}  [dim]{where}[/dim]")
+    if len(memory.kept) > 1 and memory.kept[0].bytes > 0:
+        first, second, *_ = memory.kept
+        rest = f"a round on average; the next is {shown(second.node)} with {size(second.bytes / second.rounds)}"
+        each = f"{size(first.bytes / first.rounds):>9}  [dim]{shown(first.node)}, {rest}[/dim]"
+        console.print(f"  {'heap kept most by':20} {each}")
+
+
+def _memory(console: Any, profile: Profile, rows: int | None) -> None:
+    from rich.text import Text
+
+    from fedvitals.cli.bars import BLUE, GREEN, GREY, ORANGE, PINK, SKY, in_lines, shares_of
+    from fedvitals.cli.screen import shown, size
+
+    memory = profile.memory
+    if memory is None:
+        return
+    console.print("[bold]Memory[/bold]")
+    order = [*MEMORY]
+    for peak in sorted(memory.peaks, key=lambda one: order.index(one.metric) if one.metric in order else len(order)):
+        whose = f" ({shown(peak.growth_node)})" if peak.growth_node and peak.growth_node != peak.node else ""
+        grew = f", grew by {size(peak.growth_bytes)} over the run{whose}"
+        grew = grew if peak.metric in GROWS and peak.growth_bytes > 0 else ""
+        where = f"{shown(peak.node)}, " if peak.node else ""
+        name = MEMORY.get(peak.metric, shown(peak.metric))
+        console.print(f"  {name:20} {size(peak.bytes):>9}  [dim]{where}round {peak.round}{grew}[/dim]")
+    _grown(console, memory, rows)
+    if memory.shares:
+        colours = dict(zip(("model", "buffers", "gradients", "optimizer", "activations", "telemetry"),
+                           (BLUE, GREEN, SKY, ORANGE, PINK, GREY), strict=True))  # fmt: skip
+        bar, items = Text(f"  tensors of {plain(memory.node or '')}  "), []
+        for share, cells in shares_of(memory.shares, max(10, console.width - 20 - len(memory.node or ""))).items():
+            bar.append(share[0].upper() * cells, f"black on {colours[share]}")
+            items.append(
+                Text.assemble(
+                    (share[0].upper(), f"black on {colours[share]}"), f" {share} {size(memory.shares[share])}"
+                )
+            )
+        console.print(bar, no_wrap=True)
+        for line in in_lines("  ", items, console.width):
+            console.print(line)
+        console.print("  [dim]On which devices that would fit: --devices[/dim]")
+    console.print()
+
+
+def _machine(console: Any, profile: Profile) -> None:
+    from fedvitals.cli.screen import shown
+    from fedvitals.views.machine import ROOM
+
+    if not profile.machine:
+        return
+    console.print("[bold]Machines[/bold]")
+    for one in profile.machine:
+        extreme = "at least" if one.metric in ROOM else "at most"
+        values = f"{_reading(one.mean, one.unit)} on average, {extreme} {_reading(one.extreme, one.unit)}"
+        where = f"{shown(one.node)}, round {one.round}" if one.node else f"round {one.round}"
+        name = shown(one.metric.removeprefix("machine.").replace("_", " ").replace(".", " "))
+        console.print(f"  {name:20} {values}  [dim]{where}[/dim]")
+    console.print()
+
+
+def _reading(value: float, unit: str) -> str:
+    from fedvitals.cli.screen import number, size, with_unit
+
+    match unit:
+        case "bytes/s":
+            return f"{size(value)}/s"
+        case "percent":
+            return f"{number(value)} %"
+    return with_unit(value, unit)
+
+
+def _operators(console: Any, profile: Profile, rows: int | None) -> None:
+    from fedvitals.cli.screen import seconds, shown, size
+
+    if not profile.operators:
+        return
+    newest = profile.operators[-1]
+    told = newest.data.get("operators")
+    listed = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
+    console.print(f"[bold]Operators[/bold]  {shown(str(newest.node))}, round {newest.round}, by their own time")
+    for row in listed[:rows]:
+        took = sum(v for name in ("seconds", "device_seconds") if isinstance(v := row.get(name), int | float))
+        taken = row.get("bytes")
+        memory = size(float(taken)) if isinstance(taken, int | float) else ""
+        console.print(f"  {seconds(took):>9}  {memory:>9}  {row.get('calls', ''):>6} ×  {shown(str(row.get('name')))}")
+    console.print()
+
+
+def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
+    from fedvitals.cli.bars import in_lines, percent
+    from fedvitals.cli.screen import size
+
+    moved = traffic.bytes
+    if not moved and not traffic.telemetry_bytes and not traffic.clients:
+        return
+    untold = "no model and no update was told of: Monitor.transfer() does"
+    console.print(f"[bold]Traffic[/bold]  {f'{size(moved)} in all' if moved else untold}", soft_wrap=not moved)
+    for title, flow in (("up", traffic.up), ("down", traffic.down), ("between servers", traffic.between)):
+        if flow.bytes:
+            console.print(f"  {title:20} {size(flow.bytes):>9}  [dim]{_flow(flow)}[/dim]")
+    if traffic.telemetry_bytes:
+        share = f"not in these, {percent(traffic.telemetry_share or 0.0)} of all" if moved else "fedvitals' own"
+        console.print(f"  {'telemetry':20} {size(traffic.telemetry_bytes):>9}  [dim]{share}[/dim]")
+    if traffic.retries:
+        console.print(f"  {'sent again':20} {traffic.retries:>9}  [dim]the same message twice in a round[/dim]")
+    if traffic.layers and moved:
+        told = [f"{plain(one.layer)} {percent(one.share)}" for one in traffic.layers[: 4 if rows else None]]
+        more = [f"{len(traffic.layers) - len(told)} more"] if len(told) < len(traffic.layers) else []
+        packed = ["(after compression in proportion)"] if (traffic.up.compression or 1) != 1 else []
+        for line in in_lines(f"  {'by layer':20} ", [*told, *more, *packed], console.width):
+            console.print(line)
+    _failures(console, traffic, rows)
+    console.print()
+
+
+def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
+    """Who was away, late, lost or failed, over its rounds; the worst first."""
+    from rich.table import Table
+
+    from fedvitals.cli.bars import percent
+    from fedvitals.cli.screen import number, shown
+
+    ill = sorted((one for one in traffic.clients if _ailing(one)), key=lambda one: -_ailing(one))
+    if not ill:
+        if traffic.clients:
+            console.print("  No update was late or lost, no client failed or was away.")
+        return
+    console.print()
+    console.print("[bold]Who was away, late, lost or failed[/bold]")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("", "asked", "available", "failures", "late", "lost", "failed", "over its rounds"):
+        left = title in ("", "over its rounds")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    for one in ill[:rows]:
+        told = [number(one.count(outcome)) for outcome in ("late", "lost", "failed")]
+        shares = ["–" if share is None else percent(share) for share in (one.availability, one.failure_rate)]
+        table.add_row(shown(one.node), number(one.asked), *shares, *told, _history(one))
+    console.print(table)
+    more = "" if rows is None or len(ill) <= rows else f"; {len(ill) - rows} more: --all"
+    console.print(f"[dim]█ answered, l late, x lost, f failed, - away{more}[/dim]")
+
+
+def _flow(flow: Flow) -> str:
+    from fedvitals.cli.screen import number, size
+
+    words = []
+    if flow.compression is not None and flow.compression != 1:
+        words.append(f"{size(flow.raw_bytes)} before compression, {number(flow.compression)} : 1")
+    if flow.bits_per_second is not None:
+        words.append(f"{rate(flow.bits_per_second)} while it went")
+    return ", ".join([f"{number(flow.messages)} messages", *words])
+
+
+def plain(text: str) -> str:
+    """Text from a record where no markup is read: no control character moves the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def rate(bits_per_second: float) -> str:
+    """As links are sold: bits a second."""
+    from fedvitals.cli.screen import size
+
+    return size(bits_per_second).replace("B", "bit") + "/s"
+
+
+def _ailing(one: ClientTraffic) -> int:
+    return one.asked - one.count("answered")
+
+
+def _history(one: ClientTraffic) -> str:
+    """What became of it in its rounds; of many, each cell has the worst of its own."""
+    told = [*one.outcomes.values()]
+    order = [*reversed(OUTCOMES)]
+    count = min(WIDTH, len(told))
+    cells = [told[i * len(told) // count : (i + 1) * len(told) // count] for i in range(count)]
+    return "".join(OUTCOMES[min(cell, key=order.index)] for cell in cells)
+
+
+def _needed(console: Any, profile: Profile, rows: int | None) -> None:
+    from fedvitals.cli.screen import seconds, shown
+
+    short = [one for one in profile.needed if _short(one.bits_per_second, one.now_bits_per_second)]
+    if not profile.needed:
+        if profile.target_seconds is not None:
+            console.print(f"[bold]Bandwidth[/bold]  {profile.needed_why}\n", soft_wrap=True)
+        return
+    target = seconds(profile.needed[0].target_seconds)
+    if not short:
+        console.print(f"[bold]Bandwidth[/bold]  enough at every client for rounds of {target}.\n")
+        return
+    console.print(
+        f"[bold]Bandwidth for rounds of {target}[/bold]  {len(short)} clients have too little (--target SECONDS)"
+    )
+    for one in short[:rows]:
+        has = "?" if one.now_bits_per_second is None else rate(one.now_bits_per_second)
+        late = f", latency {seconds(one.latency_seconds)}" if one.latency_seconds else ""
+        needs = (
+            f"none is enough: the rest takes {seconds(one.other_seconds)}{late} already"
+            if one.bits_per_second is None
+            else f"needs {rate(one.bits_per_second)}"
+        )
+        console.print(f"  {shown(one.node):8} has {has}, {needs}")
+    if rows is not None and len(short) > rows:
+        console.print(f"  [dim]and {len(short) - rows} more: --all[/dim]")
+    console.print()
+
+
+def _short(needs: float | None, has: float | None) -> bool:
+    return needs is None or (has is not None and needs > has * 1.001)
+
+
+def _reached(console: Any, profile: Profile) -> None:
+    from rich.table import Table
+
+    from fedvitals.cli.bars import percent
+    from fedvitals.cli.screen import number, seconds, size
+
+    if not profile.reached:
+        return
+    best = profile.reached[0].best
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("To reach", "rounds", "seconds", "virtual", "bytes"):
+        table.add_column(title, justify="left" if title == "To reach" else "right", no_wrap=True)
+    missed = []
+    for one in profile.reached:
+        if one.round is None:
+            missed.append(percent(one.accuracy))
+        else:
+            spent = (seconds(one.seconds), seconds(one.virtual_seconds), size(one.bytes))
+            table.add_row(percent(one.accuracy), number(one.rounds), *spent)
+    if table.rows:
+        console.print(table)
+    if missed:
+        told = "nothing finite" if best is None else f"{best:.3g}"
+        console.print(f"[bold]{', '.join(missed)}[/bold] accuracy not reached: best {told}")

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `fedvitals profile` asks the lab: what remedies give when they are run, and on which devices a client fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedvitals.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from fedvitals.diagnosis.fits import Row
+    from fedvitals.lab.rerun import Tried
+    from fedvitals.views.profile import Profile
+
+COSTLY = 0.05  # of accuracy: less may be chance, with one seed
+
+
+def try_out(profile: Profile, most: int) -> list[Tried]:
+    """The first remedies that the lab can run, as they ran: those that keep the accuracy first, by their rounds."""
+    run = profile.run
+    if run.host != "lab":
+        raise ConfigError(
+            f"Only lab runs can be tried again: this one's host is {run.host}, and nobody but that can run it. "
+            "What would help is computed from its times without --try."
+        )
+    if profile.clock != "virtual":
+        raise ConfigError(
+            "Remedies are tried on the lab's virtual clock, and these times are of the real one. "
+            + ("Leave out --clock real." if "virtual" in profile.clocks else "Give the experiment a network.")
+        )
+    try:
+        from fedvitals.lab.rerun import experiment_of, try_remedies
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "lab", "To try remedies out") from error
+    found = try_remedies(
+        experiment_of(run), profile.remedies, most=most, tell=lambda text: click.echo(f"running: {text} ...", err=True)
+    )
+    return sorted(found, key=lambda one: (costs(one), one.measured))
+
+
+def costs(one: Tried) -> bool:
+    """Whether accuracy went down by more than chance does."""
+    return (one.accuracy_cost or 0.0) > COSTLY
+
+
+def devices_for(profile: Profile) -> list[Row]:
+    """The predicted peak of the client that takes the most, on each of the lab's devices."""
+    memory = profile.memory
+    if memory is None or not memory.shares:
+        raise ConfigError(
+            f"Nothing is known of what the tensors of the clients of run {profile.run.id} take: no memory.tensors was "
+            "measured. Monitor(profile=True) does, where clients train models of torch."
+        )
+    try:
+        from fedvitals.lab.network.profiles import DEVICES
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "lab", "The list of devices") from error
+    from fedvitals.diagnosis.fits import device_table
+
+    sizes = {name: float(one.memory_bytes) for name, one in DEVICES.items()}
+    return sorted(device_table(memory.shares, sizes, memory.batch), key=lambda row: -row.memory_bytes)
+
+
+def print_tried(console: Any, profile: Profile, tried: list[Tried]) -> None:
+    from rich.table import Table
+
+    from fedvitals.cli.bars import percent
+    from fedvitals.cli.screen import seconds, shown
+
+    console.print()
+    if not tried:
+        why = "none was computed" if not profile.remedies else f"of {len(profile.remedies)} remedies it can run none"
+        console.print(f"[bold]Tried in the lab[/bold]  nothing: {why}.")
+        return
+    console.print(f"[bold]Tried in the lab[/bold]  a round took {seconds(tried[0].before)} before")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", overflow="fold")
+    for title in ("predicted", "measured", "gain"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("accuracy", no_wrap=True)
+    for one in tried:
+        gain = percent(1 - one.measured / one.before) if one.before > 0 else "–"
+        accuracy = f"{_score(one.accuracy_before)} → {_score(one.accuracy_after)}"
+        marked = f"[bold red]{accuracy} ![/bold red]" if costs(one) else accuracy
+        table.add_row(shown(one.remedy.name), seconds(one.predicted), seconds(one.measured), gain, marked)
+    console.print(table)
+    if any(map(costs, tried)):
+        console.print(f"[dim]! costs more than {COSTLY:g} of accuracy, after as many updates; these come last[/dim]")
+
+
+def _score(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"
+
+
+def print_devices(console: Any, profile: Profile, rows: list[Row]) -> None:
+    from rich.table import Table
+
+    from fedvitals.cli.screen import shown, size
+
+    memory = profile.memory
+    if memory is None:
+        return
+    batch = "" if memory.batch is None else f", batches of {memory.batch:.0f}"
+    peak = size(rows[0].peak_bytes)
+    console.print(f"\n[bold]Devices[/bold]  {shown(memory.node or '')} takes {peak} at its predicted peak{batch}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("", "it has", "", "" if all(row.fits for row in rows) else "what would fit"):
+        right = title == "it has"
+        table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title == "it has")
+    for row in rows:
+        ways = [f"{one.text}: {size(one.bytes)}" for one in row.remedies]
+        told = "\n".join(ways) or ("" if row.fits else "nothing that is known: a smaller model")
+        table.add_row(
+            shown(row.device), size(row.memory_bytes), "fits" if row.fits else "[bold]does not fit[/bold]", told
+        )
+    console.print(table)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals replay RUN`: the debugger on a run's tape, and the proof that the tape is the run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.replay import flower as replay_flower
+
+if TYPE_CHECKING:
+    from fedvitals.replay.debugger.session import Session
+    from fedvitals.replay.debugger.shown import Shown
+
+
+@click.command(epilog="Exit code: 1 if --verify finds a difference, 0 if not, 2 for wrong use or nothing to read.")
+@click.argument("run")
+@click.option("--verify", is_flag=True, help="Run rounds again, and prove by digests that all bits are the same.")
+@click.option("--rounds", metavar="3-9", help="With --verify: these rounds only.")
+@click.option("--round", "number", type=int, help="Begin at this round.")
+@click.option("--node", help="Go into this client; with --verify, look at its updates only.")
+@click.option("--pdb", is_flag=True, help="Run that client in that round again under Python's debugger.")
+@click.option("--tape", type=click.Path(), help="At a Flower client's site: the folder of its own tape.")
+@click.option("--phase", default="train", show_default=True, help="With --tape: of which kind the message was.")
+@click.option(
+    "--app", type=click.Path(), help="Of a Flower run: the app's folder. Its code is run; needed with --tape."
+)
+@click.option("--strategy", metavar="MODULE:NAME", help="Of a Flower run: what makes its strategy, to aggregate again.")
+@click.option("--loop", metavar="MODULE:NAME", help="Of a plain loop: what has its restore() and train().")
+@click.option("--workers", type=int, default=1, show_default=True, help="Processes; the bits are the same.")
+@click.option("--data", type=click.Path(), help="Where the data set lies, if not where it did.")
+@click.option("--script", metavar="FILE", help="Take commands from a file; - is standard input.")
+@click.option("-c", "commands", multiple=True, metavar='"goto 12; into c7"', help="Take these commands.")
+@store_option
+@json_option
+def command(
+    run: str,
+    verify: bool,
+    rounds: str | None,
+    number: int | None,
+    node: str | None,
+    pdb: bool,
+    tape: str | None,
+    phase: str,
+    app: str | None,
+    strategy: str | None,
+    loop: str | None,
+    workers: int,
+    data: str | None,
+    script: str | None,
+    commands: tuple[str, ...],
+    store: str | None,
+    as_json: bool,
+) -> int:
+    """Rewind a run: step through its rounds and clients, prove it, ask «what if».
+
+    RUN is a run's id, the beginning of one, or a name (its newest run). Without a terminal and without commands this
+    prints what can be replayed, and how.
+    """
+    from fedvitals.cli.replay.prompt import Bar, lines_of
+    from fedvitals.replay.debugger.session import open_replay
+
+    if pdb and (number is None or node is None):
+        raise click.UsageError("--pdb needs --round and --node: whose training, and of which round.")
+    if rounds is not None and not verify:
+        raise click.UsageError("--rounds goes with --verify; the debugger begins at --round.")
+    if tape is not None:
+        told: dict[str, Any] = {"debugger": pdb, "as_json": as_json, "phase": phase, "store": store}
+        found = replay_flower.rerun(run, tape, number, node, app, **told)
+        return int(verify and found.holds is False)
+    lines = lines_of(script, commands)
+    with open_replay(run, store, data=data, workers=workers, loop=loop) as session, Bar(session, quiet=as_json):
+        if session.tape.setting.host == "flower" and (verify or pdb or app or strategy):
+            first, last = _span(rounds, number)
+            own = {"node": node, "app": app, "strategy": strategy}
+            wrong = replay_flower.verify(session, first, last, as_json, **own)
+            return wrong if verify else 0
+        if verify:
+            return _verify(session, rounds, number, node, as_json)
+        if pdb and number is not None and node is not None:
+            return _debug(session, number, node, loop)
+        place = _place(session, number, node)
+        if lines or script is not None:
+            _script(session, lines, as_json)
+        elif as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            _overview(session, place, as_json)
+        else:
+            _prompt(session)
+    return 0
+
+
+def _place(session: Session, number: int | None, node: str | None) -> Shown | None:
+    if number is not None:
+        session.goto(number)
+    if node is not None:
+        session.into(node)
+    return session.where() if number is not None or node is not None else None
+
+
+def _overview(session: Session, place: Shown | None, as_json: bool) -> None:
+    from fedvitals.cli.screen import size
+
+    covered = session.overview()
+    if not as_json:
+        click.echo(str(covered if place is None else place))
+        return
+    coverage = [
+        {"round": one.round, "how": one.how, "stored": one.stored, "since": one.since, "updates": one.updates,
+         "answers": one.answers}
+        for one in session.tape.coverage()
+    ]  # fmt: skip
+    told: dict[str, Any] = {"run": session.run.id, "name": session.run.name, "host": session.tape.setting.host}
+    told |= {"bytes": session.tape.bytes, "size": size(session.tape.bytes), "coverage": coverage}
+    print_json("replay", told | ({} if place is None else {"place": place.as_json()}))
+
+
+def _prompt(session: Session) -> None:
+    from fedvitals.cli.replay.prompt import Prompt
+    from fedvitals.replay.debugger.commands import Interpreter
+
+    click.echo(str(session.overview()))
+    session.last = None
+    Prompt(Interpreter(session, _draw)).loop()
+
+
+def _script(session: Session, lines: list[str], as_json: bool) -> None:
+    from fedvitals.cli.replay.prompt import results
+    from fedvitals.replay.debugger.commands import Interpreter
+
+    found: list[dict[str, Any]] = []
+    for said, result in results(Interpreter(session, _draw), lines, named=True):
+        if as_json:
+            told = {"text": result} if isinstance(result, str) else result.as_json()
+            found.append({"command": said, **told})
+        elif str(result):
+            click.echo(str(result))
+    if as_json:
+        print_json("replay", found)
+
+
+def _draw(one: Shown, path: Path) -> None:
+    from fedvitals.plot.replay import draw
+
+    draw(one, path)
+
+
+def _span(rounds: str | None, number: int | None) -> tuple[int | None, int | None]:
+    from fedvitals.replay.debugger.commands import stretch
+
+    return stretch(rounds) if rounds is not None else (number, number)
+
+
+def _verify(session: Session, rounds: str | None, number: int | None, node: str | None, as_json: bool) -> int:
+    from fedvitals.replay.debugger import answers
+
+    first, last = _span(rounds, number)
+    proof = session.verify(first, last, node=node)
+    if as_json:
+        told = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
+        print_json("replay", told | {"holds": proof.holds})
+    else:
+        click.echo(str(answers.of_proof(proof, node)))
+    return 0 if proof.holds else 1
+
+
+def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
+    """Python's own debugger, at the client's first step (of the lab) or at the user's `train` (of a plain loop)."""
+    import bdb
+    import contextlib
+    import pdb  # noqa: T100 - what was asked for
+
+    from fedvitals.replay.player.loops import LoopPlayer, load_loop
+    from fedvitals.replay.player.trace import trace
+
+    if loop is not None:
+        parts = load_loop(loop)
+
+        def train(who: str, state: Any, at: int) -> Any:  # those before it are run again, too
+            if (who, at) != (node, number):
+                return parts.train(who, state, at)
+            sent = pdb.runcall(parts.train, who, state, at)
+            if sent is None:  # «q» left it, which runcall keeps to itself
+                raise bdb.BdbQuit
+            return sent
+
+        player = LoopPlayer(session.tape, parts.restore, train, getattr(parts, "aggregate", None))
+        with contextlib.suppress(bdb.BdbQuit):
+            player.round(number, node=node)
+        return 0
+    debugger = pdb.Pdb()
+
+    def at_step(step: int) -> None:
+        if step == 0:
+            click.echo(f"{node}, round {number}, before its first optimiser step. `up` leads to the lab's training.")
+            debugger.set_trace()
+
+    with contextlib.suppress(bdb.BdbQuit):  # «q» leaves it
+        trace(session.player, number, node, on_step=at_step)
+    return 0

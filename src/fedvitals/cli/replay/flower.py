@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals replay` of Flower runs: the aggregation at the server, and a client's message at the client's own site."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedvitals.cli.options import print_json
+from fedvitals.errors import FedvitalsError
+
+if TYPE_CHECKING:
+    from fedvitals.hosts.flower.rerun.client import Rerun
+    from fedvitals.replay.debugger.session import Session
+
+AT_THE_SITE = (
+    "What a client was sent lies at its own site: --tape FOLDER, as client_mod(tape=FOLDER) or FEDVITALS_TAPE said it. "
+    "Here, at the server, aggregations can be run again: without --node."
+)
+
+
+def rerun(
+    run: str,
+    folder: str,
+    number: int | None,
+    node: str | None,
+    app: str | None,
+    *,
+    debugger: bool,
+    as_json: bool,
+    phase: str = "train",
+    store: str | None = None,
+) -> Rerun:
+    """One client's message through its own app, and how the reply compares with the recorded one."""
+    from fedvitals.hosts.flower.rerun.client import rerun_client
+    from fedvitals.hosts.flower.tape.entries import Site
+
+    if number is None or node is None:
+        raise click.UsageError("Of a client's tape, name the message: --round 12 --node ID.")
+    known = Site(Path(folder)).runs()
+    name = run if run in known or f"flower-{run}" in known else _by_store(run, store) or run
+    found = rerun_client(folder, number, node, app=app, debugger=debugger, run=name, phase=phase)
+    if as_json:
+        told = {key: getattr(found, key) for key in found.__dataclass_fields__ if key != "reply"}
+        print_json("replay", told)
+    else:
+        click.echo(str(found))
+        if found.traceback and not debugger:
+            click.echo(found.traceback.rstrip())
+    return found
+
+
+def _by_store(run: str, store: str | None) -> str | None:
+    """What clients call a run that has a name of its own in the store."""
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
+
+    with contextlib.suppress(FedvitalsError), open_reader(store) as reader:
+        told = queries.get_run(reader, queries.find_run(reader, run)).config.get("flower")
+        number = told.get("run") if isinstance(told, dict) else None
+        return None if number is None else f"flower-{number}"
+    return None
+
+
+def verify(
+    session: Session,
+    first: int | None,
+    last: int | None,
+    as_json: bool,
+    *,
+    node: str | None = None,
+    app: str | None = None,
+    strategy: str | None = None,
+) -> int:
+    """The strategy's own work of these rounds (all that the tape has the updates of, if none are named), with proof."""
+    from fedvitals.hosts.flower.rerun.app import strategy_of
+    from fedvitals.hosts.flower.rerun.client import replay_aggregation
+
+    if node is not None:
+        raise click.UsageError(AT_THE_SITE)
+    told: dict[str, Any] = session.tape.setting.told.get("app") or {}
+    chosen = None
+    if app is not None or strategy is not None:
+        chosen = strategy_of(Path(app or "."), told, strategy)
+    found = [replay_aggregation(session.tape, number, chosen) for number in _rounds(session, first, last)]
+    if as_json:
+        shown = [{key: getattr(one, key) for key in one.__dataclass_fields__ if key != "arrays"} for one in found]
+        print_json("replay", [{**one, "holds": own.holds} for one, own in zip(shown, found, strict=True)])
+    else:
+        for one in found:
+            click.echo(str(one))
+    return int(not all(one.holds for one in found))
+
+
+def _rounds(session: Session, first: int | None, last: int | None) -> list[int]:
+    if first is not None:
+        return [*range(first, (first if last is None else last) + 1)]
+    whole = [one.round for one in session.tape.coverage() if one.updates and one.updates == _sent(session, one.round)]
+    if not whole:
+        raise click.UsageError(
+            "The tape has all updates of no round: fv.Tape(every=1, updates=3, durable=True) keeps them."
+        )
+    return whole
+
+
+def _sent(session: Session, number: int) -> int:
+    return sum(came.mark is not None for came in session.tape.entry(number).came)

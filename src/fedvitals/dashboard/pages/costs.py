@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run held in memory and sent over the wire, for a page: out of metrics, so that it is quick at any size.
+
+What a terminal prints (`views.machine`, `analysis.traffic`) is made from every record; here are the same figures from
+the matrices that other pages use too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.analysis.traffic import reached
+from fedvitals.catalog import CATALOG
+from fedvitals.records import is_client
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cohort import Matrix, Reals, buckets
+from fedvitals.views.machine import ROOM, SHARES, Machine, machine_of
+from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.series import Numbers, json_numbers
+from fedvitals.views.traffic_counts import traffic_total
+
+POINTS = 400  # of a course
+NAMED = 20  # clients in a list
+MESSAGES_ROUNDS = 20  # newest rounds whose messages are told apart by kind
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The largest value of a memory metric (of a limit: the smallest), and the largest growth over the run."""
+
+    metric: str
+    meaning: str
+    bytes: float
+    node: str | None
+    round: int
+    growth_bytes: float
+    growth_node: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    name: str
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A number of every round; where rounds share a point, their smallest and largest are told."""
+
+    name: str
+    rounds: list[int]
+    values: Numbers
+    low: Numbers
+    high: Numbers
+    total: int  # rounds that these points stand for
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPage:
+    peaks: tuple[Peak, ...]
+    node: str | None  # the client whose tensors take the most
+    shares: tuple[Bytes, ...]  # its bytes by what they are for
+    batch: float | None  # samples that its activations are of
+    clients: tuple[Bytes, ...]  # the largest first
+    of: str  # what the list of clients is of: «memory.tensors» or «memory.resident»
+    grown: tuple[Bytes, ...]  # by how much the process grew while one client trained, all rounds together
+    courses: tuple[Course, ...]  # of the largest and of the median client
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTraffic:
+    node: str
+    sent: float
+    received: float
+    rounds: int  # in which anything moved
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    kind: str
+    bytes: float
+    raw_bytes: float
+    messages: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReachedAt:
+    accuracy: float
+    round: int | None
+    rounds: int | None
+    seconds: float | None
+    virtual_seconds: float | None
+    bytes: float | None
+    best: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficPage:
+    total: float | None  # of the training, every message once
+    telemetry: float | None  # fedvitals' own, beside it
+    sent: float  # by clients
+    received: float
+    between: float  # sent by the server and by edges, clusters and rings
+    courses: tuple[Course, ...]
+    clients: tuple[ClientTraffic, ...]  # who moved the most first
+    total_clients: int
+    kinds: tuple[Messages, ...]  # of the newest rounds
+    kinds_rounds: int
+    reached: tuple[ReachedAt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    run: str
+    memory: MemoryPage | None
+    traffic: TrafficPage | None
+    machine: tuple[Machine, ...]
+
+
+def costs(reader: Reader, run: str) -> Costs:
+    return Costs(run, memory_page(reader, run), traffic_page(reader, run), machine_of(reader, run))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_page(reader: Reader, run: str) -> MemoryPage | None:
+    """None where nothing was measured."""
+    names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
+    known = {name: metric_matrix(reader, run, name) for name in names}
+    own = [name for name in names if name.removeprefix("memory.") not in (*SHARES, "batch")]
+    peaks = [peak for name in own if (peak := _peak(reader, run, name, known[name])) is not None]
+    if not peaks:
+        return None
+    of = next((name for name in ("memory.tensors", "memory.resident") if name in known and known[name].nodes), "")
+    clients = _largest(known[of]) if of else ()
+    worst = clients[0].name if clients and of == "memory.tensors" else None
+    return MemoryPage(
+        tuple(peaks),
+        worst,
+        () if worst is None else _shares(known, worst),
+        None if worst is None else _at_its_largest(known.get("memory.batch"), known[of], worst),
+        clients[:NAMED],
+        of,
+        _grown(known.get("memory.growth")),
+        _courses(known.get("memory.resident")),
+    )
+
+
+def _peak(reader: Reader, run: str, name: str, matrix: Matrix) -> Peak | None:
+    pick = min if name in ROOM else max
+    found: list[tuple[float, str | None, int, float, str | None]] = []
+    values = np.where(np.isfinite(matrix.values), matrix.values, np.nan)
+    if values.size and not np.isnan(values).all():
+        place = int(np.nanargmin(values) if pick is min else np.nanargmax(values))
+        row, column = np.unravel_index(place, values.shape)
+        found.append((float(values[row, column]), str(matrix.nodes[row]), matrix.rounds[column], *_growth(matrix)))
+    for node in (None, "server"):
+        rounds, own = reader.history(run).series(name, node)
+        finite = [(v, n) for n, v in zip(rounds, own, strict=True) if np.isfinite(v)]
+        if finite:
+            value, number = pick(finite)
+            found.append((value, node, number, finite[-1][0] - finite[0][0], node))
+    if not found:
+        return None
+    value, whose, number = pick(found, key=lambda one: one[0])[:3]
+    growth, who = max(((one[3], one[4]) for one in found), key=lambda one: one[0])
+    return Peak(name, CATALOG[name].meaning if name in CATALOG else "", value, whose, number, growth, who)
+
+
+def _growth(matrix: Matrix) -> tuple[float, str | None]:
+    """From the first value to the last, of the node that grew the most."""
+    finite = np.isfinite(matrix.values)
+    rows = np.flatnonzero(finite.sum(axis=1) > 1)
+    if not len(rows):
+        return 0.0, None
+    first = finite[rows].argmax(axis=1)
+    last = finite.shape[1] - 1 - finite[rows][:, ::-1].argmax(axis=1)
+    grew = matrix.values[rows, last].astype(float) - matrix.values[rows, first]
+    most = int(grew.argmax())
+    return float(grew[most]), matrix.nodes[rows[most]]
+
+
+def _largest(matrix: Matrix) -> tuple[Bytes, ...]:
+    top = np.where(np.isfinite(matrix.values), matrix.values, -np.inf).max(axis=1, initial=-np.inf)
+    order = np.argsort(-top, kind="stable")
+    return tuple(Bytes(matrix.nodes[i], float(top[i])) for i in order if np.isfinite(top[i]))
+
+
+def _shares(known: dict[str, Matrix], node: str) -> tuple[Bytes, ...]:
+    found = [(share, _at_its_largest(known.get(f"memory.{share}"), known["memory.tensors"], node)) for share in SHARES]
+    return tuple(Bytes(share, value) for share, value in found if value)
+
+
+def _at_its_largest(matrix: Matrix | None, whole: Matrix, node: str) -> float | None:
+    """A node's value in the round in which `whole` was largest; told when it changes, so the newest up to then."""
+    if matrix is None:
+        return None
+    rounds, values = whole[node]
+    when = rounds[int(np.nanargmax(values))] if rounds and not np.isnan(values).all() else None
+    told = [v for n, v in zip(*matrix[node], strict=True) if when is not None and n <= when and np.isfinite(v)]
+    return told[-1] if told else None
+
+
+def _grown(matrix: Matrix | None) -> tuple[Bytes, ...]:
+    if matrix is None or not matrix.nodes:
+        return ()
+    total = np.nansum(np.where(np.isfinite(matrix.values), matrix.values, np.nan).astype(float), axis=1)
+    order = np.argsort(-total, kind="stable")[:NAMED]
+    return tuple(Bytes(matrix.nodes[i], float(total[i])) for i in order if total[i] > 0)
+
+
+def _courses(matrix: Matrix | None) -> tuple[Course, ...]:
+    if matrix is None or not matrix.nodes:
+        return ()
+    band = matrix.band()
+    lines = (("largest client", band.max), ("median client", band.median))
+    return tuple(_course(name, matrix.rounds, values) for name, values in lines)
+
+
+def _course(name: str, rounds: Sequence[int], values: Sequence[float] | Reals) -> Course:
+    points = buckets(rounds, np.asarray(values, float).tolist(), POINTS)
+    return Course(
+        name, points.rounds, json_numbers(points.values), json_numbers(points.low), json_numbers(points.high),
+        points.shown_of,
+    )  # fmt: skip
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
+    """None where no transfer was told."""
+    sent, received = metric_matrix(reader, run, "traffic.sent"), metric_matrix(reader, run, "traffic.received")
+    others = _of_others(reader, run)
+    total = traffic_total(reader, run)
+    if not sent.nodes and not received.nodes and not others and total is None:
+        return None
+    up, down = _by_round(sent), _by_round(received)
+    kinds, rounds = _kinds(reader, run)
+    clients = _clients(sent, received)
+    every = {n: up.get(n, 0.0) + others.get(n, 0.0) for n in sorted({*up, *others})}
+    named = (("sent by clients", up), ("received by clients", down))
+    return TrafficPage(
+        None if total is None else float(total.bytes),
+        None if total is None else float(total.telemetry),
+        sum(up.values()),
+        sum(down.values()),
+        sum(others.values()),
+        tuple(_course(name, list(of), list(of.values())) for name, of in named if of),
+        tuple(clients[:NAMED]),
+        len(clients),
+        kinds,
+        rounds,
+        _reached(reader, run, every),
+    )
+
+
+def _by_round(matrix: Matrix) -> dict[int, float]:
+    total = np.nansum(np.where(np.isfinite(matrix.values), matrix.values, np.nan).astype(float), axis=0)
+    return dict(zip(matrix.rounds, total.tolist(), strict=True))
+
+
+def _of_others(reader: Reader, run: str) -> dict[int, float]:
+    """Bytes that the server, edges, clusters and rings sent, by round."""
+    found: dict[int, float] = {}
+    history = reader.history(run)
+    for node in history.nodes():
+        if not is_client(node):
+            for number, value in zip(*history.series("traffic.sent", node), strict=True):
+                found[number] = found.get(number, 0.0) + (value if np.isfinite(value) else 0.0)
+    return found
+
+
+def _clients(sent: Matrix, received: Matrix) -> list[ClientTraffic]:
+    sums: dict[str, list[float]] = {}
+    for column, matrix in enumerate((sent, received)):
+        total = np.nansum(np.where(np.isfinite(matrix.values), matrix.values, np.nan).astype(float), axis=1)
+        for node, value, rounds in zip(matrix.nodes, total.tolist(), matrix.there.sum(axis=1).tolist(), strict=True):
+            own = sums.setdefault(node, [0.0, 0.0, 0.0])
+            own[column] += value
+            own[2] = max(own[2], rounds)
+    told = [ClientTraffic(node, one[0], one[1], int(one[2])) for node, one in sums.items()]
+    return sorted(told, key=lambda one: -one.sent - one.received)
+
+
+def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
+    """Messages of the newest rounds by kind: models, updates, telemetry. Of all rounds they would be millions."""
+    rounds = reader.history(run).rounds()[-MESSAGES_ROUNDS:]
+    if not rounds:
+        return (), 0
+    found = reader.database.rows(
+        "SELECT s.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t JOIN symbol AS s ON s.id = t.kind "
+        "WHERE t.run = ? AND t.round BETWEEN ? AND ? GROUP BY s.text",
+        (reader.names.number(run) or 0, rounds[0], rounds[-1]),
+    )
+    whole = sum(row[1] for row in found) or 1
+    told = [Messages(kind, float(sent), float(raw), count, sent / whole) for kind, sent, raw, count in found]
+    return tuple(sorted(told, key=lambda one: -one.bytes)), len(rounds)
+
+
+def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[ReachedAt, ...]:
+    """What it took to reach an accuracy, by the federation's own evaluation, else by its median client."""
+    history = reader.history(run)
+    accuracy: dict[int, float] = {}
+    for node in (None, "server"):
+        accuracy = accuracy or dict(zip(*history.series("accuracy", node), strict=True))
+    if not accuracy:
+        cohort = metric_matrix(reader, run, "accuracy").band()
+        accuracy = dict(zip(cohort.rounds, np.asarray(cohort.median).tolist(), strict=True))
+    if not accuracy:
+        return ()
+    times = [dict(zip(*history.series(name, None), strict=True)) for name in ("time.round", "time.round_virtual")]
+    whole = {number: int(value) for number, value in spent.items()}
+    found = reached(accuracy, seconds=times[0], virtual_seconds=times[1], bytes=whole)
+    return tuple(ReachedAt(r.accuracy, r.round, r.rounds, r.seconds, r.virtual_seconds, r.bytes, r.best) for r in found)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's layers against the cohort's: by how much each is larger or smaller than the median client's, by round.
+
+The statistics of a thousand clients and fifty layers are two megabytes a round. So the newest rounds are read, as many
+as fit into a budget, and the answer says how many those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, STATISTICS, STEP_COLUMNS, Array, derive, statistics_of
+from fedvitals.store.packing import NONE, Part, entries_of, matrices, newest, numbers_of
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.clients import clients_by_number
+from fedvitals.views.cohort import matrix_of
+from fedvitals.views.grid import Grid, make_grid
+from fedvitals.views.memo import remembered
+
+BUDGET = 24_000_000  # bytes of statistics that are read
+MOST_ROUNDS = 400
+# Positive sizes are compared by their ratio, on a scale where twice and half are equally far from nothing.
+RATIOS = {"sum_squares", "sum_magnitudes", "std", "l2", "rms", "absmax", "mean_magnitude", "norm_sum", "norm_max",
+          "norm_last", "norm_mean", "change_max"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLayers:
+    family: str
+    statistic: str
+    families: list[str]
+    statistics: list[str]
+    how: str  # «log2 ratio» or «difference»
+    grid: Grid | None  # None: nothing of this client
+    rounds: int  # that are shown
+    older: bool  # whether there are older ones, too much to read
+    clients: int  # the most that one round's median is of
+
+
+def comparable(family: str) -> list[str]:
+    """The statistics of a family by which a client can be compared."""
+    if FAMILIES[family].columns is STATISTICS:
+        return ["rms", "l2", "std", "absmax", "mean_magnitude", "mean", "sparsity"]
+    if FAMILIES[family].columns is STEP_COLUMNS:
+        return ["norm_mean", "norm_max", "norm_last", "change_max"]
+    return [name for name in statistics_of(family) if name != "units"]
+
+
+def families_of(reader: Reader, run: str) -> list[str]:
+    """Families of layer statistics that the run has, those about updates and gradients first."""
+    found = reader.database.rows(
+        "SELECT DISTINCT s.text FROM layer_block AS b JOIN symbol AS s ON s.id = b.family WHERE b.run = ?",
+        (reader.names.number(run) or 0,),
+    )
+    order = ("update", "gradient", "gradient.steps", "update.alignment")
+    known = [name for (name,) in found if name in FAMILIES and FAMILIES[name].columns is not HISTOGRAM_COLUMNS]
+    return sorted(known, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def client_layers(
+    reader: Reader,
+    run: str,
+    node: str,
+    family: str | None = None,
+    statistic: str | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    budget: int = BUDGET,
+) -> ClientLayers:
+    families = families_of(reader, run)
+    if family is not None and family not in families:
+        raise ConfigError(unknown("family of layer statistics", family, families))
+    if not families:
+        return ClientLayers("", "", [], [], "", None, 0, False, 0)
+    chosen = family or families[0]
+    known = comparable(chosen)
+    if statistic is not None and statistic not in known:
+        raise ConfigError(unknown(f"statistic of family '{chosen}'", statistic, known))
+    measure = statistic or known[0]
+    how = "log2 ratio" if measure in RATIOS else "difference"
+    layers, by_round, older = _read(reader, run, chosen, measure, (first, last), budget)
+    mine = reader.names.number(node) or 0
+    rounds = [number for number in sorted(by_round) if mine in by_round[number][0]][-MOST_ROUNDS:]
+    most = max((len(by_round[number][0]) for number in rounds), default=0)
+    grid = None
+    if rounds:
+        values = np.stack([_against(by_round[number], mine, how) for number in rounds], axis=1)
+        title = f"{chosen} {measure} against the median client"
+        compared = matrix_of(layers, rounds, values, np.ones(values.shape, bool))
+        unit = "log₂" if how == "log2 ratio" else ""
+        grid = make_grid(compared, sort="given", columns=MOST_ROUNDS, unit=unit, title=title)
+    return ClientLayers(chosen, measure, families, known, how, grid, len(rounds), older, most)
+
+
+Read = dict[int, tuple[list[int], Array]]
+"""Round → the nodes' numbers, and their statistic as [nodes × layers]."""
+
+
+def _read(
+    reader: Reader, run: str, family: str, statistic: str, span: tuple[int | None, int | None], budget: int
+) -> tuple[Sequence[str], Read, bool]:
+    """Layer names, what was read, and whether more was left."""
+    blocks = reader.database.rows(
+        "SELECT arrival, layer_table, layers * entries, first_round, last_round FROM layer_block WHERE run = ? "
+        "AND family = ? AND first_round IS NOT NULL ORDER BY last_round DESC, arrival DESC",
+        (reader.names.number(run) or 0, reader.names.number(family) or 0),
+    )
+    if not blocks:
+        return (), {}, False
+    table = blocks[0][1]
+    low, high = -np.inf if span[0] is None else span[0], np.inf if span[1] is None else span[1]
+    wanted: list[tuple[int, int]] = []
+    left = budget
+    for arrival, layer_table, cells, begin, end in blocks:
+        if layer_table != table or end < low or begin > high:
+            continue
+        left -= cells * len(FAMILIES[family].columns) * 4
+        if left < 0 and wanted:
+            break
+        wanted.append((arrival, cells))
+    names = reader.database.rows(
+        "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position",
+        (table,),
+    )
+    # Of all clients at once: who looks at one is likely to look at the next.
+    key, arrivals = (run, family, statistic, *span), [arrival for arrival, _ in wanted]
+    found = remembered(reader, "layers", key, wanted, lambda: _by_round(reader, run, family, statistic, arrivals))
+    return [row[0] for row in names], {n: told for n, told in found.items() if low <= n <= high}, left < 0
+
+
+def _by_round(reader: Reader, run: str, family: str, statistic: str, arrivals: Sequence[int]) -> Read:
+    parts = list(_parts(reader, family, statistic, sorted(arrivals), [*clients_by_number(reader, run)]))
+    found: Read = {}
+    if parts:
+        rounds, _, nodes, values = newest(parts)
+        for number in np.unique(rounds).tolist():
+            here = np.flatnonzero(rounds == number)
+            place = {int(nodes[i]): i for i in here}  # of a node that told twice, the newer
+            found[number] = [*place], values[[*place.values()]]
+    return found
+
+
+def _parts(
+    reader: Reader, family: str, statistic: str, arrivals: Sequence[int], clients: Sequence[int]
+) -> Iterator[Part]:
+    """Of each block what is about a client and its whole round, not about one step of it: [entries × layers]."""
+    for arrival in arrivals:
+        found = reader.database.rows(
+            "SELECT entries, coordinates, details FROM layer_block WHERE arrival = ?", (arrival,)
+        )
+        blobs = reader.database.rows("SELECT numbers FROM layer_matrix WHERE block = ? ORDER BY layer", (arrival,))
+        if not found or not blobs:
+            continue  # merged with others meanwhile: the next look finds it there
+        count, coordinates, details = found[0]
+        entries = entries_of(coordinates, details, count)
+        keep = np.flatnonzero(np.isin(entries.nodes, clients) & (entries.steps == NONE))
+        numbers = np.concatenate([numbers_of(family, row[0], count) for row in blobs])[..., keep]
+        with np.errstate(all="ignore"):
+            values = derive(family, matrices(family, numbers), statistic)
+        yield entries.rounds[keep], entries.at[keep], entries.nodes[keep], values
+
+
+def _against(cohort: tuple[list[int], Array], mine: int, how: str) -> Array:
+    """A client's layers in one round, against the median of all."""
+    nodes, values = cohort
+    own, middle = values[nodes.index(mine)], medians(values)
+    if how == "difference":
+        return np.asarray(own - middle)
+    with np.errstate(all="ignore"):
+        # Where all are zero, nobody differs.
+        return np.where(own == middle, 0.0, np.log2(own / middle))
+
+
+def medians(values: Array) -> Array:
+    """The median of the finite values in each column; NaN where there is none."""
+    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
+    counts = np.sum(~np.isnan(ordered), axis=0)
+    found = np.full(values.shape[1], np.nan)
+    some = np.flatnonzero(counts)
+    found[some] = (ordered[(counts[some] - 1) // 2, some] + ordered[counts[some] // 2, some]) / 2
+    return found

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened, step by step: a run's tape over all rounds, and the state of the federation at one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fedvitals.catalog import CATALOG
+from fedvitals.dashboard.pages.round_clients import CameRow, ClientDiff, client_diff, cohort_of, norms_of
+from fedvitals.dashboard.pages.shell_commands import Command, Here, commands_of
+from fedvitals.dashboard.pages.tape_index import DAMAGED, NoTapeError, Opened, Standing, opened
+from fedvitals.dashboard.pages.what_if import Updates, flat, updates_of
+from fedvitals.diagnosis.cases import Case
+from fedvitals.errors import FedvitalsError
+from fedvitals.store import Target
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import case_key, cases_of, text_of
+from fedvitals.views.labels import labels_of
+from fedvitals.views.verdict_words import clause
+
+if TYPE_CHECKING:
+    from fedvitals.replay.tape.journal import Entry
+
+HOW = (
+    "Without a tape a run can be looked at, but not run again. Runs of `fedvitals lab` have one unless they were "
+    "started with --no-tape; in your own training, hand one to the monitor. It takes a few models' room on disk, and "
+    "hardly any time of the training."
+)
+CODE = 'monitor = fv.Monitor("runs.db", tape=fv.Tape(budget="1 GB"))'
+RANK = {"critical": 0, "warning": 1, "note": 2}
+FINDINGS, ACTIONS, STATES, LAYERS, METRICS = 20, 50, 50, 2000, 100  # the most that a page tells
+STEP = 64 << 20  # bytes on disk of two models that a page reads to compare them
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """The worst finding of a round, and how many there were."""
+
+    round: int
+    severity: str
+    count: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayIndex:
+    """The scrubber: a column for each round. `kinds`: «whole», «again» (run from `since` on), «digests», «damaged»."""
+
+    run: str
+    there: bool
+    why: str  # it is not
+    how: str
+    code: str
+    host: str
+    bytes: int | None
+    budget: int | None
+    machine: str
+    rounds: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
+    since: tuple[int | None, ...] = ()
+    answers: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()  # that are on the tape whole
+    flags: tuple[Flag, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    name: str
+    before: float | None  # norm; None: not finite
+    after: float | None
+    same: bool | None  # not one bit has changed
+    step: float | None  # norm of what changed, where both models are on the tape
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """What else the server remembered."""
+
+    name: str
+    digest: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    name: str
+    unit: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActionInForce:
+    kind: str
+    target: str | None
+    why: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHere:
+    key: str
+    severity: str
+    words: str
+    node: str | None
+    suspects: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRound:
+    """`trouble`: why this round cannot be read; all else is empty then."""
+
+    run: str
+    round: int
+    kind: str
+    since: int | None
+    how: str
+    trouble: str | None
+    commands: tuple[Command, ...]
+    findings: tuple[FoundHere, ...]
+    digest: str | None = None
+    digest_after: str | None = None
+    clock: float | None = None
+    clock_after: float | None = None
+    metrics: tuple[MetricRow, ...] = ()
+    layers: tuple[LayerState, ...] = ()
+    stepped: bool = False  # whether what changed could be measured
+    states: tuple[StateRow, ...] = ()
+    cohort: tuple[CameRow, ...] = ()
+    total: int = 0
+    offset: int = 0
+    used: int = 0
+    left_out: int = 0
+    failed: int = 0
+    lost: int = 0
+    whole: int = 0
+    norms: str = ""
+    norm_layers: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # names of all that answered, to choose from
+    actions: tuple[ActionInForce, ...] = ()
+    client: ClientDiff | None = None
+
+
+class Before(msgspec.Struct, frozen=True):
+    """Of the round before, what was measured at its end."""
+
+    metrics: dict[str, float | None] = {}
+
+
+def replay_index(reader: Reader, store: Target, run: str) -> ReplayIndex:
+    """Which rounds are on the tape and how; where there is no tape, how to get one."""
+    try:
+        found = opened(reader, store, run)
+    except NoTapeError as error:
+        how = "" if error.extra or error.damaged else HOW
+        return ReplayIndex(run, False, str(error), how, CODE if how else "", _host(reader, run), None, None, "")
+    rows, setting = found.rows, found.tape.setting
+    budget = setting.kept.get("budget")
+    return ReplayIndex(
+        run, True, "", "", "", setting.host, found.tape.bytes, budget if isinstance(budget, int) else None,
+        ", ".join(f"{name} {value}" for name, value in setting.machine.items()),
+        tuple(row.round for row in rows),
+        tuple(one.kind for one in found.standings),
+        tuple(one.since for one in found.standings),
+        tuple(row.answers for row in rows),
+        tuple(row.failed for row in rows),
+        tuple(row.left_out for row in rows),
+        tuple(one.updates for one in found.standings),
+        _flags(reader, run),
+    )  # fmt: skip
+
+
+def _host(reader: Reader, run: str) -> str:
+    try:
+        return queries.get_run(reader, run).host
+    except FedvitalsError:
+        return ""
+
+
+def _flags(reader: Reader, run: str) -> tuple[Flag, ...]:
+    seen: dict[int, list[Case]] = {}
+    for case in cases_of(reader, run):  # worst first
+        for number in case.rounds:
+            seen.setdefault(number, []).append(case)
+    labels = labels_of(reader, run)
+    worst = {number: min(same, key=lambda case: RANK.get(case.severity, 3)) for number, same in seen.items()}
+    return tuple(
+        Flag(number, worst[number].severity, len(seen[number]), clause([worst[number]], labels))
+        for number in sorted(seen)
+    )
+
+
+def replay_round(
+    reader: Reader,
+    store: Target,
+    run: str,
+    number: int,
+    node: str | None = None,
+    *,
+    sort: str = "trouble",
+    limit: int = 50,
+    offset: int = 0,
+) -> ReplayRound:
+    """The state at one round, who answered, and one of them against the others; ConfigError: not on the tape."""
+    found = opened(reader, store, run)
+    place = found.place(number)
+    standing, trouble, entry = found.standings[place], found.rows[place].trouble, None
+    try:
+        entry = found.tape.entry(number) if trouble is None else None
+    except (FedvitalsError, OSError) as error:
+        standing, trouble = Standing(DAMAGED, None, 0), str(error)
+    answered = entry is not None and node is not None and entry.of(node) is not None
+    here = Here(run, store, found.tape.setting.host, number, node, answered)
+    told = _about(reader, here, standing, trouble)
+    if entry is None:
+        return ReplayRound(**told)
+    return ReplayRound(
+        **told,
+        **_state(found, entry, found.rows[place - 1].round if place else None),
+        **_cohort(reader, run, found, entry, node, (sort, limit, offset)),
+        actions=_actions(entry.notes.get("actions")),
+    )
+
+
+def _about(reader: Reader, here: Here, standing: Standing, trouble: str | None) -> dict[str, Any]:
+    cases, labels = cases_of(reader, here.run), labels_of(reader, here.run)
+    found = [
+        FoundHere(
+            case_key(case),
+            case.severity,
+            clause([case], labels),
+            case.node,
+            tuple(suspect.node for suspect in case.newest.suspects[:5]),
+        )
+        for case in cases
+        if here.round in case.rounds
+    ]
+    return {
+        "run": here.run,
+        "round": here.round,
+        "kind": standing.kind,
+        "since": standing.since,
+        "how": _how(standing, trouble),
+        "trouble": trouble,
+        "commands": commands_of(here, standing, cases),
+        "findings": tuple(found[:FINDINGS]),
+    }
+
+
+def _how(standing: Standing, trouble: str | None) -> str:
+    if trouble is not None:
+        return "This round cannot be read."
+    return {
+        "whole": "The state before this round is on the tape, whole: whatever follows is computed from here.",
+        "again": "Its state is not stored: it is computed again from "
+        + (f"round {standing.since}." if standing.since else "the very beginning."),
+        "digests": "Only digests and norms are left: no whole state before it is on the tape any more.",
+    }[standing.kind]
+
+
+def _state(found: Opened, entry: Entry, before: int | None) -> dict[str, Any]:
+    tape, model, after = found.tape, entry.state.get("model"), entry.after.get("model")
+    names = tape.setting.layers[:LAYERS]
+    steps = _steps(found, entry)
+    layers = []
+    for i, name in enumerate(names):
+        one = None if model is None or i >= len(model.norms) else model.norms[i]
+        two = None if after is None or i >= len(after.norms) else after.norms[i]
+        known = model is not None and after is not None and i < min(len(model.layers), len(after.layers))
+        same = model.layers[i] == after.layers[i] if known and model is not None and after is not None else None
+        layers.append(LayerState(name, one, two, same, steps.get(name)))
+    others = [(name, mark) for name, mark in entry.state.items() if name != "model"][:STATES]
+    return {
+        "digest": None if model is None else model.digest,
+        "digest_after": None if after is None else after.digest,
+        "clock": _clock(entry.notes),
+        "clock_after": _clock(entry.after_notes),
+        "metrics": _metrics(found, entry, before),
+        "layers": tuple(layers),
+        "stepped": bool(steps),
+        "states": tuple(StateRow(name, mark.digest, tape.has(mark.digest)) for name, mark in others),
+    }
+
+
+def _steps(found: Opened, entry: Entry) -> dict[str, float]:
+    """How far each layer went, where the models before and after are on the tape, and not too large for a page."""
+    tape, marks = found.tape, (entry.state.get("model"), entry.after.get("model"))
+    if any(mark is None or not tape.has(mark.digest) for mark in marks):
+        return {}
+    digests = [mark.digest for mark in marks if mark is not None]
+    if sum(tape.size(digest) for digest in digests) > STEP:
+        return {}
+    try:
+        before, after = (tape.tensors(digest) for digest in digests)
+        return {name: float((flat([after[name]]) - flat([before[name]])).double().norm()) for name in before}
+    except (FedvitalsError, KeyError, RuntimeError):  # damaged: digests are told all the same
+        return {}
+
+
+def _clock(notes: Mapping[str, Any]) -> float | None:
+    try:
+        return float.fromhex(notes["clock"]) or None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _metrics(found: Opened, entry: Entry, before: int | None) -> tuple[MetricRow, ...]:
+    earlier: Mapping[str, float | None] = {}
+    if before is not None:
+        try:
+            earlier = found.tape.journal.read_as(Before, before).metrics
+        except (FedvitalsError, OSError):
+            earlier = {}
+    return tuple(
+        MetricRow(name, CATALOG[name].unit if name in CATALOG else "", earlier.get(name), value)
+        for name, value in [*entry.metrics.items()][:METRICS]
+    )
+
+
+def _cohort(
+    reader: Reader, run: str, found: Opened, entry: Entry, node: str | None, asked: tuple[str, int, int]
+) -> dict[str, Any]:
+    sort, limit, offset = asked
+    updates: Updates | str = "" if node is None else _updates(reader, run, found, entry)
+    norms = norms_of(reader, run, entry, found.tape.setting.layers, None if isinstance(updates, str) else updates)
+    rows = cohort_of(entry, norms, found.tape.has, sort)
+    states = [row.state for row in rows]
+    return {
+        "cohort": tuple(rows[offset : offset + limit]),
+        "total": len(rows),
+        "offset": offset,
+        "used": states.count("used"),
+        "left_out": states.count("left out"),
+        "failed": states.count("failed"),
+        "lost": entry.lost,
+        "whole": sum(row.whole for row in rows),
+        "norms": norms.of,
+        "norm_layers": norms.layers,
+        "nodes": tuple(row.node for row in rows),
+        "client": None if node is None else client_diff(entry, node, norms, rows, updates),
+    }
+
+
+def _updates(reader: Reader, run: str, found: Opened, entry: Entry) -> Updates | str:
+    try:
+        return updates_of(reader, run, found, entry)
+    except FedvitalsError as error:
+        return str(error)
+
+
+def _actions(told: Any) -> tuple[ActionInForce, ...]:
+    found = []
+    for one in told[:ACTIONS] if isinstance(told, list | tuple) else ():
+        if isinstance(one, Mapping):
+            target = one.get("target")
+            found.append(
+                ActionInForce(
+                    str(one.get("kind", ""))[:200],
+                    None if target is None else str(target)[:500],
+                    str(one.get("finding", ""))[:500],
+                    text_of(one.get("arguments") or {})[:500],
+                )
+            )
+    return tuple(found)

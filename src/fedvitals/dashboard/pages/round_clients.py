@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who answered in a round, and how: each client's part in it, and one of them against the others, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedvitals.dashboard.pages.layer_deviation import medians
+from fedvitals.records import natural
+from fedvitals.stats import Array
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+
+if TYPE_CHECKING:
+    from fedvitals.dashboard.pages.what_if import Updates
+    from fedvitals.replay.tape.journal import Came, Entry
+
+WORDS = 500  # characters of why somebody failed
+POINTS = 400  # of a client's local losses
+LAYERS = 2000
+SORTS = ("trouble", "name", "weight", "norm", "first", "last")
+MEASURED = "of updates, as the monitor measured them"
+TAKEN = "of updates, from the tape"
+SENT = "of whole models as they were sent: the tape has digests and norms of these only"
+
+
+@dataclass(frozen=True, slots=True)
+class CameRow:
+    """One client's part."""
+
+    node: str
+    state: str  # «used», «left out», «failed»
+    why: str
+    group: str | None
+    weight: float
+    share: float | None  # of all weight that was used
+    norm: float | None
+    ratio: float | None  # to the median client's
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    digest: str | None
+    whole: bool
+    layers: tuple[float | None, ...]  # log₂ of the ratio to the median client, by layer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDiff:
+    name: str
+    norm: float | None
+    median: float | None
+    ratio: float | None
+    cosine: float | None  # to the mean of all used updates
+
+
+@dataclass(frozen=True, slots=True)
+class ClientDiff:
+    """A client against its cohort in this round. `there`: False where it did not answer."""
+
+    node: str
+    there: bool
+    row: CameRow | None
+    norms: str  # what the norms are of
+    clients: int  # of which the median is
+    layers: tuple[LayerDiff, ...]
+    cosine: float | None
+    cosines: str  # what of, or why there are none
+    losses: tuple[float | None, ...]
+    every: int  # of so many local steps one is told
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms by client and layer, [clients, layers], and what they are of."""
+
+    of: str
+    layers: tuple[str, ...]
+    nodes: Mapping[str, int]
+    values: Array
+    totals: Mapping[str, float] = field(default_factory=dict)
+
+    def median(self) -> float | None:
+        finite = [value for value in self.totals.values() if math.isfinite(value)]
+        return float(np.median(finite)) if finite else None
+
+
+def norms_of(reader: Reader, run: str, entry: Entry, names: Sequence[str], updates: Updates | None) -> Norms:
+    """What the monitor measured of the updates; else the updates themselves; else the models that were sent."""
+    measured = queries.layer_round(reader, run, "update", entry.round)
+    there = {came.node for came in entry.came if came.mark is not None}
+    nodes = [node for node in measured.nodes if node in there]
+    if nodes and measured.layers:
+        rows = [measured.nodes.index(node) for node in nodes]
+        values = np.asarray(measured.get("l2"), float)[rows][:, :LAYERS]
+        told = reader.history(run).latest("update.norm", entry.round)
+        totals = {node: told[node] for node in nodes if node in told}
+        return Norms(MEASURED, measured.layers[:LAYERS], _places(nodes), values, totals or _totals(nodes, values))
+    if updates is not None:
+        pieces = updates.deltas().split(updates.sizes, dim=1)
+        values = np.stack([piece.double().norm(dim=1).numpy() for piece in pieces], axis=1)
+        return Norms(TAKEN, updates.names, _places(updates.nodes), values, _totals(updates.nodes, values))
+    came = [one for one in entry.came if one.mark is not None]
+    layers = tuple(names[:LAYERS])
+    values = np.full((len(came), len(layers)), np.nan)
+    for row, one in enumerate(came):
+        sizes = one.mark.norms[: len(layers)] if one.mark is not None else ()
+        values[row, : len(sizes)] = [math.nan if size is None else size for size in sizes]
+    sent = [one.node for one in came]
+    return Norms(SENT, layers, _places(sent), values, _totals(sent, values))
+
+
+def _places(nodes: Sequence[str]) -> dict[str, int]:
+    return {node: row for row, node in enumerate(nodes)}
+
+
+def _totals(nodes: Sequence[str], values: Array) -> dict[str, float]:
+    return dict(zip(nodes, np.sqrt((values**2).sum(axis=1)).tolist(), strict=True))
+
+
+def cohort_of(entry: Entry, norms: Norms, whole: Any, sort: str) -> list[CameRow]:
+    """All rows of a round, in order; `whole(digest)`: whether that is on the tape."""
+    total = sum(came.weight for came in entry.came if came.mark is not None and came.used)
+    middle, usual = norms.median(), medians(norms.values) if len(norms.nodes) else np.empty(0)
+    rows = [_row(came, norms, (middle, usual, total), whole) for came in entry.came]
+    return sorted(rows, key=_key(sort.removeprefix("-")), reverse=sort.startswith("-"))
+
+
+def _key(sort: str) -> Any:
+    def down(value: float | None) -> float:
+        return math.inf if value is None or not math.isfinite(value) else -value
+
+    rank = {"failed": 0, "left out": 1, "used": 2}
+    return {
+        "name": lambda row: natural(row.node),
+        "weight": lambda row: (down(row.weight), natural(row.node)),
+        "norm": lambda row: (down(row.norm), natural(row.node)),
+        "first": lambda row: (down(row.first_loss), natural(row.node)),
+        "last": lambda row: (down(row.last_loss), natural(row.node)),
+    }.get(sort, lambda row: (rank[row.state], down(_oddness(row)), natural(row.node)))
+
+
+def _oddness(row: CameRow) -> float | None:
+    """How far its norm is from the median client's, either way; what is not finite comes first."""
+    if row.norm is None or not math.isfinite(row.norm):
+        return 1e9
+    return abs(math.log2(row.ratio)) if row.ratio else 0.0
+
+
+def _row(came: Came, norms: Norms, usual: tuple[float | None, Array, float], whole: Any) -> CameRow:
+    middle, medians_, total = usual
+    state = "failed" if came.mark is None else "used" if came.used else "left out"
+    losses = losses_of(came)
+    norm = norms.totals.get(came.node)
+    place = norms.nodes.get(came.node)
+    with np.errstate(all="ignore"):
+        ratios = () if place is None else np.log2(norms.values[place] / medians_).tolist()
+    return CameRow(
+        came.node[:WORDS],
+        state,
+        (came.error or {"failed": "Nothing came.", "left out": "It was shut out."}.get(state, ""))[:WORDS],
+        came.group,
+        came.weight,
+        came.weight / total if state == "used" and total > 0 else None,
+        norm,
+        norm / middle if norm is not None and middle else None,
+        len(losses),
+        float(losses[0]) if len(losses) else None,
+        float(losses[-1]) if len(losses) else None,
+        None if came.mark is None else came.mark.digest,
+        came.mark is not None and whole(came.mark.digest),
+        tuple(value if math.isfinite(value) else None for value in ratios),
+    )
+
+
+def losses_of(came: Came) -> Array:
+    """Of each local step of a training that came to an end; what is no whole number of floats is nothing."""
+    usable = came.mark is not None and len(came.losses) % 4 == 0
+    return np.frombuffer(came.losses, "<f4") if usable else np.empty(0, "<f4")
+
+
+def client_diff(entry: Entry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str) -> ClientDiff:
+    """`updates`: all whole ones, or why they are not there."""
+    came = entry.of(node)
+    row = next((one for one in rows if one.node == node), None)
+    cosines, whole, told = _cosines(updates, node)
+    place = norms.nodes.get(node)
+    layers = []
+    if place is not None:
+        usual = medians(norms.values)
+        for i, name in enumerate(norms.layers):
+            mine, middle = float(norms.values[place, i]), float(usual[i])
+            ratio = mine / middle if middle else None
+            layers.append(LayerDiff(name, mine, middle, ratio, cosines.get(name)))
+    losses = np.empty(0, np.float32) if came is None else losses_of(came)
+    every = max(1, math.ceil(len(losses) / POINTS))
+    return ClientDiff(
+        node, came is not None, row, norms.of, len(norms.nodes), tuple(layers), whole, told,
+        tuple(float(loss) for loss in losses[::every]), every,
+    )  # fmt: skip
+
+
+def _cosines(updates: Updates | str, node: str) -> tuple[dict[str, float | None], float | None, str]:
+    """To the mean by weight of all used updates: by layer, and of the whole."""
+    if isinstance(updates, str):
+        return {}, None, f"Directions cannot be compared: {updates}"
+    if node not in updates.nodes:
+        return {}, None, "Directions cannot be compared: its update was not used."
+    import torch  # noqa: PLC0415 - an extra
+
+    deltas = updates.deltas().double()
+    weights = torch.tensor(updates.weights, dtype=torch.float64)
+    mean = (deltas * (weights / weights.sum())[:, None]).sum(0) if float(weights.sum()) else deltas.mean(0)
+    mine = deltas[updates.nodes.index(node)]
+    pieces = zip(updates.names, mine.split(updates.sizes), mean.split(updates.sizes), strict=True)
+    found = {name: _cosine(one, two) for name, one, two in pieces}
+    return found, _cosine(mine, mean), f"to the mean of all {len(updates.nodes)} updates, which are on the tape"
+
+
+def _cosine(one: Any, two: Any) -> float | None:
+    lengths = float(one.norm()) * float(two.norm())
+    return float(one @ two) / lengths if lengths else None

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of a store, a page at a time: filtered, sorted, and each with what tells at a glance how it is.
+
+What a list tells of a run is looked up once and remembered until the run changes; what has not to be known to filter
+and to sort is looked up for the runs of the page only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Literal, get_args
+
+from fedvitals.dashboard.pages.run_summary import RunFacts, Spark, facts_of
+from fedvitals.diagnosis.issues.table import SEVERITIES
+from fedvitals.store.marks import Mark, marks
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.status import RunState, state_of
+from fedvitals.views.verdict import State
+
+Sort = Literal[
+    "newest", "worst", "health", "name", "progress", "accuracy", "findings", "duration", "bytes", "clients", "host",
+    "started",
+]  # fmt: skip
+Order = Literal["up", "down"]
+WORST_FIRST: tuple[State, ...] = ("ill", "watch", "warming", "unjudged", "healthy")
+DOWN_BY_ITSELF = ("accuracy", "findings", "duration", "bytes", "clients", "progress", "started")  # large first
+FROM_HEADS = ("newest", "name", "host", "started")  # what can be sorted by without the facts
+REMEMBERED = 20_000  # runs
+
+
+@dataclass(frozen=True, slots=True)
+class RunsAsked:
+    search: str = ""
+    state: RunState | None = None
+    health: State | None = None
+    tag: str | None = None
+    sort: Sort = "newest"
+    order: Order | None = None  # None: as it makes sense for the column
+    limit: int = 50
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    id: str
+    name: str
+    host: str
+    topology: str | None
+    tags: tuple[str, ...]
+    state: RunState  # «silent»: no end, no record for a minute, and nobody writes
+    written: bool  # whether somebody is there who may write to it still
+    health: State
+    headline: str  # the verdict
+    key: str | None  # of the worst case
+    findings: Mapping[str, int]  # cases by severity, without muted ones
+    rounds: int
+    planned: int | None
+    started: float | None
+    finished: float | None
+    last_record: float | None
+    seconds: float | None  # so far, where it is not finished
+    clients: int
+    accuracy: float | None
+    loss: float | None
+    spark: Spark | None
+    bytes: int | None  # of the training, without telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class RunsPage:
+    total: int  # that were asked for
+    stored: int  # in the store
+    running: int
+    tags: tuple[str, ...]  # of all runs
+    runs: tuple[RunRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What is known of every run without looking at its records."""
+
+    id: str
+    name: str
+    host: str
+    topology: str | None
+    started: float | None
+    finished: float | None
+    last_record: float | None  # of runs without an end
+    written: bool
+    state: RunState
+    marks: tuple[Mark, ...]
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return tuple(sorted(mark.target for mark in self.marks if mark.kind == "tag"))
+
+
+class RunList:
+    """Remembers what it has told of each run. One for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._facts: dict[str, tuple[str, RunFacts]] = {}
+
+    def page(
+        self,
+        reader: Reader,
+        version: Callable[[str], str],
+        asked: RunsAsked,
+        is_written: Callable[[str, bool], bool] = lambda _run, _newest: False,
+        now: float | None = None,
+    ) -> RunsPage:
+        """`version(run)` changes when the run does; `is_written(run, newest)`: whether its training is still there."""
+        heads = _heads(reader, is_written, time.time() if now is None else now)
+        found = [head for head in heads if _is_asked(head, asked)]
+        rows: Iterable[RunRow]
+        if asked.health is None and asked.sort in FROM_HEADS:
+            found = _sorted(found, asked)
+            rows = [self._row(reader, version, head) for head in found[asked.offset : asked.offset + asked.limit]]
+            total = len(found)
+        else:
+            every = [self._row(reader, version, head) for head in found]
+            matching = _sorted([row for row in every if asked.health in (None, row.health)], asked)
+            rows, total = matching[asked.offset : asked.offset + asked.limit], len(matching)
+        return RunsPage(
+            total=total,
+            stored=len(heads),
+            running=sum(head.state == "running" for head in heads),
+            tags=tuple(sorted({tag for head in heads for tag in head.tags})),
+            runs=tuple(rows),
+        )
+
+    def _row(self, reader: Reader, version: Callable[[str], str], head: _Head) -> RunRow:
+        facts = self._known(reader, version(head.id), head)
+        end = head.finished if head.finished is not None else facts.last_record
+        return RunRow(
+            id=head.id,
+            name=head.name,
+            host=head.host,
+            topology=head.topology,
+            tags=head.tags,
+            state=head.state,
+            written=head.written,
+            health=facts.verdict.state,
+            headline=facts.verdict.headline,
+            key=facts.verdict.key,
+            findings=facts.findings,
+            rounds=facts.rounds,
+            planned=facts.planned,
+            started=head.started,
+            finished=head.finished,
+            last_record=facts.last_record,
+            seconds=None if end is None or head.started is None else max(0.0, end - head.started),
+            clients=facts.clients,
+            accuracy=facts.accuracy,
+            loss=facts.loss,
+            spark=facts.spark,
+            bytes=facts.bytes,
+        )
+
+    def _known(self, reader: Reader, version: str, head: _Head) -> RunFacts:
+        with self._lock:
+            known = self._facts.get(head.id)
+        if known is not None and known[0] == version:
+            return known[1]
+        facts = facts_of(reader, head.id, head.marks)
+        with self._lock:
+            self._facts[head.id] = version, facts
+            if len(self._facts) > REMEMBERED:
+                del self._facts[next(iter(self._facts))]
+        return facts
+
+
+def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) -> list[_Head]:
+    ask = reader.database.rows
+    found = ask(
+        "SELECT r.id, s.text, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
+        "JOIN symbol AS s ON s.id = r.id"
+    )
+    by_run = {
+        run: tuple(same) for run, same in groupby(sorted(marks(reader), key=attrgetter("run")), key=attrgetter("run"))
+    }
+    lasts = dict(
+        ask(
+            "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
+        )
+    )
+    newest = max((row[5] or 0.0 for row in found if row[6] is None), default=None)
+    heads = []
+    for number, run, name, host, topology, started, finished in found:
+        last, written = None, False
+        if finished is None:
+            last = lasts.get(number)
+            last = started if last is None else last
+            written = is_written(run, (started or 0.0) == newest)
+        state = state_of(finished, last, started, written=written, now=now)
+        heads.append(_Head(run, name, host, topology, started, finished, last, written, state, by_run.get(run, ())))
+    return heads
+
+
+def _is_asked(head: _Head, asked: RunsAsked) -> bool:
+    words = asked.search.casefold().split()
+    text = " ".join((head.name, head.id, head.host, head.topology or "", *head.tags)).casefold()
+    return (
+        all(word in text for word in words)
+        and asked.state in (None, head.state)
+        and (asked.tag is None or asked.tag in head.tags)
+    )
+
+
+def _sorted(found: list[Any], asked: RunsAsked) -> list[Any]:
+    """Heads or rows in the order asked for; what has no value comes last either way, and of equals the newest first."""
+    newest = sorted(found, key=lambda one: (-(one.started or 0.0), one.id))
+    if asked.sort == "newest":
+        order = sorted(newest, key=lambda one: one.state != "running")
+        return order[::-1] if asked.order == "up" else order
+    down = asked.order == "down" if asked.order else asked.sort in DOWN_BY_ITSELF
+    value = VALUES[asked.sort]
+    known = [one for one in newest if value(one) is not None]
+    known.sort(key=value, reverse=down)
+    return known + [one for one in newest if value(one) is None]
+
+
+VALUES: Mapping[str, Callable[[Any], Any]] = {
+    "worst": lambda row: (WORST_FIRST.index(row.health), *(-row.findings[severity] for severity in SEVERITIES)),
+    "health": lambda row: WORST_FIRST.index(row.health),
+    "name": lambda one: one.name.casefold(),
+    "host": lambda one: (one.host, one.topology or ""),
+    "started": attrgetter("started"),
+    "progress": lambda row: row.rounds / row.planned if row.planned else float(row.finished is not None),
+    "accuracy": attrgetter("accuracy"),
+    "findings": lambda row: tuple(row.findings[severity] for severity in SEVERITIES),
+    "duration": attrgetter("seconds"),
+    "bytes": attrgetter("bytes"),
+    "clients": attrgetter("clients"),
+}
+assert set(VALUES) == set(get_args(Sort)) - {"newest"}  # noqa: S101 - a word without a meaning is our own mistake

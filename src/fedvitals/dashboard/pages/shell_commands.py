@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands that do with a round what a page cannot: to be copied into a terminal, whatever things are called."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedvitals.dashboard.pages.tape_index import DAMAGED, DIGESTS, Standing
+from fedvitals.diagnosis.cases import Case
+from fedvitals.store import DEFAULT, Target, store_target
+from fedvitals.views.cases import concerns
+
+PLAIN = re.compile(r"[\w.\-]+", re.ASCII)  # names that need no care inside a session's own line
+
+NEEDS = {"krum": " faulty=1", "multi_krum": " faulty=1"}  # what these rules cannot do without
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    what: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Which round of which run; `node`: who was chosen, and whether it answered in this round."""
+
+    run: str
+    store: Target
+    host: str
+    round: int
+    node: str | None = None
+    answered: bool = False
+
+    @property
+    def replay(self) -> str:
+        """Of a plain loop it must be told what restores a state and what trains: `fv.open_replay(loop=...)`."""
+        own = "" if self.host in ("lab", "flower") else " --loop MODULE:NAME"
+        return f"fedvitals replay {shlex.quote(self.run)}{_where(self.store)}{own}"
+
+
+def commands_of(here: Here, standing: Standing, cases: Sequence[Case]) -> tuple[Command, ...]:
+    """What to do with this round, and with this client where one is chosen; nothing where nothing can be done."""
+    if here.host == "flower":
+        return _of_flower(here)
+    if standing.kind in (DIGESTS, DAMAGED):
+        return ()
+    node, number = here.node, here.round
+    found = [
+        Command("prove this round, digest by digest", f"{here.replay} --verify --rounds {number}-{number}"),
+        Command("step through it", f"{here.replay} -c {shlex.quote(f'goto {number}')}"),
+    ]
+    if node and here.answered:
+        inside = f"-c {shlex.quote(f'goto {number}; into {node}')}"
+        careful = f"--round {number} --node {shlex.quote(node)}"
+        text = f"{here.replay} {inside if PLAIN.fullmatch(node) else careful}"
+        found[-1] = Command(f"step through the training of {node}", text)
+    if here.host != "lab":
+        return tuple(found)
+    if node and PLAIN.fullmatch(node):
+        session = shlex.quote(f"goto {number}; fork drop {node}")
+        found.append(Command(f"run it again from here without {node}, as a new run", f"{here.replay} -c {session}"))
+    bisect = _bisect(here, cases)
+    return tuple(found) if bisect is None else (*found, bisect)
+
+
+def _of_flower(here: Here) -> tuple[Command, ...]:
+    """Here the server's work; a client's own data are at its site, and so is what it was sent."""
+    who, number = shlex.quote(here.node) if here.node else "NODE", here.round
+    site = f"fedvitals replay {shlex.quote(here.run)} --tape FOLDER --round {number} --node {who} --pdb"
+    return (
+        Command("put the recorded updates together again", f"{here.replay} --verify --rounds {number}-{number}"),
+        Command("at the client's own site: its message again, under a debugger", site),
+    )
+
+
+def _bisect(here: Here, cases: Sequence[Case]) -> Command | None:
+    """From the last round that was well, as far as findings tell."""
+    about = [case for case in cases if here.node is None or concerns(case, here.node)]
+    begun = [case.first if case.since is None else case.since for case in about]
+    good = max(0, min((one for one in begun if one is not None), default=here.round) - 1)
+    if not about or good >= here.round:
+        return None
+    text = f"fedvitals bisect {shlex.quote(here.run)}{_where(here.store)} --good {good} --bad {here.round}"
+    return Command("find the first round and the clients that made it go wrong", text)
+
+
+def what_if_command(run: str, store: Target, number: int, drop: Sequence[str], rule: str) -> str:
+    plain = [node for node in drop if PLAIN.fullmatch(node)]
+    parts = [f"drop {', '.join(plain)}"] if plain else []
+    parts += [f"aggregator {rule}{NEEDS.get(rule, '')}"] if rule != "recorded" and PLAIN.fullmatch(rule) else []
+    said = " and ".join(parts) or "drop CLIENT"
+    session = shlex.quote(f"goto {number}; whatif {said}")
+    return f"fedvitals replay {shlex.quote(run)}{_where(store)} -c {session}"
+
+
+def _where(store: Target) -> str:
+    """Of a database nothing: its address may hold a password, and is in the reader's own settings."""
+    target = store_target(store)
+    return "" if isinstance(target, str) or str(target) == DEFAULT else f" --store {shlex.quote(str(target))}"

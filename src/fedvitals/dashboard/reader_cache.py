@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store as the pages see it: readers in turns, what is remembered between requests, and what has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedvitals.dashboard.change_tracker import Mark, Pulse
+from fedvitals.dashboard.warming import Warming
+from fedvitals.errors import StoreError
+from fedvitals.store import open_reader, store_target
+from fedvitals.store.postgres import address_of
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.clients import Rosters
+from fedvitals.views.matrix import Matrices, share
+from fedvitals.views.update_map import Layouts
+
+READERS = 8  # that wait for the next request
+REMEMBERED = 64_000_000  # bytes of answers
+PATIENCE = 60.0  # seconds for one statement of a request
+
+
+class Shelf:
+    def __init__(self, store: str | Path | None = None) -> None:
+        self.target = store_target(store)
+        self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
+        self.warming = Warming(self)
+        self._pulse = Pulse()
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()  # its own: a look may take long, and answers that are known need not wait
+        self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
+        self._readers: list[tuple[object, Reader]] = []
+        self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` tells of changes
+        self._answers: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._answered = 0
+
+    @property
+    def shown(self) -> str:
+        """The store's name for people: no password in it."""
+        return address_of(self.target).shown if isinstance(self.target, str) else str(self.target)
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[Reader]:
+        """A reader of the store for one request. One that failed is not used again."""
+        identity = self._identity()
+        with self._lock:
+            kept = [pair for pair in self._readers if pair[0] == identity]
+            gone = [pair for pair in self._readers if pair[0] != identity]
+            reader = kept.pop()[1] if kept else None
+            self._readers = kept
+        for _, old in gone:
+            old.close()
+        if reader is not None and _is_outdated(reader):
+            reader.close()
+            reader = None
+        reader = reader or open_reader(self.target, patience=PATIENCE)
+        share(reader, self.matrices)
+        try:
+            yield reader
+        except BaseException:
+            reader.close()
+            raise
+        with self._lock:
+            room = len(self._readers) < READERS
+            if room:
+                self._readers.append((identity, reader))
+        if not room:
+            reader.close()
+
+    def _identity(self) -> object:
+        """What tells this store from another of its name, which may have taken its place."""
+        if isinstance(self.target, str):
+            return None
+        try:
+            found = self.target.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def look(self) -> None:
+        """Notice what has changed in the store since the last look."""
+        came = self._looks
+        with self._looking:
+            if self._looked > came:  # somebody else's look, which began after we came
+                return
+            self._looks += 1
+            self._look(self._identity())
+            self._looked = self._looks
+
+    def _look(self, identity: object) -> None:
+        watcher = self._watcher
+        if watcher is not None and (watcher[0] != identity or _is_outdated(watcher[1])):
+            watcher[1].close()
+            self._watcher = None
+            if watcher[0] != identity:
+                self._pulse = Pulse()
+                self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
+        if self._watcher is None:
+            self._watcher = identity, open_reader(self.target, patience=PATIENCE)
+        try:
+            self._pulse.look(self._watcher[1])
+        except BaseException:
+            self._watcher[1].close()
+            self._watcher = None
+            raise
+
+    def version(self, run: str | None) -> str:
+        return self._pulse.version(run)
+
+    def versions(self) -> tuple[Mark, dict[str, int]]:
+        return self._pulse.versions()
+
+    def remembered(self, asked: str, version: str) -> bytes | None:
+        with self._lock:
+            found = self._answers.get((asked, version))
+            if found is not None:
+                self._answers.move_to_end((asked, version))
+            return found
+
+    def remember(self, asked: str, version: str, body: bytes) -> None:
+        with self._lock:
+            if (asked, version) in self._answers or len(body) > REMEMBERED // 4:
+                return
+            self._answers[asked, version] = body
+            self._answered += len(body)
+            while self._answered > REMEMBERED:
+                self._answered -= len(self._answers.popitem(last=False)[1])
+
+    def close(self) -> None:
+        self.warming.close()
+        with self._looking, self._lock:
+            for _, reader in self._readers:
+                reader.close()
+            if self._watcher is not None:
+                self._watcher[1].close()
+            self._readers, self._watcher = [], None
+
+
+def _is_outdated(reader: Reader) -> bool:
+    """Also one that can no longer be asked."""
+    try:
+        return reader.is_outdated()
+    except StoreError:
+        return True

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients: the table of all, the page of one, the map of who behaves alike.
+
+A client's name travels as a query parameter: it may hold slashes, dots and question marks, which a path does not keep.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.pages.client import ClientPage, client_page
+from fedvitals.dashboard.pages.layer_deviation import ClientLayers, client_layers
+from fedvitals.dashboard.pages.round_times import ClientTimes, client_times
+from fedvitals.dashboard.pages.sign_deviation import ClientSign, client_signs
+from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.routes.overview import Points
+from fedvitals.dashboard.routes.parameters import First, Last, RunPath
+from fedvitals.diagnosis.evidence.attendance import groups_of
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.clients import ClientsPage, Roster, clients_page, severities
+from fedvitals.views.update_map import Kind, Layouts, UpdateMap, update_map
+
+router = APIRouter(tags=["clients"])
+Node = Annotated[str, Query(min_length=1, max_length=1000, description="Name of a client.")]
+Word = Annotated[str | None, Query(max_length=200)]
+Sort = Literal[
+    "worst", "name", "group", "attended", "last_seen", "loss", "norm", "cosine", "score", "seconds", "bytes",
+    "failures", "findings",
+]  # fmt: skip
+Health = Literal["ill", "well", "failed", "critical", "warning", "note"]
+
+
+@router.get("/api/runs/{run}/clients", response_model=ClientsPage)
+def clients(
+    request: Request,
+    run: RunPath,
+    sort: Sort = "worst",
+    descending: bool = False,
+    search: Annotated[str, Query(max_length=200, description="Part of a name.")] = "",
+    group: Annotated[str | None, Query(max_length=1000)] = None,
+    health: Health | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
+) -> Response:
+    """A page of the table of clients."""
+    wanted: dict[str, Any] = {
+        "sort": sort, "descending": descending, "search": search, "group": group, "health": health,
+        "limit": limit, "offset": offset,
+    }  # fmt: skip
+    return answer(request, run, lambda reader, found: clients_page(_roster(request, reader, found), **wanted))
+
+
+@router.get("/api/runs/{run}/client", response_model=ClientPage)
+def client(request: Request, run: RunPath, node: Node) -> Response:
+    """One client: verdict, findings, facts, failures, events, and its neighbours in the order of trouble."""
+
+    def work(reader: Reader, found: str) -> ClientPage:
+        return client_page(reader, _known(reader, found, node), node, _roster(request, reader, found).rows)
+
+    return answer(request, run, work)
+
+
+@router.get("/api/runs/{run}/client/signs", response_model=list[ClientSign])
+def signs(
+    request: Request, run: RunPath, node: Node, points: Points = 500, first: First = None, last: Last = None
+) -> Response:
+    """Its vital signs over the rounds, the most deviating first."""
+    return answer(
+        request, run, lambda reader, found: client_signs(reader, _known(reader, found, node), node, points, first, last)
+    )
+
+
+@router.get("/api/runs/{run}/client/layers", response_model=ClientLayers)
+def layers(
+    request: Request,
+    run: RunPath,
+    node: Node,
+    family: Word = None,
+    statistic: Word = None,
+    first: First = None,
+    last: Last = None,
+) -> Response:
+    """Its layers against the median client's, by round."""
+    return answer(
+        request,
+        run,
+        lambda reader, found: client_layers(reader, _known(reader, found, node), node, family, statistic, first, last),
+    )
+
+
+@router.get("/api/runs/{run}/client/times", response_model=ClientTimes)
+def times(request: Request, run: RunPath, node: Node, first: First = None, last: Last = None) -> Response:
+    """Where its time went, by round."""
+    return answer(
+        request, run, lambda reader, found: client_times(reader, _known(reader, found, node), node, first, last)
+    )
+
+
+@router.get("/api/runs/{run}/map", response_model=UpdateMap)
+def map_of_updates(
+    request: Request,
+    run: RunPath,
+    round: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="None: the newest.")] = None,  # noqa: A002
+    node: Annotated[str | None, Query(max_length=1000, description="Whose trail is told.")] = None,
+    plane: Annotated[Kind, Query(description="That all rounds share, or the round's own.")] = "run",
+) -> Response:
+    """The updates of a round in a plane, and their cosines."""
+
+    def work(reader: Reader, found: str) -> UpdateMap:
+        layouts: Layouts = request.app.state.shelf.layouts  # here: those of a store that was replaced are gone
+        history = reader.history(found)
+        rounds = history.rounds()
+        groups = groups_of(history, rounds[-1]) if rounds else {}
+        return update_map(
+            reader,
+            found,
+            layouts,
+            round=round,
+            node=node,
+            kind=plane,
+            severities=severities(reader, found),
+            groups=groups,
+        )
+
+    return answer(request, run, work)
+
+
+def _roster(request: Request, reader: Reader, run: str) -> Roster:
+    shelf: Shelf = request.app.state.shelf
+    return shelf.rosters.roster(reader, run, shelf.version(run))
+
+
+def _known(reader: Reader, run: str, node: str) -> str:
+    """The run, where it has that node; 404 where it has not."""
+    there = reader.database.rows(
+        "SELECT 1 FROM run_node WHERE run = ? AND node = ?",
+        (reader.names.number(run) or 0, reader.names.number(node) or 0),
+    )
+    if not there:
+        raise HTTPException(404, f"The run {run} has no client '{node}'.")
+    return run

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's findings, each in full, and what people say of them: seen, or not to be heard of again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+from fastapi import APIRouter, Body, HTTPException, Path, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import answer, encode
+from fedvitals.dashboard.routes.parameters import RunPath
+from fedvitals.errors import ConfigError
+from fedvitals.store.marks import clear_mark, set_mark
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.briefs import Marked
+from fedvitals.views.cases import case_key, case_of
+from fedvitals.views.evidence import Evidence
+from fedvitals.views.findings import (
+    Asked,
+    Findings,
+    ToldFinding,
+    Where,
+    evidence_of_key,
+    findings_page,
+    told_finding,
+)
+
+router = APIRouter(tags=["findings"])
+KeyPath = Annotated[str, Path(max_length=2000, description="Key of a case, as the list of findings gives it.")]
+Name = Annotated[str | None, Query(max_length=300)]
+LONGEST_REASON = 500
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Why a finding is muted."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What is said of a case now."""
+
+    key: str
+    acknowledged: bool
+    muted: bool
+    reason: str | None
+
+
+@router.get("/api/runs/{run}/findings", response_model=Findings)
+def findings(
+    request: Request,
+    run: RunPath,
+    state: Where = "all",
+    severity: Literal["critical", "warning", "note"] | None = None,
+    node: Name = None,
+    search: Annotated[str, Query(max_length=200)] = "",
+    limit: Annotated[int, Query(ge=1, le=500)] = 100,
+    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+) -> Response:
+    """Every trouble once, worst first. `search`: words that all must be in its issue, place or message."""
+    asked = Asked(state, severity, node, search, limit, offset)
+    return answer(request, run, lambda reader, found: findings_page(reader, found, asked))
+
+
+@router.get("/api/runs/{run}/findings/{key:path}/evidence", response_model=Evidence)
+def evidence(request: Request, run: RunPath, key: KeyPath) -> Response:
+    """The courses behind one trouble: its suspects over their cohort."""
+    return answer(request, run, lambda reader, found: _of_key(evidence_of_key, reader, found, key))
+
+
+@router.get("/api/runs/{run}/findings/{key:path}", response_model=ToldFinding)
+def finding(request: Request, run: RunPath, key: KeyPath) -> Response:
+    """One trouble with its numbers, causes, remedies, and what was done about it."""
+    return answer(request, run, lambda reader, found: _of_key(told_finding, reader, found, key))
+
+
+def _of_key(work: Callable[[Reader, str, str], T], reader: Reader, run: str, key: str) -> T:
+    try:
+        return work(reader, run, key)
+    except ConfigError as error:
+        raise HTTPException(404, str(error)) from error
+
+
+@router.put("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)
+def acknowledge(request: Request, run: RunPath, key: KeyPath) -> Response:
+    """Somebody knows of it. It stays in the verdict, which says so."""
+    return _mark(request, run, key, "acknowledged", "")
+
+
+@router.delete("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)
+def take_back(request: Request, run: RunPath, key: KeyPath) -> Response:
+    """As if nobody had acknowledged it."""
+    return _unmark(request, run, key, "acknowledged")
+
+
+@router.put("/api/runs/{run}/findings/{key:path}/muted", response_model=Said)
+def mute(request: Request, run: RunPath, key: KeyPath, why: Annotated[Why | None, Body()] = None) -> Response:
+    """It does not count in the verdict from now on. The reason is kept."""
+    reason = " ".join((why or Why()).reason.split())
+    if len(reason) > LONGEST_REASON:
+        raise HTTPException(422, f"A reason has at most {LONGEST_REASON} characters, got {len(reason)}.")
+    return _mark(request, run, key, "muted", reason)
+
+
+@router.delete("/api/runs/{run}/findings/{key:path}/muted", response_model=Said)
+def unmute(request: Request, run: RunPath, key: KeyPath) -> Response:
+    return _unmark(request, run, key, "muted")
+
+
+def _mark(request: Request, run: str, key: str, kind: str, value: str) -> Response:
+    known = _known(request, run, key)
+    set_mark(request.app.state.shelf.target, run, kind, known, value)
+    return _said(request, run, known)
+
+
+def _unmark(request: Request, run: str, key: str, kind: str) -> Response:
+    """What was not said is no error to take back."""
+    known = _known(request, run, key)
+    clear_mark(request.app.state.shelf.target, run, kind, known)
+    return _said(request, run, known)
+
+
+def _known(request: Request, run: str, key: str) -> str:
+    """The case's own key. Only of a run named by its whole id: a name or a beginning may mean another run tomorrow."""
+    with request.app.state.shelf.reader() as reader:
+        try:
+            queries.get_run(reader, run)
+            found = case_key(case_of(reader, run, key))
+        except ConfigError as error:
+            raise HTTPException(404, str(error)) from error
+    return found
+
+
+def _said(request: Request, run: str, key: str) -> Response:
+    with request.app.state.shelf.reader() as reader:
+        marked = Marked(reader, run)
+    said = Said(key, key in marked.acknowledged, key in marked.muted, marked.muted.get(key) or None)
+    return Response(encode(said), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a run's layers: where the gradient dies or explodes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.pages.ridges import Distribution, distribution
+from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, RunPath
+from fedvitals.dashboard.routes.rounds import named
+from fedvitals.views.layers import LayersPage, layers_page
+
+router = APIRouter(tags=["layers"])
+Family = Literal["gradient", "gradient.full", "update", "weight", "activation"]
+Statistic = Literal["rms", "l2", "mean_magnitude", "mean", "std", "absmax", "sparsity", "nans", "infs"]
+Node = Annotated[str | None, Query(max_length=300, description="A node; none: the federation as a whole.")]
+Round = Annotated[int | None, Query(alias="round", ge=-FURTHEST, le=FURTHEST, description="That must be shown.")]
+
+
+@router.get("/api/runs/{run}/layers", response_model=LayersPage)
+def get_layers(
+    request: Request,
+    run: RunPath,
+    family: Family = "gradient",
+    statistic: Statistic = "rms",
+    node: Node = None,
+    selected: Round = None,
+    every_layer: Annotated[bool, Query(alias="all", description="Also biases and norms in the profile.")] = False,
+    columns: Annotated[int, Query(ge=1, le=4000, description="At most so many; more rounds share one.")] = 400,
+    first: First = None,
+    last: Last = None,
+) -> Response:
+    """Statistics through the depth and over the rounds; average gradients; dead and saturated units."""
+    return named(
+        request,
+        run,
+        lambda reader, run: layers_page(
+            reader,
+            run,
+            family=family,
+            statistic=statistic,
+            node=node,
+            selected=selected,
+            every_layer=every_layer,
+            first=first,
+            last=last,
+            columns=columns,
+        ),
+    )
+
+
+@router.get("/api/runs/{run}/layers/distribution", response_model=Distribution)
+def get_distribution(
+    request: Request,
+    run: RunPath,
+    layer: Annotated[str | None, Query(max_length=1000, description="A layer; none: the first.")] = None,
+    node: Node = None,
+    selected: Round = None,
+) -> Response:
+    """How a layer's gradient was distributed, round by round; where that was not measured, its spread."""
+    return named(request, run, lambda reader, run: distribution(reader, run, layer, node, selected))

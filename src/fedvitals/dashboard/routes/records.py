@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as they are stored: where every number of the pages leads in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.routes.parameters import RunPath
+from fedvitals.store.ddl import quoted
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.store.schema import TABLE, Table
+
+router = APIRouter(tags=["records"])
+Kind = Literal["metric", "event", "span", "transfer", "finding", "action", "snapshot"]
+LARGEST = 2**53  # what JSON and a browser count exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    kind: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    next: int | None  # `after` of the next page; None: this was the last one
+
+
+@router.get("/api/runs/{run}/records", response_model=Records)
+def records(
+    request: Request,
+    run: RunPath,
+    kind: Kind = "metric",
+    round_: Annotated[int | None, Query(alias="round", ge=0, le=LARGEST)] = None,
+    node: Annotated[str | None, Query(max_length=300)] = None,
+    name: Annotated[str | None, Query(max_length=300, description="Of a metric, event or span.")] = None,
+    after: Annotated[int, Query(ge=0, le=LARGEST)] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+) -> Response:
+    """Rows of one kind in order of arrival, a page at a time."""
+    wanted = {"round": round_, "node": node, "name": name}
+    table = TABLE[kind]
+    known = {column.name for column in table.columns}
+    chosen = {key: value for key, value in wanted.items() if value is not None}
+    if not known.issuperset(chosen):
+        foreign = next(key for key in chosen if key not in known)
+        raise HTTPException(422, f"A {kind} has no {foreign}, so none can be chosen by it. Leave «{foreign}» out.")
+    return answer(request, run, lambda reader, run_id: _page(reader, table, {"run": run_id, **chosen}, after, limit))
+
+
+def _page(reader: Reader, table: Table, wanted: dict[str, Any], after: int, limit: int) -> Records:
+    columns = [column.name for column in table.columns if column.name != "run"]
+    conditions, values = _conditions(reader, table, wanted)
+    found = reader.database.rows(
+        f"SELECT {', '.join(map(quoted, columns))} FROM {table.view} WHERE arrival IN (SELECT arrival FROM "  # noqa: S608 - our own words
+        f"{table.name} WHERE {conditions} AND arrival > ? ORDER BY arrival LIMIT ?) ORDER BY arrival",
+        (*values, after, limit),
+    )
+    rows = tuple(tuple(_readable(value) for value in row) for row in found)
+    more = len(found) == limit
+    return Records(table.name, tuple(columns), rows, int(found[-1][0]) if more else None)
+
+
+def _conditions(reader: Reader, table: Table, wanted: dict[str, Any]) -> tuple[str, list[Any]]:
+    """By index where one helps; else, marked by a plus, in order of arrival: no page sorts all records of a run."""
+    numbers = {key: value if key == "round" else reader.names.number(value) or 0 for key, value in wanted.items()}
+    by_index = "name" in wanted or "round" in wanted if table.name == "metric" else "round" in wanted
+    conditions, values = [f"{'' if by_index else '+'}{key} = ?" for key in numbers], list(numbers.values())
+    if table.name == "metric" and "name" not in wanted and by_index:  # the index has the names before the rounds
+        names = [reader.names.number(name) or 0 for name in queries.metric_names(reader, wanted["run"])]
+        conditions.append(f"name IN ({', '.join('?' * len(names)) or 'NULL'})")
+        values += names
+    return " AND ".join(conditions), values
+
+
+def _readable(value: Any) -> Any:
+    return f"{len(value)} bytes" if isinstance(value, bytes | memoryview) else value

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happened, step by step: the tape of a run, one round of it, and what if it had been put together otherwise.
+
+Read only, and nothing is trained here: what is not on the tape is left to the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote
+
+from fastapi import APIRouter, HTTPException, Path, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.pages.replay import ReplayIndex, ReplayRound, replay_index, replay_round
+from fedvitals.dashboard.pages.tape_index import NoTapeError, sign_of
+from fedvitals.dashboard.pages.what_if import WhatIf, what_if
+from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.routes.parameters import FURTHEST, RunPath
+from fedvitals.errors import ConfigError
+from fedvitals.store import Target
+from fedvitals.store.read.reader import Reader
+
+router = APIRouter(tags=["replay"])
+Number = Annotated[int, Path(alias="number", ge=0, le=FURTHEST, description="A round on the tape.")]
+Rule = Literal[
+    "recorded", "fedavg", "median", "trimmed_mean", "geometric_median", "norm_clipping", "krum", "multi_krum"
+]
+Sort = Literal["trouble", "-trouble", "name", "-name", "weight", "-weight", "norm", "-norm", "first", "-first", "last",
+               "-last"]  # fmt: skip
+
+
+def taped(request: Request, run: str, work: Callable[[Reader, Target, str], Any]) -> Response:
+    """As `answer`; what is on the tape counts for the ETag, too. No tape, no such round: not found."""
+    shelf: Shelf = request.app.state.shelf
+
+    def found(reader: Reader, run: str) -> Any:
+        try:
+            return work(reader, shelf.target, run)
+        except (ConfigError, NoTapeError) as error:
+            raise HTTPException(404, str(error)) from error
+
+    return answer(request, run, found, also=lambda run: f"-{sign_of(shelf.target, run)}")
+
+
+@router.get("/api/runs/{run}/replay", response_model=ReplayIndex)
+def get_replay(request: Request, run: RunPath) -> Response:
+    """Which rounds are on the tape and how, with findings and failures; without a tape, how to get one."""
+    return taped(request, run, replay_index)
+
+
+@router.get("/api/runs/{run}/replay/{number}", response_model=ReplayRound)
+def get_replay_round(
+    request: Request,
+    run: RunPath,
+    number: Number,
+    node: Annotated[str | None, Query(max_length=1000, description="A client, to be compared with the others.")] = None,
+    sort: Sort = "trouble",
+    limit: Annotated[int, Query(ge=1, le=500, description="Clients in the table.")] = 50,
+    offset: Annotated[int, Query(ge=0, le=FURTHEST)] = 0,
+) -> Response:
+    """The state at a round: model, layers, metrics, who answered and how; and the commands that run it again."""
+    return taped(
+        request,
+        run,
+        lambda reader, store, run: replay_round(
+            reader, store, run, number, node or None, sort=sort, limit=limit, offset=offset
+        ),
+    )
+
+
+@router.get("/api/runs/{run}/replay/{number}/whatif", response_model=WhatIf)
+def get_what_if(
+    request: Request,
+    run: RunPath,
+    number: Number,
+    drop: Annotated[
+        str, Query(max_length=20_000, description="Clients to leave out: each percent-encoded, commas between them.")
+    ] = "",
+    rule: Rule = "recorded",
+) -> Response:
+    """The round put together otherwise, from whole updates on the tape; where they are not there, it says so."""
+    nodes = tuple(dict.fromkeys(unquote(one) for one in drop.split(",") if one))
+    return taped(request, run, lambda reader, store, run: what_if(reader, store, run, number, drop=nodes, rule=rule))

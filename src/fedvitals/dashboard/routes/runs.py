@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of runs; tags, and deletion."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, HTTPException, Path, Query, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import Failure, answer, encode
+from fedvitals.dashboard.pages.runs import Order, RunList, RunsAsked, RunsPage, Sort
+from fedvitals.dashboard.pages.storage import Contents, contents_of
+from fedvitals.dashboard.presence import writers
+from fedvitals.dashboard.routes.parameters import RunPath
+from fedvitals.dashboard.routes.status import this_minute
+from fedvitals.errors import BusyError
+from fedvitals.store.marks import clear_mark, marks, set_mark
+from fedvitals.store.read.reader import Reader
+from fedvitals.store.upkeep import retention
+from fedvitals.views.status import RunState
+from fedvitals.views.verdict import State
+
+router = APIRouter(tags=["runs"])
+_DELETING = threading.Lock()  # a store's own lock is between processes
+MOST_TAGS = 20  # of a run
+CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": Failure}}
+TagPath = Annotated[str, Path(min_length=1, max_length=40, description="A word or two of a person's own.")]
+Text = Annotated[str, Query(max_length=200)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    id: str
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    id: str
+    name: str
+    records: int
+    bytes: int  # that its records took
+    tape_bytes: int  # and its tape
+
+
+@router.get("/api/runs", response_model=RunsPage)
+def runs(
+    request: Request,
+    search: Text = "",
+    state: RunState | None = None,
+    health: State | None = None,
+    tag: Annotated[str | None, Query(max_length=40)] = None,
+    sort: Sort = "newest",
+    order: Order | None = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+) -> Response:
+    """The runs of the store. `search`: words that its name, id, tags, host or topology contain, all of them."""
+    asked = RunsAsked(search, state, health, tag, sort, order, limit, offset)
+    shelf = request.app.state.shelf
+
+    def work(reader: Reader) -> RunsPage:
+        return _list_of(request).page(reader, shelf.version, asked, writers(reader, shelf.target))
+
+    return answer(request, None, work, also=this_minute())
+
+
+def _list_of(request: Request) -> RunList:
+    state = request.app.state
+    if not hasattr(state, "run_list"):
+        state.run_list = RunList()
+    found: RunList = state.run_list
+    return found
+
+
+@router.get("/api/runs/{run}/contents", response_model=Contents)
+def contents(request: Request, run: RunPath) -> Response:
+    """What would go if the run were deleted."""
+    target = request.app.state.shelf.target
+    return answer(request, run, lambda reader, found: contents_of(reader, found, target))
+
+
+@router.put("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
+def add_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
+    """Give a run a tag."""
+    found, word = _exact(request, run), " ".join(tag.split())
+    if not word or not word.isprintable():
+        raise HTTPException(422, "A tag needs at least one letter, and none that cannot be seen.")
+    known = _tags(request, found)
+    if word not in known and len(known) >= MOST_TAGS:
+        raise HTTPException(409, f"A run has at most {MOST_TAGS} tags. Remove one first.")
+    set_mark(request.app.state.shelf.target, found, "tag", word, "")
+    return _answer(Tags(found, _tags(request, found)))
+
+
+@router.delete("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
+def remove_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
+    """Take a tag from a run; one that it does not have is no error."""
+    found = _exact(request, run)
+    clear_mark(request.app.state.shelf.target, found, "tag", tag)
+    return _answer(Tags(found, _tags(request, found)))
+
+
+@router.delete("/api/runs/{run}", response_model=Deleted, responses=CONFLICT)
+def delete(request: Request, run: RunPath) -> Response:
+    """Delete a run for good. Only by its whole id; refused while it is being written.
+
+    What is written next takes its room. `fedvitals runs delete` gives room back to the disk, for which others wait.
+    """
+    found = _exact(request, run)
+    try:
+        with _DELETING:
+            cleared = retention.delete(request.app.state.shelf.target, [found], give_back=False)
+    except BusyError as error:
+        raise HTTPException(409, str(error)) from error
+    if not cleared.removed:
+        raise HTTPException(404, f"There is no run '{found}' any more.")
+    gone = cleared.removed[0]
+    return _answer(Deleted(found, gone.name, gone.rows, gone.bytes, gone.tape_bytes))
+
+
+def _exact(request: Request, run: str) -> str:
+    """The run of this very id: nothing is changed on a name or a beginning that may mean another run tomorrow."""
+    with request.app.state.shelf.reader() as reader:
+        if not reader.database.rows("SELECT 1 FROM runs WHERE id = ?", (run,)):
+            raise HTTPException(404, f"There is no run with the id '{run[:100]}'.")
+    return run
+
+
+def _tags(request: Request, run: str) -> tuple[str, ...]:
+    with request.app.state.shelf.reader() as reader:
+        return tuple(sorted(mark.target for mark in marks(reader, run) if mark.kind == "tag"))
+
+
+def _answer(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json", headers={"Cache-Control": "no-store"})

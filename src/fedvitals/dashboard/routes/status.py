@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands on the edge of every page: which run, how far, how many records lost, what measuring cost."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fedvitals.dashboard.answers import answer
+from fedvitals.dashboard.presence import is_written
+from fedvitals.dashboard.routes.parameters import RunPath
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.status import Status, StoreStatus, status_of, store_status
+
+router = APIRouter(tags=["status"])
+
+
+def this_minute() -> str:
+    """For answers that change without a change in the store: a run falls silent."""
+    return f".{int(time.time() // 60)}"
+
+
+@router.get("/api/store", response_model=StoreStatus)
+def store(request: Request) -> Response:
+    """The store that is shown."""
+    shown = request.app.state.shelf.shown
+    return answer(request, None, lambda reader: store_status(reader, shown))
+
+
+@router.get("/api/runs/{run}", response_model=Status)
+def status(request: Request, run: RunPath) -> Response:
+    """One run: its state, progress, settings, and what of it was measured."""
+    target = request.app.state.shelf.target
+
+    def work(reader: Reader, found: str) -> Status:
+        return status_of(reader, found, written=is_written(reader, target, found))
+
+    return answer(request, run, work, also=this_minute())

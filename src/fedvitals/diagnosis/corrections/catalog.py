@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What helps against what: for each issue its corrections, the gentlest that can work first. Data; the host applies.
+
+| kind | target | arguments | meaning |
+| --- | --- | --- | --- |
+| exclude | client | | this round's update is left out |
+| quarantine | client or group | | its updates are not used until it has been without a finding for a while |
+| reweight | client | factor or samples | its share of the average |
+| clip_gradients | | limit | each tensor's gradient is cut to this norm before the optimiser's step, on every client |
+| clip_updates | | norm | each update is cut to this norm |
+| stop_client_at_nonfinite | | | a client's local training ends at its first loss that is not finite; opt-in |
+| client_rate, server_rate | | factor | of the learning rate |
+| shorten_local_training | | factor | of the local iterations |
+| robust_aggregator | | rule, and its own | in place of the average |
+| roll_back | | restore | the model as it was after that round; any other kind may carry `restore` as well |
+| resample | | | another cohort in the next round |
+| advise | | text | for people |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.protocols import Correction, History
+from fedvitals.records import Action, Finding
+
+OF_CLIENTS = ("quarantine", "reweight")  # lasting, about one client: temporary by nature
+OF_THE_RUN = (
+    "clip_gradients",
+    "clip_updates",
+    "stop_client_at_nonfinite",
+    "client_rate",
+    "server_rate",
+    "shorten_local_training",
+    "robust_aggregator",
+    "roll_back",
+    "resample",
+)
+KINDS = ("exclude", *OF_CLIENTS, *OF_THE_RUN, "advise")
+OPT_IN = ("stop_client_at_nonfinite",)
+ONCE = ("roll_back", "resample")  # done in one round, not in force for many
+ADDING_UP = ("client_rate", "server_rate", "shorten_local_training")  # factors multiply; others cannot be doubled
+
+PAPERS_CLIPPING = 1.0  # norm of each tensor, as in the study that this project continues
+UPDATE_ROOM = 2.0  # how much longer than the median an update may be
+
+
+def told(finding: Finding) -> str:
+    """How an action names the finding that it answers."""
+    who = culprit(finding)
+    return finding.issue if who is None else f"{finding.issue} {who}"
+
+
+def culprit(finding: Finding) -> str | None:
+    """The client, or group, that it is about; None: the run as a whole."""
+    if finding.where.node not in (None, "server"):
+        return finding.where.node
+    if finding.where.group is not None:
+        return finding.where.group
+    return finding.suspects[0].node if len(finding.suspects) == 1 else None
+
+
+def _action(finding: Finding, kind: str, target: str | None = None, **arguments: Any) -> Action:
+    return Action(finding.where, finding.at, told(finding), kind, target, arguments)
+
+
+def exclude(finding: Finding, history: History) -> Action | None:  # noqa: ARG001 - a correction's signature
+    who = culprit(finding)
+    return None if who is None else _action(finding, "exclude", who)
+
+
+def quarantine(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    who = culprit(finding)
+    return None if who is None else _action(finding, "quarantine", who)
+
+
+def as_others(finding: Finding, history: History) -> Action | None:
+    """The weight of a median client, where claimed sample counts are known; else half of its own."""
+    who = culprit(finding)
+    if who is None:
+        return None
+    claimed = history.latest("update.samples", finding.where.round or 0)
+    others = [value for node, value in claimed.items() if node != who and math.isfinite(value)]
+    if not others:
+        return _action(finding, "reweight", who, factor=0.5)
+    return _action(finding, "reweight", who, samples=max(1, round(float(np.median(others)))))
+
+
+def half_the_weight(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    who = culprit(finding)
+    return None if who is None else _action(finding, "reweight", who, factor=0.5)
+
+
+def clip_gradients(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    return _action(finding, "clip_gradients", limit=PAPERS_CLIPPING)
+
+
+def clip_updates(finding: Finding, history: History) -> Action | None:
+    """To a little more than what was usual before the trouble began."""
+    since = int(finding.evidence.get("since", finding.where.round or 0))
+    sizes = [
+        value
+        for number in history.rounds()[-20:]
+        if number <= since
+        for value in history.latest("update.norm", number).values()
+        if math.isfinite(value) and value > 0
+    ]
+    return _action(finding, "clip_updates", norm=UPDATE_ROOM * float(np.median(sizes))) if sizes else None
+
+
+def stop_client_at_nonfinite(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    return _action(finding, "stop_client_at_nonfinite")
+
+
+def trimmed_mean(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    return _action(finding, "robust_aggregator", rule="trimmed_mean", fraction=0.2)
+
+
+def roll_back(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    return _action(finding, "roll_back")  # to where, is known to whoever keeps the path of the loss
+
+
+def resample(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    return _action(finding, "resample")
+
+
+def _rate(kind: str, factor: float) -> Correction:
+    def correction(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+        return _action(finding, kind, factor=factor)
+
+    correction.__name__ = f"{kind}_{factor:g}"
+    return correction
+
+
+server_slower, server_faster = _rate("server_rate", 0.3), _rate("server_rate", 4.0)
+client_slower = _rate("client_rate", 0.3)
+shorter = _rate("shorten_local_training", 0.5)
+
+
+def advise(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    known = ISSUES_BY_CODE.get(finding.issue)
+    remedies = () if known is None else known.remedies
+    text = " ".join(remedies) or "No correction is known: look at the numbers of the finding."
+    return _action(finding, "advise", culprit(finding), text=text)
+
+
+_OF_ONE_CLIENT = (quarantine, trimmed_mean, advise)
+CORRECTIONS: dict[str, tuple[Correction, ...]] = {
+    "DIVERGENCE": (server_slower, client_slower, clip_gradients, trimmed_mean, advise),
+    "OSCILLATION": (server_slower, client_slower, shorter, advise),
+    "SLOW_PROGRESS": (server_faster, advise),
+    "PLATEAU": (server_faster, client_slower, advise),
+    "OVERFITTING": (shorter, advise),
+    "CLIENT_DRIFT": (shorter, client_slower, advise),
+    **dict.fromkeys(
+        ("LABEL_NOISE", "LABEL_FLIP", "INPUT_NOISE", "INPUT_SCALE", "BYZANTINE", "STALE_UPDATE", "FREE_RIDER"),
+        _OF_ONE_CLIENT,
+    ),
+    **dict.fromkeys(("WRONG_LEARNING_RATE", "FROZEN_LAYER", "UNUSUAL_CLIENT"), _OF_ONE_CLIENT),
+    "MISSING_CLASSES": (advise,),  # legitimate data, however rare: shutting it out would be the fault
+    "DUPLICATE_UPDATE": (half_the_weight, advise),  # who copied whom cannot be seen
+    "WRONG_SAMPLE_COUNT": (as_others, quarantine, advise),
+    "NAN_WEIGHTS": (roll_back, clip_gradients, client_slower, advise),
+    "NAN_UPDATE": (exclude, stop_client_at_nonfinite, advise),
+    "WEIGHT_EXPLOSION": (clip_updates, server_slower, clip_gradients, advise),
+    "GROUP_LEFT_BEHIND": (advise,),
+    "DOMINANT_CLIENT": (as_others, advise),
+    "BATCH_NORM_STATISTICS": (quarantine, advise),
+    "ZERO_TOTAL_WEIGHT": (resample, advise),
+    "SHAPE_OR_DTYPE_MISMATCH": (exclude, advise),
+    "NAN_GRADIENT": (clip_gradients, client_slower, stop_client_at_nonfinite, advise),
+    "EXPLODING_GRADIENT": (clip_gradients, client_slower, shorter, advise),
+}
+"""What is not here is for people alone: no setting of a running training mends an architecture or a full disk."""
+
+
+def proposals(finding: Finding, history: History) -> Sequence[Action]:
+    """Every correction that the finding admits, in the order in which they are worth trying."""
+    found = (correction(finding, history) for correction in CORRECTIONS.get(finding.issue, (advise,)))
+    return [action for action in found if action is not None]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be done about which finding: nothing, a suggestion, or a trial of its own accord. The user decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedvitals.diagnosis.corrections.catalog import KINDS, OPT_IN
+from fedvitals.diagnosis.issues.table import FAMILIES, ISSUES_BY_CODE
+from fedvitals.errors import ConfigError, unknown
+
+WORDS = ("off", "suggest", "auto")
+ALL = "all"
+
+
+class Policy:
+    """`Policy("auto")`, or by issue, family or kind of correction: `Policy({"NAN_UPDATE": "auto", "client": "off"})`.
+
+    The narrower word wins: a kind of correction before an issue, an issue before its family, a family before «all»,
+    which is «suggest» unless told. `watch`: rounds of a trial. `term`: rounds without the finding, after which a client
+    is admitted again. `confidence`: the least that a finding must have to be treated unasked.
+    """
+
+    def __init__(
+        self,
+        cure: str | Mapping[str, str] = "suggest",
+        *,
+        watch: int = 3,
+        term: int = 5,
+        confidence: float = 0.8,
+    ) -> None:
+        if not isinstance(cure, str | Mapping):
+            raise ConfigError(f'cure= takes "off", "suggest" or "auto", or a mapping of issues to these; got {cure!r}.')
+        words = {ALL: cure} if isinstance(cure, str) else dict(cure)
+        for name, word in words.items():
+            if name not in (ALL, *FAMILIES, *ISSUES_BY_CODE, *KINDS):
+                raise ConfigError(
+                    unknown("issue, family or correction", name, (ALL, *FAMILIES, *ISSUES_BY_CODE, *KINDS))
+                )
+            if word not in WORDS:
+                raise ConfigError(unknown(f"word in cure for {name}:", str(word), WORDS))
+        if watch < 1 or term < 1:
+            raise ConfigError(f"A trial needs at least 1 round to watch and 1 of term; got watch={watch}, term={term}.")
+        self._words = words
+        self.watch, self.term, self.confidence = watch, term, confidence
+
+    @property
+    def automatic(self) -> bool:
+        """Whether anything at all may be done unasked: only then does a host have to wait and to keep checkpoints."""
+        return "auto" in self._words.values()
+
+    def word(self, issue: str, kind: str | None = None) -> str:
+        """«off», «suggest» or «auto» for an issue, or for one kind of correction of it."""
+        known = ISSUES_BY_CODE.get(issue)
+        of_issue = [issue] if known is None else [issue, known.family]
+        chosen = next((self._words[name] for name in (*of_issue, ALL) if name in self._words), "suggest")
+        if kind is None or chosen == "off":
+            return chosen
+        return self._words.get(kind, "suggest" if kind in OPT_IN else chosen)
+
+    def described(self) -> dict[str, str]:
+        """For the run's configuration."""
+        return dict(self._words)
+
+
+def policy_of(cure: str | Mapping[str, str] | Policy) -> Policy:
+    return cure if isinstance(cure, Policy) else Policy(cure)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What averaging does to the whole: weights that grow without bound, a client that decides, clients not served.
+
+Clients differ by nature, in size and in data. So «dominant» and «left behind» mean more than the usual differences of
+this cohort: a gap that no healthy partition shows, or a sudden change against the client's own past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from fedvitals.diagnosis.detectors.signals import loss_curve
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, rounds_until, up_to
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Finding, Suspect
+from fedvitals.stats import Array
+
+GROWTH, GROWTHS = 1.25, 4  # factor of the global norm from round to round, and how many in a row
+GROWN = 4.0  # times the norm before these rounds
+
+LARGE_GAP = 3.0  # times the next smaller claim; healthy partitions show up to 2
+LARGE = 5.0  # times the median
+JUMP = 5.0  # times the client's own first claim
+FEW_KNOWN = 5  # claims below which nobody is «large»
+
+LASTING = 3  # participations in a row, before clients count as left behind
+FAR = 4.0  # robust standard deviations
+BEHIND = 0.08  # of the median loss: less is no harm
+LOW_LOSS = 0.1  # nats: below, relative differences mean nothing
+ALIKE = 0.05  # median distance of the clients' losses from theirs, up to which clients hold the same sort of data
+UNLIKE = 0.2  # from which clients have little in common
+LEAST_GROUP, MOST_GROUP = 2, 0.4  # clients; share of the cohort
+CHANGES, BEFORE = (3, 5, 8), 4  # participations since a change that are looked at, and before it
+FEWER_CLASSES = 0.2  # nats of the labels' entropy
+FAIR_SHARE = 0.12  # of the cohort, that must have changed together
+RISEN, RISEN_MANY, RISEN_UNLIKE = (
+    {2: 9.0, 3: 5.5},
+    3.8,
+    8.0,
+)  # robust standard deviations, by how many must have changed
+
+WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least this share of the layers
+
+
+def weight_explosion(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+    """WEIGHT_EXPLOSION: the norm of the global weights grows by a factor, round after round."""
+    norms = up_to(history.series("weight.norm", SERVER), round)[-GROWTHS - 1 :]
+    values = np.array([value for _, value in norms])
+    if len(values) <= GROWTHS or not (values > 0).all() or not np.isfinite(values).all():
+        return
+    factors = values[1:] / values[:-1]
+    if factors.min() > GROWTH and values[-1] > GROWN * values[0] and not _learns(history, norms[0][0], round):
+        text = f"The norm of the global weights grew {values[-1] / values[0]:.3g} times in {GROWTHS} rounds."
+        number = Number("weight.norm", float(values[-1]), float(values[0]), of="own past")
+        since = norms[0][0]
+        yield finding("WEIGHT_EXPLOSION", round, text, confidence=0.97, since=since, numbers=[number])
+
+
+def _learns(history: History, since: int, round: int) -> bool:  # noqa: A002
+    """Whether the loss fell meanwhile: weights that began too small may grow fast, and well."""
+    curve = loss_curve(history, round)
+    losses = [value for number, value in zip(curve.rounds, curve.values, strict=True) if number >= since]
+    return len(losses) > 1 and bool(losses[-1] < losses[0])
+
+
+def dominant_clients(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """DOMINANT_CLIENT: one whose honest number of samples outweighs the others by far more than clients usually do.
+
+    Where the number is not that of its data, it is WRONG_SAMPLE_COUNT, and not said here.
+    """
+    claims = history.latest("update.samples", round)
+    if not claims or max(claims.values()) <= LARGE * max(min(claims.values()), 1.0):
+        return
+    known: dict[Node, float] = {}
+    for number in rounds_until(history, round):
+        known |= history.latest("update.samples", number)
+    if len(known) < FEW_KNOWN or not any(known.values()):
+        return
+    sizes = history.latest("samples", round)
+    median, large = float(np.median([*known.values()])), _above_the_gap(known)
+    total = sum(claims.values())
+    for node, claim in claims.items():
+        first = history.series("update.samples", node)[1][:1]
+        grown = bool(first) and claim > JUMP * first[0]
+        honest = node in sizes and sizes[node] == claim
+        if claim > LARGE * median and (node in large or grown) and (honest or not grown):
+            share = f"{claim / total:.0%} of this round's weight"
+            text = f"{node} has {claim:.0f} samples, {share}; the median client has {median:.0f}."
+            size = Number("update.samples", claim, median)
+            yield finding("DOMINANT_CLIENT", round, text, confidence=0.95, node=node, numbers=[size])
+
+
+def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
+    """The few largest clients, where the next smaller is smaller by a factor that no healthy partition shows."""
+    order = sorted(known, key=lambda node: -known[node])
+    for place in range(min(len(order) // 3, len(order) - 1), 0, -1):
+        if known[order[place - 1]] > LARGE_GAP * max(known[order[place]], 1.0):
+            return set(order[:place])
+    return set()
+
+
+def group_left_behind(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """GROUP_LEFT_BEHIND: several clients whose own samples the global model fits far worse than the others', lastingly.
+
+    Either apart from all others, where these are alike, or since a sudden change that the others did not see.
+    """
+    now = _excess(history, round)
+    if sum(off > BEHIND for off, _ in now.values()) < LEAST_GROUP:
+        return
+    past: dict[Node, list[tuple[float, float]]] = {node: [] for node in now}
+    for number in rounds_until(history, round):
+        for node, value in _excess(history, number).items():
+            past.setdefault(node, []).append(value)
+    own = {node: past[node] for node in now}
+    changed = next((group for lasting in CHANGES if (group := _risen(own, lasting))), {})
+    found = changed or _apart(own)
+    if not LEAST_GROUP <= len(found) <= MOST_GROUP * len(now):
+        return
+    losses = history.latest("fit.loss_before", round)
+    usual = float(np.median([value for node, value in losses.items() if node not in found]))
+    theirs = float(np.median([losses[node] for node in found]))
+    names = sorted(found, key=lambda node: -found[node])
+    shown = ", ".join(names[:8]) + (" and others" if len(names) > 8 else "")
+    how = "since a sudden change" if changed else "round after round"
+    fit = f"loss {theirs:.2f} on their samples, {usual:.2f} on the others'"
+    loss = Number("fit.loss_before", theirs, usual, float(np.median([*found.values()])))
+    yield finding(
+        "GROUP_LEFT_BEHIND",
+        round,
+        f"The global model serves {shown} worse, {how}: {fit}.",
+        confidence=0.9,
+        severity=None if changed or not _of_few_classes(history, found, now) else "note",
+        numbers=[loss],
+        suspects=[Suspect(node, 1.0, "badly served") for node in names],
+    )
+
+
+def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Iterable[Node]) -> bool:
+    """Whether the group's labels are more one-sided than the others': then it is what non-IID data do, and no fault."""
+    entropies = {node: history.series("label.entropy", node)[1][-1:] for node in cohort}
+    inside = [entropies[node][0] for node in group if entropies[node]]
+    outside = [value[0] for node, value in entropies.items() if value and node not in group]
+    return bool(inside and outside) and float(np.median(inside)) < float(np.median(outside)) - FEWER_CLASSES
+
+
+def _excess(history: History, round: int) -> dict[Node, tuple[float, float]]:  # noqa: A002
+    """How much higher than the median the received model's loss is, relative to it, and in robust deviations."""
+    losses = {node: value for node, value in history.latest("fit.loss_before", round).items() if np.isfinite(value)}
+    if len(losses) < FEW_KNOWN:
+        return {}
+    values = np.array([*losses.values()])
+    off = (values - np.median(values)) / max(float(np.median(values)), LOW_LOSS)
+    scores = off / np.hypot(_spread(off), 0.02)
+    return {node: (float(off[i]), float(scores[i])) for i, node in enumerate(losses)}
+
+
+def _apart(own: Mapping[Node, Sequence[tuple[float, float]]]) -> dict[Node, float]:
+    """Who is far above all others in the newest participations, where the others hold the same sort of data."""
+    if float(np.median(np.abs([values[-1][0] for values in own.values()]))) > ALIKE:
+        return {}
+    found = {}
+    for node, values in own.items():
+        newest = values[-LASTING:]
+        if len(newest) == LASTING and min(s for _, s in newest) > FAR and min(off for off, _ in newest) > BEHIND:
+            found[node] = newest[-1][1]
+    return found
+
+
+def _risen(own: Mapping[Node, Sequence[tuple[float, float]]], lasting: int) -> dict[Node, float]:
+    """Whose newest participations all lie above those before, by far more than the others' have moved meanwhile.
+
+    A fair share of the cohort, or the change must be larger: of many clients one or two always move.
+    """
+    rises, clear = {}, set()
+    for node, values in own.items():
+        offs = np.array([off for off, _ in values])
+        newest, before = offs[-lasting:], offs[-lasting - BEFORE : -lasting]
+        if len(before) >= LASTING:
+            rises[node] = float(np.median(newest) - np.median(before))
+            sudden = newest[0] - before[-1] > rises[node] / 2  # not little by little, as rare classes fall behind
+            if newest.min() > before.max() and rises[node] > BEHIND / 2 and sudden:
+                clear.add(node)
+    if len(rises) < FEW_KNOWN + 1:
+        return {}
+    changes = np.array([*rises.values()])
+    scores = dict(zip(rises, (changes - np.median(changes)) / np.hypot(_spread(changes), 0.01), strict=True))
+    wanted = max(LEAST_GROUP, int(np.ceil(FAIR_SHARE * len(rises))))
+    limit = RISEN.get(wanted, RISEN_MANY)
+    unlike = float(np.median(np.abs([values[-1][0] for values in own.values()])))
+    if unlike > UNLIKE:  # clients that have little in common move by themselves
+        limit = max(limit, RISEN_UNLIKE) if wanted > LEAST_GROUP else np.inf
+    found = {node: float(scores[node]) for node in clear if scores[node] > limit}
+    return found if len(found) >= wanted else {}
+
+
+def _spread(values: Array) -> float:
+    """A robust standard deviation."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
+def running_statistics(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """BATCH_NORM_STATISTICS: running variances that are negative, not finite, or far wider than the peers'."""
+    layers = history.layers("buffer")
+    rows = [i for i, name in enumerate(layers) if name.endswith("running_var")]
+    if not rows:
+        return
+    nodes, sums = history.across("buffer", ("min", "max", "nans", "infs"), round)
+    clients = set(clients_of(history, round))
+    peers = [i for i, node in enumerate(nodes) if node in clients]
+    widest = np.log(np.clip(sums[:, rows, 1], 1e-30, 1e30))
+    for i, node in enumerate(nodes):
+        if node not in clients and node != SERVER:
+            continue
+        broken = bool((sums[i, :, 2:] > 0).any() or (sums[i, rows, 0] < 0).any())
+        usual = _medians(widest[[j for j in peers if j != i]])
+        times = widest[i] - usual if i in peers else np.full(len(rows), np.nan)
+        if not broken and np.mean(times > np.log(WIDE)) < WIDE_LAYERS:
+            continue
+        who = "the global model" if node == SERVER else node
+        worst = int(np.argmax(np.nan_to_num(times, nan=-np.inf)))
+        how = "are negative, NaN or infinite" if broken else f"are up to {np.exp(times[worst]):.0f} times the peers'"
+        peers_own = None if np.isnan(usual[worst]) else float(np.exp(usual[worst]))
+        number = Number("buffer", float(np.exp(widest[i, worst])), peers_own)
+        yield finding(
+            "BATCH_NORM_STATISTICS",
+            round,
+            f"Running variances of {who} {how}.",
+            confidence=1.0 if broken else 0.95,
+            node=None if node == SERVER else node,
+            layer=None if broken else layers[rows[worst]],
+            numbers=[number],
+        )
+
+
+def _medians(peers: Array) -> Array:
+    """Of each layer over the peers; NaN where fewer than three tell."""
+    known = np.count_nonzero(~np.isnan(peers), axis=0) >= 3
+    usual = np.full(peers.shape[1], np.nan)
+    usual[known] = np.nanmedian(peers[:, known], axis=0)
+    return usual
+
+
+DETECTORS: tuple[Detector, ...] = (weight_explosion, dominant_clients, group_left_behind, running_statistics)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates that were not trained: a peer's, sent once more, or the server's own last step, with or without noise on top.
+
+Who copied whom cannot be seen from two equal updates. The pair is reported; one of them is named only where something
+else tells them apart: a peer that changes from round to round, or a training that, by the client's own telemetry, led
+somewhere else than what it sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from fedvitals.diagnosis.evidence.attendance import clients_of, groups_of, rounds_until
+from fedvitals.diagnosis.evidence.transformed_updates import transformation
+from fedvitals.diagnosis.evidence.update_mismatch import MANY, trained, untrained
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import History, Node
+from fedvitals.records import Finding, Suspect
+
+COPY, COPY_UNSEEN = 0.94, 0.998  # cosine of a copy to its peer's: where telemetry tells that it was not trained, else
+STEP, STEP_UNSEEN = 0.94, 0.99  # the same of the server's last step, sent back
+STANDS_OUT = 0.5  # of the distance from 1 that the next nearest have
+UNLIKE = 0.9  # up to which the others' must stay where telemetry tells nothing
+
+Pair = tuple[Node, Node]
+
+
+def duplicates(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """DUPLICATE_UPDATE of each pair, exact or nearly so."""
+    pairs = dict.fromkeys(_equal(history, round), 1.0) or _nearly_equal(history, round)
+    for pair, cosine in pairs.items():
+        copier = _who(history, round, pair)
+        order = pair if copier in (None, pair[0]) else pair[::-1]
+        alike = "send the same update" if cosine == 1.0 else f"send nearly the same update (cosine {cosine:.4f})"
+        text = f"{order[0]} and {order[1]} {alike}."
+        text += f" {copier} is the likelier copy." if copier else " Which is the copy cannot be seen."
+        chances = (0.95, 0.05) if copier else (0.5, 0.5)
+        suspects = [Suspect(node, chance, "one of the pair") for node, chance in zip(order, chances, strict=True)]
+        for node in order[:1] if copier else order:
+            yield finding(
+                "DUPLICATE_UPDATE",
+                round,
+                text,
+                confidence=1.0 if cosine == 1.0 else 0.97,
+                node=node,
+                numbers=[Number("update.peers.nearest", cosine, _usual_nearest(history, round, pair))],
+                suspects=suspects,
+                more={"pair": list(order), "copier": copier},
+            )
+
+
+def _equal(history: History, round: int) -> list[Pair]:  # noqa: A002
+    """Pairs of equal updates; not of groups all of whose members send the same, as an edge's do that share a model."""
+    twins = history.latest("update.duplicates", round)
+    if not twins:
+        return []
+    norms, clients, groups = history.latest("update.norm", round), clients_of(history, round), groups_of(history, round)
+    if groups and len(twins) > len(clients) / 2:
+        return []  # groups whose members average with each other at each step, and then send the same
+    classes: dict[float, list[Node]] = {}
+    for node in twins:
+        classes.setdefault(norms.get(node, 0.0), []).append(node)
+    pairs: list[Pair] = []
+    for alike in classes.values():
+        own = {groups.get(node) for node in alike}
+        if len(own) == 1 and None not in own and len(alike) == sum(groups.get(node) in own for node in clients):
+            continue
+        pairs += [(alike[0], other) for other in alike[1:]]
+    return pairs
+
+
+def _nearly_equal(history: History, round: int) -> dict[Pair, float]:  # noqa: A002
+    """Pairs of which one is almost the other. Both bear the very same number, the cosine of the two.
+
+    Clients with the same few classes are nearly as alike (cosines of 0.99 were seen), so one of the pair must not have
+    been trained, by its telemetry. Where there is none: closer than that, in a round where nobody else is close, and
+    never inside a group, whose members pass their models on. Nobody where updates are transformed on their way: coarse
+    values make honest updates alike, and telemetry tells of none that it was trained.
+    """
+    values = _column(history, "nearest", round)
+    if max(values.values(), default=0.0) <= COPY or transformation(history, round) is not None:
+        return {}
+    liars, known, groups = untrained(history, round), trained(history, round), groups_of(history, round)
+    steps = _column(history, "step", round)  # what several send back is nearer to the server's step than to each other
+    alike: dict[float, list[Node]] = {}
+    for node, value in values.items():
+        if value > COPY and steps.get(node, 0.0) <= value:
+            alike.setdefault(value, []).append(node)
+    rest = [value for value in values.values() if value <= COPY]
+    next_best = max(rest, default=0.0)
+    lonely = bool(rest) and len(rest) >= 2 * MANY * len(values) and float(np.median(rest)) < UNLIKE
+    found: dict[Pair, float] = {}
+    for value, nodes in alike.items():
+        copies = [node for node in nodes if node in liars]
+        originals = [node for node in nodes if node not in liars] or copies[1:]
+        if copies and originals and (1 - value < STANDS_OUT * (1 - next_best) or value > COPY_UNSEEN):
+            found |= {(copy, originals[0]): value for copy in copies if copy != originals[0]}
+        elif len(nodes) == 2 and value > COPY_UNSEEN and lonely and not known.issuperset(nodes):
+            apart = groups.get(nodes[0]) is None or groups.get(nodes[0]) != groups.get(nodes[1])
+            found |= {(nodes[0], nodes[1]): value} if apart else {}
+    return found
+
+
+def _who(history: History, round: int, pair: Pair) -> Node | None:  # noqa: A002
+    """The copy, where something tells: what it sent is not what it trained, or its peer is ever another."""
+    lying = [node for node in pair if node in untrained(history, round)]
+    if len(lying) == 1:
+        return lying[0]
+    counts = dict.fromkeys(pair, 0)
+    for number in rounds_until(history, round, 10):
+        for other in (*_equal(history, number), *_nearly_equal(history, number)):
+            for node in pair:
+                counts[node] += node in other
+    first, second = pair
+    if abs(counts[first] - counts[second]) >= 2:
+        return max(counts, key=lambda node: counts[node])
+    return None
+
+
+def _usual_nearest(history: History, round: int, pair: Pair) -> float | None:  # noqa: A002
+    others = [value for node, value in _column(history, "nearest", round).items() if node not in pair]
+    return float(np.median(others)) if others else None
+
+
+def free_riders(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """FREE_RIDER: an update of zeros, or the server's last step sent back."""
+    clients = clients_of(history, round)
+    idle = [node for node, zero in history.latest("update.zero", round).items() if zero]
+    for node in idle if len(clients) > 1 and len(idle) <= max(1, MANY * len(clients)) else ():
+        text = f"{node} sent back the model that it got: its update is exactly zero."
+        number = Number("update.norm", 0.0, _median(history.latest("update.norm", round), node))
+        yield finding("FREE_RIDER", round, text, confidence=1.0, node=node, numbers=[number])
+    steps = _column(history, "step", round)
+    if max(steps.values(), default=0.0) <= STEP or transformation(history, round) is not None:
+        return
+    liars, known = untrained(history, round), trained(history, round)
+    nearest = _column(history, "nearest", round)
+    for node, cosine in steps.items():
+        others = [value for other, value in steps.items() if other != node and other not in liars]
+        if len(others) < 2 or node in known or nearest.get(node, 0.0) > cosine + 1e-3:
+            continue
+        if node in liars:
+            rides = cosine > STEP and 1 - cosine < STANDS_OUT * (1 - max(others))
+        else:
+            rides = cosine > STEP_UNSEEN and max(others) < UNLIKE
+        if rides or (cosine > STEP_UNSEEN and node in liars):
+            usual = float(np.median(others))
+            text = f"{node} sends the server's last step again (cosine {cosine:.3f}; its peers have {usual:.2f})."
+            number = Number("update.peers.step", cosine, usual)
+            yield finding("FREE_RIDER", round, text, confidence=0.97, node=node, numbers=[number])
+
+
+def _column(history: History, statistic: str, round: int) -> Mapping[Node, float]:  # noqa: A002
+    """How each client's update stands among the others of its round."""
+    nodes, values = history.across("update.peers", (statistic,), round)
+    if not nodes or not values.size:
+        return {}
+    return {node: float(value) for node, value in zip(nodes, values[:, 0, 0], strict=True) if np.isfinite(value)}
+
+
+def _median(values: Mapping[Node, float], node: Node) -> float | None:
+    others = [value for other, value in values.items() if other != node]
+    return float(np.median(others)) if others else None

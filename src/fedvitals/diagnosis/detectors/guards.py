@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards: exact tests that answer in the round in which they see it. No model stands in for an equality test.
+
+What a federation lets through in silence: an update of zeros, one that two clients share, one that does not fit, a
+claimed number of samples that is not the data's, a layer that came back untouched. Where almost everybody shows the
+same, it is how the whole was set up (an edge whose members share one model, compressed updates), and nobody is accused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
+from fedvitals.diagnosis.detectors.nonfinite import nonfinite
+from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, rounds_until, value_before
+from fedvitals.diagnosis.evidence.transformed_updates import transformation
+from fedvitals.diagnosis.evidence.update_mismatch import trained
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Finding
+
+MANY = 1 / 3  # of the cohort: who is in a group so large is not alone with it
+SAME_NORM = 1e-6
+SAME_DIRECTION = 1 - 1e-6
+SMOOTH = 0.99
+SPARSE = 0.6  # share of zeros from which an update is a compressed one, where a layer of zeros is no wonder
+FAR_CLAIM = 3.0
+MOVING = 1e-3  # share of the update that a layer has on the others
+OLD = 10  # models ago; where aggregation is asynchronous, a few are usual
+LASTING = 3  # participations in a row, of what may pass by itself
+FEW_VALUES = 16  # of a bias: gradients that are whole numbers (of L1 and hinge losses) cancel out to exactly 0
+
+
+def misfits(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+    """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; a weight that is none is WRONG_SAMPLE_COUNT."""
+    for event in events_in(history, round, "update.refused"):
+        weight, node = bool(event.data.get("weight")), event.where.node
+        issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
+        why = "it claims a number of samples that is none" if weight else "its shape or type is not the model's"
+        text = f"The update of {node} was refused: {why}."
+        since = _first_refused(history, round, node)
+        yield finding(issue, round, text, confidence=1.0, since=since, node=node)
+
+
+def _first_refused(history: History, round: int, node: Node | None) -> int:  # noqa: A002
+    rounds = [event.where.round for event in history.events("update.refused") if event.where.node == node]
+    return min((number for number in rounds if number is not None), default=round)
+
+
+def no_weight(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """ZERO_TOTAL_WEIGHT: the aggregation failed, or would, since all claim to have no samples."""
+    failed = events_in(history, round, "aggregation.failed")
+    claims = history.latest("update.samples", round)
+    # Of everybody who took part: what one client claims is no word for the others.
+    empty = bool(claims) and not any(claims.values()) and all(node in claims for node in clients_of(history, round))
+    if not failed and not empty:
+        return
+    text = f"All {len(claims)} clients claim to have 0 samples." if empty else "Nothing could be aggregated."
+    text += " The model stays as it was." if failed else ""
+    numbers = [Number("update.samples", sum(claims.values()), of="limit")] if claims else []
+    since = round
+    for number in reversed(rounds_until(history, round)):
+        if not events_in(history, number, "aggregation.failed"):
+            break
+        since = number
+    yield finding("ZERO_TOTAL_WEIGHT", round, text, confidence=1.0, since=since, severity="critical", numbers=numbers)
+
+
+def sample_counts(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """WRONG_SAMPLE_COUNT: the claim that the aggregation uses is not the size of the client's data.
+
+    Compared with what the client's own telemetry says of its data, where that is there; else with its first claim.
+    """
+    claims, sizes = history.latest("update.samples", round), history.latest("samples", round)
+    if not any(claims.values()):
+        return
+    ratios = {node: claim / sizes[node] for node, claim in claims.items() if sizes.get(node)}
+    usual = float(np.median([*ratios.values()])) if ratios else 1.0
+    exact = sum(ratio == 1 for ratio in ratios.values()) > len(ratios) / 2
+    for node, claim in claims.items():
+        if node in ratios:
+            wrong = ratios[node] != 1 if exact else not 0.5 <= ratios[node] / usual <= 2 if usual else False
+            told = Number("update.samples", claim, sizes[node], of="its data")
+        else:
+            first = _first_claim(history, node, round)
+            wrong = first is not None and not 1 / FAR_CLAIM <= (claim / first if first else 1.0) <= FAR_CLAIM
+            told = Number("update.samples", claim, first, of="own past")
+        if wrong:
+            against = f"its data are {told.usual:.0f}" if node in ratios else f"its first claim was {told.usual:.0f}"
+            text = f"{node} claims {claim:.0f} samples; {against}."
+            confidence = 1.0 if exact and node in ratios else 0.9
+            yield finding("WRONG_SAMPLE_COUNT", round, text, confidence=confidence, node=node, numbers=[told])
+
+
+def _first_claim(history: History, node: Node, round: int) -> float | None:  # noqa: A002
+    numbers, values = history.series("update.samples", node)
+    return values[0] if numbers and numbers[0] < round else None
+
+
+def frozen_layers(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """FROZEN_LAYER: a layer whose update (or, where models are exchanged, gradient) is zero on this client alone.
+
+    At once where the rest of its module learns; where nothing of the module does, units may have died in a bad round:
+    then it must last. Only the gradient counts where updates are transformed: a small layer may be rounded to zero;
+    and so it does for a layer of few values, whose steps may cancel out.
+    """
+    accused: dict[Node, tuple[str, str]] = {}
+    for family in ("update", "gradient"):
+        zero = _zero_layers(history, family, round)
+        if family == "update" and zero and transformation(history, round) is not None:
+            continue
+        for node, (layer, alone) in zero.items():
+            if (alone and family == "update") or _frozen_before(history, family, round, node, layer):
+                accused.setdefault(node, (family, layer))
+    for node, (family, layer) in accused.items():
+        what = "does not change" if family == "update" else "gets a gradient of zeros at every step"
+        text = f"Layer {layer} {what} on {node}, unlike on the others."
+        number = Number(family, 0.0, of="peers")
+        yield finding("FROZEN_LAYER", round, text, confidence=0.98, node=node, layer=layer, numbers=[number])
+
+
+def _frozen_before(history: History, family: str, round: int, node: Node, layer: str) -> bool:  # noqa: A002
+    """Whether it was so in the two participations before as well."""
+    seen = 0
+    for number in reversed(rounds_until(history, round - 1)):
+        if node in clients_of(history, number):
+            if _zero_layers(history, family, number).get(node, ("", False))[0] != layer:
+                return False
+            seen += 1
+            if seen == LASTING - 1:
+                return True
+    return False
+
+
+def _zero_layers(history: History, family: str, round: int) -> dict[Node, tuple[str, bool]]:  # noqa: A002
+    """Each client's first layer of zeros that few others share, and whether the rest of its module is not zero."""
+    clients = set(clients_of(history, round))
+    nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity", "count"), round)
+    rows = [i for i, node in enumerate(nodes) if node in clients]
+    if len(rows) < 3:
+        return {}
+    sparsity = sums[rows, :, 1]
+    empty = sums[rows, :, 0] == 0
+    frozen = empty & ~empty.all(axis=1, keepdims=True) & (empty.mean(axis=0) < MANY)
+    # A layer that hardly moves on anybody may not move at all on somebody: what is added drowns in rounding.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = sums[rows, :, 0] / np.sqrt(np.nansum(sums[rows, :, 0] ** 2, axis=1, keepdims=True))
+    frozen &= np.nan_to_num(np.median(np.nan_to_num(shares), axis=0)) > MOVING
+    few = sums[rows, :, 2] <= FEW_VALUES
+    if family == "update" and (frozen & few).any():
+        frozen &= ~(few & _with_gradient(history, round, [nodes[i] for i in rows]))
+    if not frozen.any():
+        return {}
+    layers = history.layers(family)
+    modules = [name.rpartition(".")[0] for name in layers]
+    found = {}
+    for row in np.flatnonzero(frozen.any(axis=1)):
+        # Of the layers that did change: a compressed update is mostly zeros, and small layers all zeros by chance.
+        if float(np.median(np.nan_to_num(sparsity[row, ~empty[row]]))) > SPARSE:
+            continue
+        first = int(np.flatnonzero(frozen[row])[0])
+        same = [i for i, module in enumerate(modules) if module == modules[first] and i != first]
+        found[nodes[rows[row]]] = (layers[first], bool(same) and not empty[row, same].all())
+    return found
+
+
+def _with_gradient(history: History, round: int, nodes: list[Node]) -> npt.NDArray[np.bool_]:  # noqa: A002
+    """Whether each layer of an update got a gradient on each of these clients; [clients, layers]."""
+    layers, known = history.layers("update"), history.layers("gradient")
+    owners, gradients = history.across("gradient", ("rms",), round)
+    found = np.zeros((len(nodes), len(layers)), dtype=np.bool_)
+    columns = [(layers.index(name), i) for i, name in enumerate(known) if name in layers]
+    for row, node in enumerate(nodes):
+        if node in owners:
+            for layer, column in columns:
+                found[row, layer] = gradients[owners.index(node), column, 0] > 0
+    return found
+
+
+def old_updates(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """STALE_UPDATE, where it is certain: the client's own previous update once more, or a base that the host told."""
+    cosines, norms = history.latest("update.cosine_previous", round), history.latest("update.norm", round)
+    near = [node for node, cosine in cosines.items() if cosine > SAME_DIRECTION]
+    if near and transformation(history, round) is not None:  # coarse values repeat themselves
+        near = []
+    usual = _median_of_others(cosines, near) if near else None
+    # Where everybody's updates hardly change, as with whole batches and small steps, a repetition is nothing; nor is it
+    # where the client trained what it sent.
+    unchanged = trained(history, round) if near else set()
+    for node in near if usual is not None and usual < SMOOTH and len(near) < MANY * len(cosines) else ():
+        if node not in unchanged and _same_norm(history, node, norms.get(node, 0.0), round):
+            text = f"{node} sent its previous update again."
+            number = Number("update.cosine_previous", cosines[node], usual)
+            yield finding("STALE_UPDATE", round, text, confidence=0.97, node=node, numbers=[number])
+    ages = history.latest("update.staleness", round)
+    newest = float(np.median([*ages.values()])) if ages else 0.0
+    for node, age in ages.items():
+        if newest == 0 and age >= OLD:
+            text = f"{node} began {age:.0f} models ago; its peers began with the newest."
+            number = Number("update.staleness", age, newest)
+            yield finding("STALE_UPDATE", round, text, confidence=0.9, node=node, numbers=[number])
+
+
+def _same_norm(history: History, node: Node, norm: float, round: int) -> bool:  # noqa: A002
+    before = value_before(history, "update.norm", node, round)
+    return before is not None and norm > 0 and abs(before[1] - norm) <= SAME_NORM * norm
+
+
+def _median_of_others(values: Mapping[Node, float], left_out: Sequence[Node]) -> float | None:
+    others = [value for node, value in values.items() if node not in left_out]
+    return float(np.median(others)) if others else None
+
+
+DETECTORS: tuple[Detector, ...] = (
+    nonfinite,
+    misfits,
+    no_weight,
+    sample_counts,
+    duplicates,
+    free_riders,
+    frozen_layers,
+    old_updates,
+)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NaN and infinity, with their origin: the first client, layer and step. Equality tests: there is nothing to tune.
+
+A NaN spreads: from a client to the members of its edge or ring at the next exchange, to the global model at the next
+average, and from there to everybody. Only where it began is accused; in the rounds after, again as long as it lasts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, up_to
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import History, Node
+from fedvitals.records import Finding, Suspect
+
+FEW = 3  # clients: where more than these, and than a quarter, lose their numbers at once, the model has overflowed
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where in a client's round the first number was lost."""
+
+    layer: str | None
+    step: int | None
+    values: float  # that are not finite, in all its gradients of the round
+    steps: float  # with such values
+    partly: bool  # some layers had fewer such steps: it began inside this client
+
+
+def nonfinite(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+    """NAN_GRADIENT and NAN_UPDATE of the clients where it began, NAN_WEIGHTS of the global model."""
+    began = _poisoned_since(history, round)
+    origins = _origins(history, began)
+    sent = _lost_in(history, "update", began)
+    tainted = _lost_gradients(history, began)
+    senders = {node: count for node, count in sent.items() if node not in tainted}
+    yield from _gradients(history, round, began, origins)
+    if began < round:
+        yield from _gradients(history, round, round, _newly(history, round, origins))
+    still = _lost_in(history, "update", round)
+    for node, count in senders.items():
+        if node in still:
+            text = f"The update of {node} has {count:.0f} values that are NaN or infinite"
+            text += "." if began == round else f", first in round {began}."
+            number = Number("update", count, 0.0, of="limit")
+            yield finding("NAN_UPDATE", round, text, confidence=1.0, since=began, node=node, numbers=[number])
+    yield from _weights(history, round, began, [*origins, *senders])
+
+
+def _poisoned_since(history: History, round: int) -> int:  # noqa: A002
+    """The round in which the global model that clients got in this round was lost; this round, if it was good."""
+    began = round
+    for number, count in reversed(up_to(history.series("weight.nonfinite", SERVER), round - 1)):
+        if not count:
+            break
+        began = number
+    return began
+
+
+def _lost_in(history: History, family: str, round: int) -> dict[Node, float]:  # noqa: A002
+    """How many values are not finite, of the clients where any is.
+
+    Of updates, the server's count stands beside its sums per layer: it needs no names of layers.
+    """
+    nodes, counts = history.across(family, ("nans", "infs"), round)
+    totals = np.nansum(counts, axis=(1, 2)).tolist() if nodes else []
+    lost = {node: n for node, n in zip(nodes, totals, strict=True) if n > 0}
+    lost = {**(history.latest("update.nonfinite", round) if family == "update" else {}), **lost}
+    clients = set(clients_of(history, round))
+    return {node: float(n) for node, n in lost.items() if n > 0 and node in clients}
+
+
+def _origins(history: History, round: int) -> dict[Node, Origin]:  # noqa: A002
+    """The clients in which gradients were lost first; of a group that exchanges, the member from whom it spread."""
+    found = _lost_gradients(history, round)
+    if not found:
+        return {}
+    placed = _placed(history, round, found)
+    groups = groups_of(history, round)
+    origins: dict[Node, Origin] = {}
+    for group in {groups.get(node) for node in placed}:
+        members = {node: origin for node, origin in placed.items() if groups.get(node) == group}
+        origins |= members if group is None else _first(members)
+    return {node: origins[node] for node in placed if node in origins}
+
+
+def _lost_gradients(history: History, round: int) -> dict[Node, float]:  # noqa: A002
+    """Clients with such gradients; not those whose GradScaler left the steps out, as it does now and then by design."""
+    skipped, steps = history.latest("steps.skipped", round), history.latest("steps", round)
+    broken = history.latest("weight.nonfinite", round)
+    return {
+        node: count
+        for node, count in history.latest("gradient.nonfinite", round).items()
+        if count and (broken.get(node) or not 0 < 2 * skipped.get(node, 0.0) <= steps.get(node, 0.0))
+    }
+
+
+def _first(members: Mapping[Node, Origin]) -> Mapping[Node, Origin]:
+    """Of clients that pass their models to each other: where only a part was lost at first, else who lost most steps.
+
+    A model that arrives broken breaks all layers at the same steps.
+    """
+    partly = {node: origin for node, origin in members.items() if origin.partly}
+    if partly:
+        return partly
+    most = max(origin.steps for origin in members.values())
+    return {node: origin for node, origin in members.items() if origin.steps == most}
+
+
+def _placed(history: History, round: int, found: Mapping[Node, float]) -> dict[Node, Origin]:  # noqa: A002
+    """Layer and step of each client's first loss, as far as the sums of the round tell.
+
+    Once a weight is lost, so are all gradients after it: the steps with losses are the last ones, and a layer's count
+    of lost values says how many there were.
+    """
+    layers = history.layers("gradient")
+    nodes, sums = history.across("gradient", ("nans", "infs", "count"), round)
+    steps = history.latest("steps", round)
+    broken = {node for node, count in history.latest("weight.nonfinite", round).items() if count}
+    origins = {}
+    for node, values in found.items():
+        if node not in nodes or not steps.get(node):
+            origins[node] = Origin(None, None, values, math.nan, partly=False)
+            continue
+        lost = np.nan_to_num(sums[nodes.index(node)])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            size = lost[:, 2] / steps[node]
+            lasting = np.nan_to_num(np.ceil((lost[:, 0] + lost[:, 1]) / size))
+        most = float(lasting.max())
+        first = np.flatnonzero(lasting == most)
+        everywhere = len(first) == np.count_nonzero(size)
+        step = int(steps[node] - most) if node in broken and math.isfinite(steps[node] - most) else None
+        layer = None if everywhere and len(first) > 1 else layers[int(first[0])]
+        origins[node] = Origin(layer, step, values, most, partly=not everywhere)
+    return origins
+
+
+def _newly(history: History, round: int, known: Iterable[Node]) -> dict[Node, Origin]:  # noqa: A002
+    """Who got a good model although the global one is lost (its cluster's own, say), and lost its gradients now."""
+    before = history.latest("fit.loss_before", round)
+    origins = _origins(history, round)
+    return {n: o for n, o in origins.items() if n not in known and math.isfinite(before.get(n, math.nan))}
+
+
+def _gradients(history: History, round: int, began: int, origins: Mapping[Node, Origin]) -> Iterator[Finding]:  # noqa: A002
+    now = _lost_gradients(history, round)
+    if len(origins) > max(FEW, len(clients_of(history, began)) / 4):
+        text = f"Gradients are NaN or infinite on {len(origins)} clients at once since round {began}."
+        number = Number("gradient.nonfinite", float(sum(now.values())), 0.0, of="limit")
+        if now:
+            yield finding("NAN_GRADIENT", round, text, confidence=1.0, since=began, numbers=[number])
+        return
+    for node, origin in origins.items():
+        if not now.get(node):
+            continue
+        place = f" of layer {origin.layer}" if origin.layer is not None else ", of all layers at once,"
+        when = "" if origin.step is None else f" from step {origin.step}"
+        when += " on" if began == round and when else "" if began == round else f" of round {began} on"
+        text = f"Gradients{place} are NaN or infinite on {node}{when}."
+        yield finding(
+            "NAN_GRADIENT",
+            round,
+            text,
+            confidence=1.0,
+            since=began,
+            node=node,
+            layer=origin.layer,
+            step=origin.step,
+            numbers=[Number("gradient.nonfinite", now[node], 0.0, of="limit")],
+            more={"origin": {"node": node, "round": began, "layer": origin.layer, "step": origin.step}},
+        )
+
+
+def _weights(history: History, round: int, began: int, origins: Iterable[Node]) -> Iterator[Finding]:  # noqa: A002
+    suspects = [Suspect(node, 1.0, "its numbers were lost first") for node in origins]
+    known = history.latest("weight.nonfinite", round)
+    if SERVER in known:
+        if known[SERVER]:
+            text = f"{known[SERVER]:.0f} weights of the global model are NaN or infinite since round {began}"
+            text += f"; it began with {', '.join(s.node for s in suspects)}." if suspects else "."
+            number = Number("weight.nonfinite", known[SERVER], 0.0, of="limit")
+            yield _global(round, began, text, number, suspects)
+        return
+    losses = [value for number, value in up_to(history.series("loss", None), round) if number == round]
+    clients = clients_of(history, round)
+    lost = _lost_in(history, "update", round)
+    if losses and not math.isfinite(losses[0]):
+        number = Number("loss", losses[0], of="limit")
+        yield _global(round, began, "The loss of the global model is NaN or infinite.", number, suspects)
+    elif clients and len(lost) == len(clients):
+        number = Number("update", float(sum(lost.values())), 0.0, of="limit")
+        yield _global(round, began, "Every update has NaN or infinity, and so has their average.", number, suspects)
+
+
+def _global(round: int, began: int, text: str, number: Number, suspects: list[Suspect]) -> Finding:  # noqa: A002
+    return finding(
+        "NAN_WEIGHTS",
+        round,
+        text,
+        confidence=1.0,
+        since=began,
+        severity="critical",
+        numbers=[number],
+        suspects=suspects,
+    )

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines, links and clocks: clients that fail, stay away, come late, lose their messages or their telemetry.
+
+What a host reports as an error is a finding at once. What also happens to healthy clients now and then (to be away, to
+lose a message, to miss a deadline) is one only when it happens to a client too often to be chance, where the rate of
+the other clients says what chance is.
+
+No finding quotes what an exception says: its words are a client's, and findings pass every privacy level. They name
+the class of the error; the words stand in the event, where the level allows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedvitals.diagnosis.detectors.memory import KILLED, killed_words, memory_words
+from fedvitals.diagnosis.evidence.attendance import (
+    calls,
+    chance_of,
+    clients_of,
+    events_in,
+    rounds_until,
+    up_to,
+)
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Event, Finding
+
+CHANCE = 1e-5  # of so many failures in a client's calls, at the others' rate; each round looks at every client again
+FEWEST = 2  # calls in a row, before anything is said
+UNKNOWN = 50  # calls without trouble that are taken for granted: of a few rounds no rate is known
+USUAL = 0.1  # rate of the others from which trouble is the network's way, and a note is enough
+
+SLOW = 4.0  # times its peers
+SLOWER = 3.0  # times its own past, compared with the peers
+SLOW_SCORE = 4.0  # and so many robust standard deviations
+SPREAD = 0.15  # of the logarithm of times, which machines always have
+SLOW_ROUNDS = 3  # participations in a row
+FEWEST_PEERS = 4  # clients, below which a median says little
+KIND_OF_DEVICE = 0.25  # share of the cohort
+HANGING_SECONDS = 600.0
+HANGING = 100.0  # times its peers: nothing computes so slowly
+REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine is no finding
+
+BOUND = 0.5  # share of a round
+BOUND_ROUNDS = 5  # in a row
+BOUND_SECONDS = 1.0  # a round: a shorter one needs no remedy
+BOTTLENECKS = {  # and what is then meant; computing is what the machines are there for, and no finding
+    "straggler": "waiting for the slowest clients",
+    "upload": "sending updates to the server",
+    "download": "sending the model to clients",
+    "data_loading": "loading data",
+    "aggregation": "aggregating updates",
+    "server": "receiving updates and evaluating at the server",
+}
+
+MEMORY = re.compile(
+    r"out of memory|not enough memory|MemoryError|OutOfMemory|cannot allocate|could not be allocated|\bKilled\b|"
+    r"WorkerKilled",
+    re.IGNORECASE,
+)
+DISK = re.compile(r"Errno 28|ENOSPC|no space left|disk quota|disk (is )?full|Errno 122", re.IGNORECASE)
+
+
+def failures(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+    """CRASH, OUT_OF_MEMORY or DISK_FULL of each client whose training ended with an error."""
+    seen: set[tuple[str, Node | None]] = set()
+    for event in events_in(history, round, "client.failed", "edge.failed", "round.failed"):
+        issue = _kind_of_failure(event)
+        if (issue, event.where.node) in seen:
+            continue
+        seen.add((issue, event.where.node))
+        who = event.where.node or "The round"
+        since = _first(history, round, event)
+        before = "" if since == round else f" (since round {since})"
+        text, sure = f"{who} failed{_with(event)}{before}.", 1.0
+        shares: Mapping[str, Any] = {}
+        if issue == "OUT_OF_MEMORY":
+            text, sure = killed_words(history, round, event) or (text, sure)
+            words, shares = memory_words(history, round, event)
+            text += words
+        yield finding(
+            issue,
+            round,
+            text,
+            confidence=sure,
+            since=since,
+            node=event.where.node,
+            group=event.where.group,
+            severity="critical",
+            more={"event": event.name, **{k: event.data[k] for k in ("exception",) if k in event.data}, **shares},
+        )
+    for event in events_in(history, round, "monitor.error", "log"):
+        if event.level in ("warning", "error", "critical") and DISK.search(event.message) and event.where.node is None:
+            doing = f", said by {event.data['doing']}" if "doing" in event.data else ""
+            yield finding("DISK_FULL", round, f"The server's disk is full{doing}.", confidence=0.95)
+            return
+
+
+def _with(event: Event) -> str:
+    kind = event.data.get("exception")
+    return "" if kind is None else f" with {kind}"
+
+
+def _kind_of_failure(event: Event) -> str:
+    text = f"{event.data.get('exception', '')} {event.message}"
+    if DISK.search(text):
+        return "DISK_FULL"
+    return "OUT_OF_MEMORY" if MEMORY.search(text) or KILLED.search(text) else "CRASH"
+
+
+def _first(history: History, round: int, event: Event) -> int:  # noqa: A002
+    same = [
+        other.where.round
+        for other in history.events(event.name)
+        if other.where.node == event.where.node and other.where.round is not None and other.where.round <= round
+    ]
+    return min(same, default=round)
+
+
+def drop_outs(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """DROP_OUT: a client that is asked and is not there, again and again; or that used to take part and does not."""
+    yield from _too_often(history, round, "DROP_OUT", "was asked and was not there", "client.dropped_out")
+    for node, rounds in _silent(history, round).items():
+        text = f"{node} took part in every round, and has not since round {rounds[0]}."
+        number = Number("clients", 0.0, 1.0, of="own past")
+        yield finding("DROP_OUT", round, text, confidence=0.9, since=rounds[0], node=node, numbers=[number])
+
+
+def _silent(history: History, round: int) -> dict[Node, list[int]]:  # noqa: A002
+    """Who is missing without a word in the newest rounds, where everybody else takes part in all of them."""
+    numbers = rounds_until(history, round, 12)
+    if len(numbers) < SLOW_ROUNDS + 3:
+        return {}
+    first, second, third, now = (set(clients_of(history, number)) for number in (*numbers[:3], round))
+    if not (first & second & third) - now:
+        return {}
+    present = [set(clients_of(history, number)) for number in numbers]
+    heard = [{e.where.node for e in history.events(None, n) if e.where.round == n} for n in numbers]
+    early = set.intersection(*present[:3])
+    missing = {}
+    for node in early - present[-1]:
+        away = [not (node in here or node in told) for here, told in zip(present, heard, strict=True)]
+        left = len(away) - next((i for i, out in enumerate(reversed(away)) if not out), len(away))
+        if all(away[-SLOW_ROUNDS:]) and not any(away[:left]):
+            missing[node] = numbers[left:]
+    # Most being away at some time is partial participation, not a client that has left.
+    steady = sum(all(node in here for here in present) for node in early)
+    return missing if steady > len(missing) and steady >= 0.8 * len(set.union(*present)) - len(missing) else {}
+
+
+def lost_messages(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """COMMUNICATION_FAILURE: updates of a client that never arrive, or cannot be read."""
+    yield from _too_often(history, round, "COMMUNICATION_FAILURE", "sent an update that did not arrive", "update.lost")
+
+
+def late(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """TIMEOUT: a client that misses the deadline again and again, or whose connection hangs where there is none."""
+    yield from _too_often(history, round, "TIMEOUT", "missed the deadline", "update.late")
+    seconds = history.latest("time.client_virtual", round)
+    usual = float(np.median([*seconds.values()])) if len(seconds) > 2 else np.inf
+    for node, value in seconds.items():
+        if value > HANGING_SECONDS and value > HANGING * usual:
+            text = f"{node} took {value:,.0f} s; its peers took {usual:.3g} s."
+            number = Number("time.client_virtual", value, usual)
+            yield finding("TIMEOUT", round, text, confidence=0.95, node=node, numbers=[number])
+
+
+def _too_often(history: History, round: int, issue: str, did: str, name: str) -> Iterator[Finding]:  # noqa: A002
+    """Clients to whom it happens far more often than to the others, this round included."""
+    if not events_in(history, round, name):
+        return
+    told = calls(history, round, (name,))
+    wrong = {node: sum(own.wrong) for node, own in told.items()}
+    asked = {node: len(own.wrong) for node, own in told.items()}
+    # The others without those who are struck as hard: two clients that have left must not hide each other.
+    for node, own in told.items():
+        if not own.wrong[-1] or own.rounds[-1] != round or wrong[node] < FEWEST:
+            continue
+        rate = wrong[node] / asked[node]
+        others = [other for other in told if other != node and wrong[other] < 0.7 * rate * asked[other]]
+        usual = (sum(wrong[other] for other in others) + 1) / (sum(asked[other] for other in others) + UNKNOWN)
+        chance = min(chance_of(sum(own.wrong[-n:]), n, usual) for n in range(1, asked[node] + 1))
+        if chance > CHANCE or (len(others) < len(told) / 2):
+            continue
+        since = own.rounds[own.wrong.index(True)]
+        text = f"{node} {did} in {wrong[node]} of its last {asked[node]} calls; the others in {usual:.1%}."
+        yield finding(
+            issue,
+            round,
+            text,
+            confidence=1 - max(chance, 1e-3),
+            since=since,
+            node=node,
+            severity="note" if usual > USUAL else None,
+            numbers=[Number(name, rate, usual)],
+        )
+
+
+def stragglers(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """STRAGGLER: several times as slow as its peers or its own past, for what it has to do, several rounds in a row."""
+    for name, least in (("time.compute_virtual", 0.0), ("time.client_virtual", 0.0), ("time.client", REAL_SECONDS)):
+        now = history.latest(name, round)
+        if now:
+            found = [*_slow(history, round, name, least)]
+            yield from found
+            if found or name == "time.client_virtual":
+                return  # real seconds say nothing where a virtual clock runs
+
+
+def _slow(history: History, round: int, name: str, least: float) -> Iterator[Finding]:  # noqa: A002
+    seconds = history.latest(name, round)
+    peers = float(np.median([*seconds.values()]))
+    if not any(value > np.sqrt(SLOW) * peers and value - peers >= least for value in seconds.values()):
+        return
+    numbers = rounds_until(history, round)
+    scores = _slowness(history, numbers, name)
+    found: list[Finding] = []
+    slow = 0
+    for node in scores[round]:
+        own = [number for number in numbers if node in scores[number]]
+        newest, before = own[-SLOW_ROUNDS:], own[:-SLOW_ROUNDS]
+        off, score = (float(np.median([scores[number][node][i] for number in newest])) for i in (0, 1))
+        slow += off > np.log(SLOW) / 2
+        steady = len(newest) == SLOW_ROUNDS and min(scores[number][node][0] for number in newest) > np.log(SLOW) / 2
+        past = float(np.median([scores[number][node][0] for number in before])) if before else off
+        changed = len(before) >= SLOW_ROUNDS and off - past > np.log(SLOWER)
+        slower = changed or (off > np.log(SLOW) and score > SLOW_SCORE)
+        if not steady or not slower or seconds[node] - peers < least:
+            continue
+        text = f"{node} takes {np.exp(off):.1f} times as long as its peers for the same work."
+        text += " It was not so before." if changed else ""
+        number = Number(name, seconds[node], peers, score)
+        more = {"changed": changed}
+        found.append(
+            finding("STRAGGLER", round, text, confidence=0.95, since=newest[0], node=node, numbers=[number], more=more)
+        )
+    # Many that are slow from the first are another kind of device, as healthy as the rest.
+    many = slow > max(1, KIND_OF_DEVICE * len(scores[round]))
+    yield from (one for one in found if one.evidence["changed"] or not many)
+
+
+def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, dict[Node, tuple[float, float]]]:
+    """How many times longer than the median a client took, as a logarithm, and in robust standard deviations.
+
+    Who has more to do may take longer. So as it is, per step or per sample, whichever makes the clients most alike over
+    these rounds; but hardly more than as it is, since who has next to nothing to do still has to begin.
+    """
+    measures = {work: {n: _over_median(history, n, name, work) for n in numbers} for work in ("", "steps", "samples")}
+    spread = {
+        work: sum(_spread([*offs.values()]) for offs in found.values() if offs) for work, found in measures.items()
+    }
+    chosen = measures[min(spread, key=lambda work: spread[work])]
+    found: dict[int, dict[Node, tuple[float, float]]] = {}
+    for number in numbers:
+        scale = np.hypot(_spread([*chosen[number].values()]), SPREAD)
+        offs = {node: min(off, measures[""][number][node] + np.log(2)) for node, off in chosen[number].items()}
+        found[number] = {node: (off, float(off / scale)) for node, off in offs.items()}
+    return found
+
+
+def _over_median(history: History, round: int, name: str, work: str) -> dict[Node, float]:  # noqa: A002
+    """The logarithm of each client's time, over its work if that is named, less the median."""
+    seconds = {node: v for node, v in history.latest(name, round).items() if v > 0 and np.isfinite(v)}
+    if len(seconds) < FEWEST_PEERS:
+        return {}
+    done = history.latest(work, round) if work else {}
+    values = np.log([*seconds.values()]) - np.log([max(done.get(node, 1.0), 1.0) for node in seconds])
+    return dict(zip(seconds, (values - np.median(values)).tolist(), strict=True))
+
+
+def _spread(offs: Sequence[float]) -> float:
+    """A robust standard deviation of what is around 0."""
+    return 1.4826 * float(np.median(np.abs(offs))) if offs else 0.0
+
+
+def clocks(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """CLOCK_SKEW: a client's times cannot be true: it began before it was asked, or sent after its message came."""
+    for node, seconds in history.latest("time.clock_error", round).items():
+        if abs(seconds) > 0.5:
+            way = "ahead" if seconds > 0 else "behind"
+            text = f"The clock of {node} is {abs(seconds):,.1f} s {way}, at least."
+            number = Number("time.clock_error", seconds, 0.0, of="limit")
+            yield finding("CLOCK_SKEW", round, text, confidence=1.0, node=node, numbers=[number])
+
+
+def lost_telemetry(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """TELEMETRY_LOST: a client trained and its measurements did not come; or records were lost here."""
+    told = events_in(history, round, "worker.lost", "telemetry.refused", "client.failed")
+    failed = {event.where.node for event in told if event.name == "client.failed"}
+    lost = {event.where.node: event for event in told if event.name != "client.failed"}
+    for node, event in lost.items():
+        if node not in failed:
+            yield finding(
+                "TELEMETRY_LOST", round, event.message, confidence=1.0, since=_first(history, round, event), node=node
+            )
+    counts = up_to(history.series("monitor.lost", None), round)
+    before = counts[-2][1] if len(counts) > 1 else 0.0
+    named = sum(_records_lost(event) for event in told)
+    more = counts[-1][1] - before - named if counts and counts[-1][0] == round else 0.0
+    if more > 0 and None not in lost:
+        text = f"{more:.0f} records were lost before they were stored."
+        number = Number("monitor.lost", counts[-1][1], before, of="own past")
+        yield finding("TELEMETRY_LOST", round, text, confidence=1.0, numbers=[number])
+
+
+def _records_lost(event: Event) -> int:
+    """How many of the records that `monitor.lost` counts an event accounts for."""
+    records = event.data.get("records")
+    if event.name == "worker.lost":
+        return records if isinstance(records, int) and records > 0 else 1
+    return records if event.name == "telemetry.refused" and isinstance(records, int) else 0
+
+
+def bottleneck(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+    """BOTTLENECK: most of each round goes to the same thing, and that is not computing. Up to the round before this."""
+    numbers = rounds_until(history, round - 1, BOUND_ROUNDS)
+    if len(numbers) < BOUND_ROUNDS:
+        return
+    shares = {kind: dict(up_to(history.series(f"bottleneck.{kind}", None), round - 1)) for kind in BOTTLENECKS}
+    for kind, words in BOTTLENECKS.items():  # stragglers first: what holds them up is no matter of all
+        found = [shares[kind].get(number, 0.0) for number in numbers]
+        if min(found) < BOUND:
+            continue
+        seconds = dict(zip(*history.series("time.round", None), strict=True))
+        seconds |= dict(zip(*history.series("time.round_virtual", None), strict=True))
+        typical = float(np.median([seconds.get(number, 0.0) for number in numbers]))
+        if typical < BOUND_SECONDS:
+            return
+        since = _bound_since(shares[kind], numbers[0])
+        share = float(np.median(found))
+        named = _waited_for(history, numbers) if kind == "straggler" else ""
+        saved = "would be saved without" if kind == "straggler" else "goes to"
+        text = f"Of a round of {typical:.3g} s, {share:.0%} {saved} {words}{named}."
+        number = Number(f"bottleneck.{kind}", share, BOUND, of="limit")
+        yield finding("BOTTLENECK", round, text, confidence=0.9, since=since, numbers=[number], more={"bound_by": kind})
+        return
+
+
+def _bound_since(shares: Mapping[int, float], first: int) -> int:
+    """The round from which on it was so without a break."""
+    for number in sorted((n for n in shares if n < first), reverse=True):
+        if shares[number] < BOUND:
+            break
+        first = number
+    return first
+
+
+def _waited_for(history: History, numbers: Sequence[int]) -> str:
+    """Who it was in most of these rounds, if anybody was."""
+    last = Counter(node for number in numbers for node in history.latest("time.critical", number))
+    node, times = last.most_common(1)[0] if last else ("", 0)
+    return f", {node} in {times} of the last {len(numbers)} rounds" if times > len(numbers) / 2 else ""
+
+
+DETECTORS: tuple[Detector, ...] = (
+    failures,
+    drop_outs,
+    lost_messages,
+    late,
+    stragglers,
+    clocks,
+    lost_telemetry,
+    bottleneck,
+)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From scores to evidence: how much likelier a client's numbers are if something is wrong with it, in log-odds.
+
+The mean of a linear model and of boosted trees, both learnt on the fault bank's tuning set by
+`fedvitals_studies.faultbank.fit` and kept as plain numbers in `evidence.json`. There are three of them: «telemetry»,
+which also believes what clients tell, «server», which looks only at what they sent, and «flip», which is learnt on
+nothing but flipped classes. Nothing of scikit-learn is needed to use them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.diagnosis.evidence.scores import Scores
+from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, ABSOLUTE_SERVER, SERVER, Vitals
+from fedvitals.stats import Array
+
+VIEWS = ("telemetry", "server", "flip")
+MOST_COUNTED = 20  # participations, above which more of them tell nothing new
+
+
+def features(scores: Scores, vitals: Vitals, view: str) -> Array:
+    """[clients, features] of one view; NaN where something is not known."""
+    count = np.minimum(scores.counts, MOST_COUNTED)[:, None]
+    if view == "server":
+        own = len(SERVER)
+        parts = [scores.peers[:, :own], scores.own[:, :own], scores.lasting[:, :own]]
+        return np.concatenate([*parts, vitals.absolute[:, : len(ABSOLUTE_SERVER)], count], axis=1)
+    confusion = np.nan_to_num(vitals.absolute[:, ABSOLUTE.index("confusion")])
+    flip = np.stack([scores.persistent, scores.rare, confusion * scores.persistent * scores.rare], axis=1)
+    return np.concatenate([scores.peers, scores.own, scores.lasting, vitals.absolute, count, flip], axis=1)
+
+
+def linear(found: Array, scored: int) -> Array:
+    """The same as a linear model takes it: scores and their magnitudes, limited; nothing for what is not known.
+
+    `scored`: how many of the first columns are scores.
+    """
+    scores = np.clip(np.nan_to_num(found[:, :scored]) / 3, -2.5, 2.5)
+    rest = np.clip(np.nan_to_num(found[:, scored:]), -5, 5)
+    return np.concatenate([scores, np.abs(scores), rest], axis=1)
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Boosted trees, [trees, nodes] each: the feature asked, the limit, where to go on, and what a leaf adds."""
+
+    feature: npt.NDArray[np.int64]
+    limit: Array
+    left: npt.NDArray[np.int64]
+    right: npt.NDArray[np.int64]
+    missing_left: npt.NDArray[np.bool_]
+    value: Array
+    leaf: npt.NDArray[np.bool_]
+    baseline: float
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Trees:
+        kinds = {"feature": np.int64, "left": np.int64, "right": np.int64, "missing_left": np.bool_, "leaf": np.bool_}
+        names = ("feature", "limit", "left", "right", "missing_left", "value", "leaf")
+        arrays: dict[str, Any] = {name: np.array(told[name], dtype=kinds.get(name, np.float64)) for name in names}
+        return cls(**arrays, baseline=float(told["baseline"]))
+
+    def __call__(self, found: Array) -> Array:
+        trees = np.arange(len(self.feature))[None]
+        at = np.zeros((len(found), len(self.feature)), dtype=np.int64)
+        rows = np.arange(len(found))[:, None]
+        while not self.leaf[trees, at].all():
+            asked = found[rows, self.feature[trees, at]]
+            goes_left = np.where(np.isnan(asked), self.missing_left[trees, at], asked <= self.limit[trees, at])
+            further = np.where(goes_left, self.left[trees, at], self.right[trees, at])
+            at = np.where(self.leaf[trees, at], at, further)
+        return np.asarray(self.value[trees, at].sum(axis=1) + self.baseline)
+
+
+@dataclass(frozen=True)
+class View:
+    """One view's model: evidence, its limits for an alarm, how sure a sum of evidence is, and the likely kinds."""
+
+    trees: Trees
+    weights: Array
+    offset: float
+    limits: dict[str, list[tuple[float, float]]]  # by kind of cohort: (alarms per 100 healthy rounds, limit)
+    certainty: tuple[Array, Array]  # sums of evidence, and the share of them that were right
+    kinds: tuple[str, ...]
+    kind_weights: Array  # [kinds, features of `linear`]
+    kind_offsets: Array
+    scored: int
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> View:
+        limits = {name: [(float(b), float(h)) for b, h in pairs] for name, pairs in told["limits"].items()}
+        certainty = (np.array(told["certainty"][0]), np.array(told["certainty"][1]))
+        return cls(
+            trees=Trees.of(told["trees"]),
+            weights=np.array(told["weights"]),
+            offset=float(told["offset"]),
+            limits=limits,
+            certainty=certainty,
+            kinds=tuple(told["kinds"]),
+            kind_weights=np.array(told["kind_weights"]),
+            kind_offsets=np.array(told["kind_offsets"]),
+            scored=int(told["scored"]),
+        )
+
+    def evidence(self, found: Array) -> Array:
+        """Log-odds of each client being faulty in this round."""
+        return 0.5 * (self.trees(found) + linear(found, self.scored) @ self.weights + self.offset)
+
+    def likely(self, found: Array) -> Array:
+        """[clients, kinds]: log-probability of each kind of fault, given that there is one."""
+        raw = linear(found, self.scored) @ self.kind_weights.T + self.kind_offsets
+        raw = raw - raw.max(axis=1, keepdims=True)
+        return np.asarray(raw - np.log(np.exp(raw).sum(axis=1, keepdims=True)))
+
+    def limit(self, cohort: str, alarms: float) -> float:
+        """From which sum on to accuse, so that healthy runs raise so many alarms per 100 rounds."""
+        pairs = sorted(self.limits[cohort])
+        budgets, limits = np.log([p[0] for p in pairs]), [p[1] for p in pairs]
+        return float(np.interp(np.log(max(alarms, 1e-3)), budgets, limits))
+
+    def probability(self, total: Array) -> Array:
+        return np.asarray(np.interp(total, *self.certainty))
+
+
+@dataclass(frozen=True)
+class Model:
+    views: dict[str, View]
+    certainty: tuple[Array, Array]  # the surest view's probability, and the share of such clients that were faulty
+    bank: str  # digest of the bank it was learnt on
+
+    def probability(self, totals: Mapping[str, float]) -> float:
+        """That a client is faulty, by its sums of evidence. The surest of three views is surer than it should be."""
+        surest = max((float(self.views[name].probability(np.array([t]))[0]) for name, t in totals.items()), default=0.0)
+        return float(np.interp(surest, *self.certainty))
+
+
+@functools.cache
+def shipped() -> Model:
+    text = importlib.resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
+    told = json.loads(text)
+    views = {name: View.of(told["views"][name]) for name in VIEWS}
+    return Model(views, (np.array(told["certainty"][0]), np.array(told["certainty"][1])), told["bank"])

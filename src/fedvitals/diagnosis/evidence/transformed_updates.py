@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognise runs whose updates are transformed between training and aggregation: compressed, quantised or pruned.
+
+Rules that compare an update with the training behind it, and the evidence learnt on untouched updates, mean nothing in
+such a run, so they abstain. Detectors never see a configuration; the transformation is recognised from measurements:
+most clients' updates differ from what the same clients trained, or consist mostly of zeros although their gradients do
+not. A minority never counts: a few clients that send something else than they trained are what detectors look for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.diagnosis.evidence.attendance import clients_of, rounds_until
+from fedvitals.diagnosis.evidence.update_mismatch import MANY, mismatch
+from fedvitals.protocols import History, Node
+from fedvitals.stats import Array
+
+FEWEST_CLIENTS = 4  # in a smaller cohort, the clients of the rounds before are counted as well
+LOOK_BACK = 5  # rounds searched for further clients
+ROUNDED = 1e-5  # relative difference in size from which an update was rounded on its way; untouched, it is about 1e-7
+MOSTLY_ZEROS = 0.5  # share of zeros in a typical layer, beyond the zeros of its gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Transformation:
+    """How many of the compared clients sent a transformed update, and how that was recognised."""
+
+    transformed: int
+    compared: int
+    sparse: bool  # recognised by zeros; otherwise by the difference between the received and the trained update
+
+
+def transformation(history: History, round_index: int) -> Transformation | None:
+    """Return how the updates of this round are transformed; None if most arrive as they were trained, or nobody knows.
+
+    More than half of the compared clients must agree, and more than a third of all, so that no minority can silence
+    detectors, be it the only one whose telemetry arrives.
+    """
+    for sparse, sign in ((False, _differing), (True, _mostly_zeros)):
+        clients = _over_rounds(history, round_index, sign)
+        transformed = sum(clients.values())
+        if most(clients) and transformed > MANY * len(clients_of(history, round_index)):
+            return Transformation(transformed, len(clients), sparse)
+    return None
+
+
+def most_differ(history: History, round_index: int) -> bool:
+    """Whether most of the clients that can be compared sent something else than they trained, however few they are."""
+    return most(_over_rounds(history, round_index, _differing))
+
+
+def most(clients: Mapping[Node, bool]) -> bool:
+    """Whether a sign holds for more than half of the clients, and for at least two."""
+    return sum(clients.values()) >= max(2, len(clients) // 2 + 1)
+
+
+def _over_rounds(
+    history: History, round_index: int, sign: Callable[[History, int], dict[Node, bool]]
+) -> dict[Node, bool]:
+    """The sign of each client in this round; of too few clients, also that of others in the newest rounds before."""
+    clients = sign(history, round_index)
+    if not clients or len(clients) >= FEWEST_CLIENTS:
+        return clients
+    for earlier in reversed(rounds_until(history, round_index - 1, LOOK_BACK)):
+        clients = sign(history, earlier) | clients
+    return clients
+
+
+def _differing(history: History, round_index: int) -> dict[Node, bool]:
+    """Whether each client's update differs from what it trained, for the clients of which both are known."""
+    return {node: distance > ROUNDED for node, distance in mismatch(history, round_index).items()}
+
+
+def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
+    """Whether most values of each client's update are zeros that its gradients do not explain.
+
+    The median over the layers that changed: an embedding of which a client uses few rows is a single layer. Units that
+    are dead, and inputs that are always 0, leave zeros in the gradient as well. Where no gradient is known, all count.
+    """
+    clients = set(clients_of(history, round_index))
+    nodes, sums = history.across("update", ("l2", "sparsity"), round_index)
+    rows = [i for i, node in enumerate(nodes) if node in clients]
+    if not rows:
+        return {}
+    gradient_zeros: dict[Node, Array] = {}
+    if history.layers("gradient") == history.layers("update"):
+        owners, gradients = history.across("gradient", ("sparsity",), round_index)
+        gradient_zeros = {node: np.nan_to_num(values[:, 0]) for node, values in zip(owners, gradients, strict=True)}
+    mostly = {}
+    for i in rows:
+        changed = sums[i, :, 0] > 0
+        if changed.any():
+            unexplained = np.nan_to_num(sums[i, :, 1]) - gradient_zeros.get(nodes[i], 0.0)
+            mostly[nodes[i]] = bool(np.median(unexplained[changed]) > MOSTLY_ZEROS)
+    return mostly

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's vital signs in one round, as the numbers that it is compared by: from the server, and from its telemetry.
+
+What a server sees of an update cannot be lied about; what a client tells about its own training can. The two are kept
+apart all the way, so that a liar gains nothing by it. A sign that is not there is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.diagnosis.evidence.attendance import clients_of, labels_of
+from fedvitals.diagnosis.evidence.transformed_updates import most_differ
+from fedvitals.diagnosis.evidence.update_mismatch import NOT_TRAINED, mismatch
+from fedvitals.protocols import History, Node
+from fedvitals.stats import PEER_COLUMNS, Array
+
+SERVER = (
+    *("norm", "share_first", "share_head", "cosine", "cosine_first", "cosine_head", "previous", "step", "back"),
+    *("nearest", "signs", "classes", "classes_min", "class_entropy", "bias", "spread"),
+)
+TELEMETRY = (
+    *("loss_before", "loss_after", "loss_p90", "accuracy_before", "accuracy_after", "confident_wrong", "confusion"),
+    *("gain", "gradient", "gradient_last", "gradient_ratio", "gradient_first", "rate", "samples_per_step"),
+)
+SIGNS = (*SERVER, *TELEMETRY)
+# Spread that peers always have: keeps a cohort of near-equal values from turning rounding into scores.
+FLOOR = {
+    **dict.fromkeys(SIGNS, 0.05),
+    **dict.fromkeys(("norm", "rate", "loss_before", "loss_after", "loss_p90", "gradient", "gradient_last"), 0.12),
+    **dict.fromkeys(("nearest", "gain", "share_first", "share_head"), 0.1),
+    "spread": 0.01,
+}
+_EXCHANGED = 0.999  # cosine of updates that were averaged with each other before they were sent
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """One round's signs, [clients, SIGNS], and what they have to be corrected for."""
+
+    nodes: list[Node]
+    values: Array
+    size: Array  # log of the samples that the client claims
+    diversity: Array  # entropy of its labels; NaN where it does not tell
+    absolute: Array  # [clients, ABSOLUTE]: what says something without peers
+    pairs: Array  # [clients, 2]: the classes that are confused most, label and guess; NaN without
+
+
+ABSOLUTE_SERVER = ("step", "nearest", "back", "cosine", "signs", "previous", "classes", "size", "cohort")
+ABSOLUTE = (*ABSOLUTE_SERVER, "confusion", "accuracy", "diversity", "told")
+
+
+def _log(values: Array, offset: float = 0.0) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.log(values + offset)
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _middle(values: Array) -> float:
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else np.nan
+
+
+def _turn(cosines: Array) -> Array:
+    """A cosine on a scale without ends: what is near 1 or −1 is told apart as well as what is near 0."""
+    return np.arctanh(np.clip(cosines, -0.9995, 0.9995))
+
+
+def _closeness(cosines: Array) -> Array:
+    return -np.log(np.clip(1 - cosines, 1e-4, 2.0))
+
+
+_LOSS, _SHARE = 0.05, 1e-3  # added before a logarithm, so that 0 has one
+_OFFSET = {
+    **dict.fromkeys(("loss_before", "loss_after", "loss_p90"), _LOSS),
+    **dict.fromkeys(("share_first", "share_head"), _SHARE),
+}
+_COSINES = ("cosine", "cosine_first", "cosine_head", "previous", "step", "back", "classes", "classes_min", "bias")
+_AS_THEY_ARE = ("signs", "class_entropy", "accuracy_before", "accuracy_after")
+
+
+def as_measured(sign: str, compared: float | None) -> float | None:
+    """A sign's value as it was measured, from the one that it is compared by; of a difference of logs, the ratio.
+
+    A name that is none of our signs was not changed.
+    """
+    if compared is None or not np.isfinite(compared) or sign not in SIGNS or sign in _AS_THEY_ARE:
+        return compared
+    if sign in _COSINES:
+        return float(np.tanh(compared))
+    if sign == "nearest":
+        return float(1 - np.exp(-min(max(compared, -1.0), 700.0)))
+    if sign in ("confident_wrong", "confusion"):
+        return float(compared**2)
+    found = float(np.exp(min(compared, 700.0))) - _OFFSET.get(sign, 0.0)
+    return max(0.0, found)
+
+
+def vitals(history: History, number: int) -> Vitals:
+    """The signs of every client that sent an update, or trained, in this round."""
+    nodes = list(history.latest("update.norm", number)) or clients_of(history, number)
+
+    def metric(name: str) -> Array:
+        found = history.latest(name, number)
+        return np.array([found.get(node, np.nan) for node in nodes], dtype=np.float64)
+
+    signs = _of_update(history, number, nodes, metric) | _of_training(history, number, nodes, metric)
+    claimed, counted = metric("update.samples"), metric("samples")
+    size = _log(np.where(np.isfinite(claimed), claimed, counted), 1.0)
+    labels = labels_of(history, number)
+    # Where most clients differ, the transport alters updates: the distance then tells nothing about a single client.
+    # The evidence was learnt on updates that differ plainly or not at all; one that was only rounded counts as equal.
+    told = {} if most_differ(history, number) else mismatch(history, number)
+    told = {node: distance if distance > NOT_TRAINED else 0.0 for node, distance in told.items()}
+    diversity = np.array([_entropy(labels[node]) if node in labels else np.nan for node in nodes])
+    alone = signs | {
+        "size": size - _middle(size),
+        "cohort": np.full(len(nodes), np.log(max(len(nodes), 1))),
+        "accuracy": np.full(len(nodes), _middle(signs["accuracy_before"])),
+        "diversity": diversity - _middle(diversity),
+        "told": np.array([told.get(node, np.nan) for node in nodes]),
+    }
+    absolute = np.stack([alone[name] for name in ABSOLUTE], axis=1) if nodes else np.empty((0, len(ABSOLUTE)))
+    values = np.stack([signs[name] for name in SIGNS], axis=1) if nodes else np.empty((0, len(SIGNS)))
+    pairs = np.stack([metric("fit.confused_label"), metric("fit.confused_guess")], axis=1)
+    return Vitals(nodes, values, size, diversity, absolute, pairs)
+
+
+def _entropy(histogram: Mapping[str, int]) -> float:
+    shares = np.array([count for count in histogram.values() if count > 0], dtype=np.float64)
+    shares /= max(shares.sum(), 1.0)
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _of_update(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:
+    """What the server sees."""
+    columns = _aligned(history, "update.peers", PEER_COLUMNS, number, nodes)[:, 0]
+    peers = {name: columns[:, i] for i, name in enumerate(PEER_COLUMNS)}
+    nearest = peers["nearest"]
+    if len(nodes) and np.nanmedian(np.where(np.isnan(nearest), -1.0, nearest)) > _EXCHANGED:
+        nearest = np.full(len(nodes), np.nan)  # members of an edge that averages send the same: that is no copy
+    shares = _aligned(history, "update.alignment", ("share",), number, nodes)[:, :, 0]
+    head = _head(history.layers("update.alignment"))
+    return {
+        "norm": _log(metric("update.norm")),
+        "share_first": _log(shares[:, 0], _SHARE),
+        "share_head": _log(shares[:, head], _SHARE),
+        "cosine": _turn(peers["cosine"]),
+        "cosine_first": _turn(peers["first"]),
+        "cosine_head": _turn(peers["head"]),
+        "previous": _turn(metric("update.cosine_previous")),
+        "step": _turn(peers["step"]),
+        "back": _turn(peers["back"]),
+        "nearest": _closeness(nearest),
+        "signs": peers["signs"],
+        "classes": _turn(peers["classes"]),
+        "classes_min": _turn(peers["classes_min"]),
+        "class_entropy": peers["class_entropy"],
+        "bias": _turn(peers["bias"]),
+        "spread": _log(peers["spread"]),
+    }
+
+
+def _of_training(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:
+    """What the client tells."""
+    before, after = _log(metric("fit.loss_before"), _LOSS), _log(metric("fit.loss_after"), _LOSS)
+    gradient, last = _log(metric("gradient.norm")), _log(metric("gradient.norm_last"))
+    steps, samples = metric("steps"), metric("samples")
+    sizes = _aligned(history, "gradient", ("rms",), number, nodes)[:, :, 0]
+    head = _head(history.layers("gradient"))
+    return {
+        "loss_before": before,
+        "loss_after": after,
+        "loss_p90": _log(metric("fit.loss_p90"), _LOSS),
+        "accuracy_before": metric("fit.accuracy_before"),
+        "accuracy_after": metric("fit.accuracy_after"),
+        "confident_wrong": np.sqrt(metric("fit.confident_wrong")),
+        "confusion": np.sqrt(metric("fit.confusion")),
+        "gain": before - after,
+        "gradient": gradient,
+        "gradient_last": last,
+        "gradient_ratio": last - gradient,
+        "gradient_first": _log(sizes[:, 0]) - _log(sizes[:, head]),
+        "rate": _log(metric("update.norm")) - gradient - _log(steps, 1.0),
+        "samples_per_step": _log(samples, 1.0) - _log(steps, 1.0),
+    }
+
+
+def _aligned(history: History, family: str, statistics: tuple[str, ...], number: int, nodes: list[Node]) -> Array:
+    """[nodes, layers, statistics] in the order of `nodes`; at least one layer, NaN where there is nothing."""
+    found, values = history.across(family, statistics, number)
+    layers = max(1, values.shape[1] if len(found) else len(history.layers(family)))
+    aligned = np.full((len(nodes), layers, len(statistics)), np.nan)
+    place = {node: i for i, node in enumerate(found)}
+    known = [(i, place[node]) for i, node in enumerate(nodes) if node in place]
+    if known:
+        here, there = zip(*known, strict=True)
+        aligned[list(here)] = values[list(there)]
+    return aligned
+
+
+def _head(layers: tuple[str, ...]) -> int:
+    """The last weight: where the classes are told apart."""
+    weights = [i for i, name in enumerate(layers) if "weight" in name.rsplit(".", 1)[-1]]
+    return weights[-1] if weights else max(0, len(layers) - 1)

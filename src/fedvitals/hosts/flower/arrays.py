@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flower's arrays as layers: names, tensors, updates, and a model's outline to hold them.
+
+On the wire a model is a list of arrays. Which of them are trained is not told: whole numbers are not, and neither are
+the running statistics of normalisation, by their names.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from flwr.app import Array, ArrayRecord, RecordDict
+
+from fedvitals.errors import ConfigError
+from fedvitals.probes.backends import torch_is_loaded
+from fedvitals.probes.numpy_updates import FlatArrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.view import Flat
+
+Values = npt.NDArray[Any]
+PLAIN = b"\x93NUMPY\x01\x00"  # how the bytes of an array begin, version 1
+USED_BY_NOBODY = 2  # references to an object that lies in an attribute, as `getrefcount` counts
+HEADER = 10 + 65_535  # bytes at most
+BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
+
+
+def model_of(content: RecordDict) -> ArrayRecord | None:
+    """The arrays of a message, if it holds one model."""
+    found = [record for record in content.values() if isinstance(record, ArrayRecord)]
+    return found[0] if len(found) == 1 else None
+
+
+def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Values]:
+    """The trained arrays by name, to be read only; `layers`: names in the place of a wire's numbers."""
+    found = {name: _in_place(array) for name, array in renamed(record, layers).items() if not BUFFERS.search(name)}
+    return {name: values for name, values in found.items() if np.issubdtype(values.dtype, np.floating)}
+
+
+def tensors_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """The same as tensors, which are copies."""
+    import torch  # noqa: PLC0415 - for corrections alone
+
+    return {name: torch.from_numpy(values.copy()) for name, values in values_of(record, layers).items()}
+
+
+def _in_place(array: Array) -> Values:
+    """An array where it lies, as far as that can be: of a large model a copy costs more than all that we compute."""
+    if array.stype == "numpy.ndarray" and array.data[:8] == PLAIN:
+        file = io.BytesIO(array.data[:HEADER])
+        file.seek(8)
+        shape, in_columns, dtype = np.lib.format.read_array_header_1_0(file)
+        if not in_columns and not dtype.hasobject:
+            count = math.prod(shape)
+            return np.frombuffer(array.data, dtype, count, offset=file.tell()).reshape(shape)
+    return array.numpy()
+
+
+def renamed(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str, Any]:
+    if layers is None:
+        return dict(record)
+    if len(layers) != len(record):
+        raise ConfigError(f"layers= has {len(layers)} names, and a model on the wire has {len(record)} arrays.")
+    return dict(zip(layers, record.values(), strict=True))
+
+
+class Spare:
+    """Room for one update after the other: new memory costs four times what subtracting does, in a large model."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.float32)
+
+    def __call__(self, size: int, dtype: Any) -> Values:
+        # Two: our own, and that of the call. A tensor that somebody keeps holds one more.
+        if self._room.size != size or self._room.dtype != dtype or sys.getrefcount(self._room) > USED_BY_NOBODY:
+            self._room = np.empty(size, dtype)
+        return self._room
+
+
+def update_of(
+    sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
+) -> Flat | FlatArrays:
+    """What a client changed, layer by layer; where shapes differ, what it sent: it shall be seen that they do.
+
+    As tensors where somebody in this process has imported torch, else as arrays.
+    """
+    shapes = {name: values.shape for name, values in got.items()}
+    alike = {name: values.shape for name, values in sent.items()} == shapes and [*sent] == [*got]
+    double = any(values.dtype == np.float64 for values in got.values())
+    vector = room(sum(values.size for values in got.values()), np.float64 if double else np.float32)
+    at = 0
+    for name, values in got.items():
+        place = vector[at : at + values.size].reshape(values.shape)
+        at += values.size
+        np.copyto(place, values) if not alike else np.subtract(values, sent[name], out=place, casting="same_kind")
+    if not torch_is_loaded():
+        return FlatArrays(vector, [*shapes.values()])
+    import torch  # noqa: PLC0415 - loaded already
+
+    from fedvitals.probes.view import Flat  # noqa: PLC0415
+
+    return Flat(torch.from_numpy(vector), [*shapes.values()])
+
+
+def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequence[str] | None = None) -> ArrayRecord:
+    """The record with these values in the place of its own."""
+    names = dict(zip(record, renamed(record, layers), strict=True))
+    changed = ArrayRecord()
+    for key, array in record.items():
+        tensor = tensors.get(names[key])
+        changed[key] = array if tensor is None else Array(tensor.numpy().astype(array.numpy().dtype, copy=False))
+    return changed
+
+
+class ArrayOutline:
+    """A model of which only names and values are known, in the order of the wire; without torch."""
+
+    def __init__(self, model: Mapping[str, Values]) -> None:
+        self._values = {name: values.copy() for name, values in model.items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, Values]]:
+        yield from self._values.items()
+
+    def parameters(self) -> Iterator[Values]:
+        yield from self._values.values()
+
+    def fits(self, model: Mapping[str, Values]) -> bool:
+        return {n: v.shape for n, v in self._values.items()} == {n: v.shape for n, v in model.items()}
+
+    def load(self, model: Mapping[str, Values]) -> None:
+        for own, values in zip(self._values.values(), model.values(), strict=True):
+            np.copyto(own, values, casting="same_kind")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's side: one line, and a monitor sees what a strategy or a loop of one's own does with its clients."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fedvitals.errors import ConfigError
+from fedvitals.hosts.flower import guard as guards
+from fedvitals.hosts.flower.grid_hooks import MARK, watch_post
+from fedvitals.hosts.flower.legacy import is_legacy, watch_legacy
+from fedvitals.hosts.flower.protection import LEVEL, hiding_strategy
+from fedvitals.hosts.flower.replaying import in_replay
+from fedvitals.hosts.flower.reply_envelope import trace_id
+from fedvitals.hosts.flower.server_rounds import Journal
+from fedvitals.hosts.flower.strategy import watch_strategy
+from fedvitals.monitor.lifecycle import close_at_exit
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.backends import torch_is_installed
+from fedvitals.probes.numpy_updates import REMARK
+
+What = TypeVar("What")
+HIGHEST = 4  # of the privacy levels
+
+
+def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: Sequence[str] | None = None) -> What:
+    """Let `monitor` watch a strategy, or the grid of a loop of your own. Gives back the very object.
+
+    `guard`: what becomes of an update with NaN or infinity in it, before it is aggregated: «report» names the client
+    and changes nothing, «drop» leaves it out, «fail» ends the run. `layers`: names, where the wire has numbers.
+    """
+    if not isinstance(monitor, Monitor):
+        raise ConfigError(f"attach(strategy, monitor) takes a fv.Monitor('runs.db'); got {monitor!r}.")
+    if isinstance(what, type):  # hooked, all its objects would be
+        raise ConfigError(f"attach() takes a strategy, not its class: {what.__name__}(...), and not {what.__name__}.")
+    if in_replay():  # the app's own code is run again: there is nothing to watch
+        return what
+    known = getattr(what, MARK, None)
+    if known is not None:
+        if known.monitor is monitor:
+            return what
+        raise ConfigError(f"This {type(what).__name__} is watched by another monitor already; attach one only.")
+    if isinstance(getattr(monitor.ending, "__self__", None), Journal):
+        raise ConfigError("This monitor is attached already. Attach a strategy or a grid: a strategy's own is seen.")
+    hidden = hiding_strategy(what)
+    journal = Journal(
+        monitor,
+        way=guards.check(guard),
+        layers=None if layers is None else tuple(layers),
+        weight=str(getattr(what, "weighted_by_key", "num_examples" if is_legacy(what) else "num-examples")),
+        hidden=hidden,
+    )
+    begin = _Hosting(monitor, type(what).__name__, LEVEL if hidden else HIGHEST)
+    begin.check()
+    if is_legacy(what):
+        watch_legacy(what, journal, begin)
+    elif callable(getattr(what, "configure_train", None)) and callable(getattr(what, "start", None)):
+        watch_strategy(what, journal, begin)
+    elif callable(getattr(what, "push_messages", None)) and callable(getattr(what, "send_and_receive", None)):
+        begin(what)
+        watch_post(what, journal)
+    else:
+        raise ConfigError(
+            f"attach() takes a strategy (flwr.serverapp.strategy), or the grid that main(grid, context) is given; "
+            f"got {type(what).__name__}."
+        )
+    monitor.ending = journal.end
+    close_at_exit(journal)
+    return what
+
+
+class _Hosting:
+    """Makes the monitor's run one of Flower, when its first grid is seen: which run it is, only the grid knows."""
+
+    def __init__(self, monitor: Monitor, strategy: str, most: int) -> None:
+        self._monitor, self._strategy, self._most, self._done = monitor, strategy, most, False
+
+    def check(self) -> None:
+        """Say now what cannot be, and not when the federation runs."""
+        self._monitor.hosted("flower", {"flower": {"strategy": self._strategy}}, most=self._most)
+
+    def __call__(self, grid: Any) -> None:
+        if self._done:
+            return
+        self._done = True
+        with suppress(ConfigError):  # a store that cannot be is told of when it is opened
+            file = self._monitor.file
+            asking = "" if file is None else f" --store {shlex.quote(str(file))}"
+            logging.getLogger("flwr").info("fedvitals watches: fedvitals show %s%s", self._monitor.run.id, asking)
+        if not torch_is_installed():
+            logging.getLogger("flwr").info("fedvitals: %s", REMARK)
+        run_id = getattr(getattr(grid, "run", None), "run_id", None)
+        if run_id is None:
+            return
+        told = {"strategy": self._strategy, "run": str(run_id)}
+        try:
+            self._monitor.hosted("flower", {"flower": told}, trace=trace_id(run_id), most=self._most)
+        except ConfigError:
+            return  # watching already: something was told before the federation began, and stays as it is

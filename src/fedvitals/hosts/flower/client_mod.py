@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's side: a mod around the user's handler, which measures and lets the numbers ride home in the reply.
+
+First in the list of mods, it sees what really leaves the machine. It changes no request, no result and no weight; what
+fails on our side costs telemetry and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context, Error, Message
+from flwr.common.constant import ErrorCode
+
+from fedvitals.errors import MissingExtraError
+from fedvitals.hosts.flower import arrays
+from fedvitals.hosts.flower.protection import LEVEL, hiding_mods
+from fedvitals.hosts.flower.replaying import in_replay
+from fedvitals.hosts.flower.reply_envelope import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
+from fedvitals.monitor.workers import WorkerObserver
+from fedvitals.probes import numpy_updates
+from fedvitals.probes.backends import torch_is_loaded
+from fedvitals.probes.presets import Preset, check_name, resolve
+from fedvitals.records import Layer, LayerTable
+from fedvitals.scope import Scope
+from fedvitals.transport.privacy import WORDS, Policy, policy_for
+from fedvitals.transport.traceparent import entered
+
+if TYPE_CHECKING:
+    from fedvitals.hosts.flower.tape.client import ClientTape
+
+logger = logging.getLogger("fedvitals")
+Handler = Callable[[Message, Context], Message]
+TRAIN = "train"
+PARTITION = "partition-id"  # what Flower's engines and examples call a client's share of the data
+
+
+def client_mod(
+    *,
+    probes: Any = "standard",
+    privacy: int | None = None,
+    tracebacks: bool = False,
+    layers: Sequence[str] | None = None,
+    tape: Any = None,
+) -> ClientMod:
+    """The mod for `ClientApp(mods=[...])`; put it first.
+
+    `probes`: what `fv.watch` measures inside of `train`. `privacy`: what may leave this client, 0 to 4, by default 2:
+    scalars of its own, no layers, no words (docs/metrics.md). `tracebacks`: let the server know the whole traceback of
+    an exception; it may quote data. `layers`: names, where the wire has numbers (NumPyClient). `tape`: a folder of this
+    machine, or a `fv.Tape(folder=..., budget=...)`, that keeps what the client was sent, so that it can be run again
+    here (docs/flower.md); nothing of it leaves the machine.
+    """
+    policy = policy_for("flower", 2 if privacy is None else privacy, tracebacks=tracebacks)
+    return ClientMod(_checked(probes), policy, None if layers is None else tuple(layers), _tape(tape))
+
+
+def _checked(probes: Any) -> Preset | str:
+    """What to measure with. A name is kept as a name: its probes import torch, and are made when a model is watched."""
+    if isinstance(probes, str):
+        check_name(probes)
+        return probes
+    return resolve(probes)
+
+
+def _tape(said: Any) -> ClientTape | None:
+    if said is None:
+        return None
+    try:
+        from fedvitals.hosts.flower.tape.client import client_tape  # noqa: PLC0415 - an extra, for those who want a tape
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise MissingExtraError("torch", "replay", "A client's tape") from error
+    return client_tape(said)
+
+
+class ClientMod:
+    """Called by Flower for each message, in processes that may live for one message only."""
+
+    __name__ = "fedvitals"
+
+    def __init__(
+        self, preset: Preset | str, policy: Policy, layers: Sequence[str] | None, tape: ClientTape | None = None
+    ) -> None:
+        self._preset, self._policy, self._layers, self._tape = preset, policy, layers, tape
+        self._told = False
+
+    def __call__(self, message: Message, context: Context, call_next: Handler) -> Message:
+        if in_replay():
+            return call_next(message, context)
+        handler = self._taped(message, context, call_next)
+        received, cpu = time.time(), time.process_time()
+        worker = self._guarded("beginning", lambda: self._worker(message, context, call_next))
+        try:
+            with self._scope(worker, message, context):
+                reply = handler(message, context)
+        except Exception as error:
+            if worker is None or not worker.policy.tracebacks:
+                raise
+            return _failed(error, message)
+        letter = self._guarded("writing home", lambda: self._letter(worker, message, context, reply, received, cpu))
+        if letter is not None:
+            reply.content[KEY] = letter.record()
+        return reply
+
+    def _taped(self, message: Message, context: Context, call_next: Handler) -> Handler:
+        """The same handler; what it gives is noted on the way."""
+        recording = None if self._tape is None else self._tape.begin(message, context, call_next)
+        if recording is None:
+            return call_next
+
+        @functools.wraps(call_next)
+        def taped(message: Message, context: Context) -> Message:
+            try:
+                reply = call_next(message, context)
+            except BaseException as error:
+                recording.end(None, error)
+                raise
+            recording.end(reply, None)
+            return reply
+
+        return taped
+
+    def _worker(self, message: Message, context: Context, call_next: Handler) -> WorkerObserver:
+        """What watches one message; its Span is the child of the message's own, which the server tells of."""
+        level = self._policy.level
+        hiding = hiding_mods(call_next)
+        if hiding and level > LEVEL:
+            if not self._told:
+                logger.warning(_REFUSED, level, ", ".join(hiding), LEVEL)
+            self._told = True
+            level = LEVEL
+        worker = WorkerObserver(
+            run=run_name(context.run_id),
+            name="flower",
+            preset=self._preset,
+            policy=Policy(level, self._policy.cohort, self._policy.tracebacks and not hiding),
+            strict=False,
+            round=None,  # which it is, the server knows
+            trace=trace_id(context.run_id),
+            span=journey_id(message.metadata.message_id),
+            known=frozenset(),
+            initial=None,
+        )
+        worker.payload()  # what is left of a message that failed: it would ride with another client's reply
+        return worker
+
+    def _scope(self, worker: WorkerObserver | None, message: Message, context: Context) -> Any:
+        if worker is None:
+            return nullcontext()
+        if message.metadata.message_type.partition(".")[0] == TRAIN:
+            return worker.client(node_name(context.node_id))
+        # Evaluations are timed, not measured: `fv.watch` in there watches nothing.
+        return entered(Scope(worker.run, lambda _: None, node=node_name(context.node_id), watch=_unwatched(worker)))
+
+    def _letter(
+        self,
+        worker: WorkerObserver | None,
+        message: Message,
+        context: Context,
+        reply: Message,
+        received: float,
+        cpu: float,
+    ) -> Letter | None:
+        if worker is None or not isinstance(reply, Message) or not reply.has_content() or KEY in reply.content:
+            return None
+        node = node_name(context.node_id)
+        if message.metadata.message_type.partition(".")[0] == TRAIN:
+            partition = context.node_config.get(PARTITION)
+            if isinstance(partition, int):
+                worker.event(
+                    "info", "client.partition", f"Partition {partition}.", node=node, data={"partition": partition}
+                )
+            if worker.policy.level >= WORDS:
+                self._tell_update(worker, node, message, reply)
+        payload = worker.payload(most=room(bytes_of(reply.content)))
+        return Letter(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
+
+    def _tell_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
+        """Statistics per layer of what was changed; below this level they are not ours to tell."""
+        sent, got = arrays.model_of(message.content), arrays.model_of(reply.content)
+        if sent is None or got is None or [*sent] != [*got]:
+            return
+        before, after = arrays.values_of(sent, self._layers), arrays.values_of(got, self._layers)
+        update: Any = arrays.update_of(before, after)
+        layers = tuple(
+            Layer(name, tuple(part.shape), str(part.dtype).removeprefix("torch."))
+            for name, part in zip(after, update, strict=True)
+        )
+        worker.tell_layers(node, "update", _sums(update), LayerTable("parameter", layers))
+
+    def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - training goes on, whatever happens to us
+            logger.warning("fedvitals failed in %s (%s: %s); training goes on.", doing, type(error).__name__, error)
+            return None
+
+
+def _sums(update: Any) -> Any:
+    """Nine statistics of each layer of an update, by torch's kernel where torch is loaded, else by NumPy."""
+    if not torch_is_loaded():
+        return numpy_updates.sums(update)
+    from fedvitals.kernels import sums  # noqa: PLC0415 - imports torch
+
+    return sums(update)
+
+
+_REFUSED = (
+    "fedvitals: privacy level %d is refused: with %s among the mods nobody may learn of a single client, and telemetry "
+    "would tell. Level %d holds. Say client_mod(privacy=1) to say so yourself."
+)
+
+
+def _failed(error: Exception, message: Message) -> Message:
+    """As Flower would say it, and the whole traceback behind it."""
+    frames = error.__traceback__ and error.__traceback__.tb_next  # without our own
+    text = f"{type(error)}:<'{error}'>\n{''.join(traceback.format_exception(type(error), error, frames))}"
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, text), reply_to=message)
+
+
+def _unwatched(worker: WorkerObserver) -> Callable[..., Any]:
+    @contextmanager
+    def watch(*_: Any, **__: Any) -> Any:
+        yield worker
+
+    return watch
+
+
+def process_started() -> float | None:
+    """When this process began, since the epoch; None where the system does not tell (it is Linux that does)."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return time.time() - age

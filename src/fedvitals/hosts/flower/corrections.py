@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corrections on a Flower run: what the monitor prescribes for a round, applied to replies and to the model.
+
+Only where the user asked for it, `Monitor(cure="auto")`. Clients train by code of their own, so what would have to
+happen there (gradient clipping, another learning rate) is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from fedvitals.diagnosis.corrections.correction_trials import FIRST_MODEL
+from fedvitals.errors import ConfigError
+from fedvitals.hosts.flower import arrays
+from fedvitals.hosts.flower.arrays import Values
+from fedvitals.probes.backends import torch_is_installed
+from fedvitals.protocols import Observer
+from fedvitals.records import Action
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Orders:
+    """What is in force in one round; as made, nothing is."""
+
+    quarantined: set[str] = field(default_factory=set)
+    factors: dict[str, float] = field(default_factory=dict)  # of a client's weight
+    samples: dict[str, int] = field(default_factory=dict)  # instead of what it claims
+    longest: float | None = None  # norm of an update
+    server_rate: float = 1.0
+    robust: Any = None  # an aggregator of the lab
+
+    @property
+    def of_replies(self) -> bool:
+        return bool(self.factors or self.samples or self.longest is not None)
+
+
+def quarantine(orders: Orders, action: Action) -> None:
+    orders.quarantined.add(_target(action))
+
+
+def reweight(orders: Orders, action: Action) -> None:
+    node = _target(action)
+    if "samples" in action.arguments:
+        orders.samples[node] = int(action.arguments["samples"])
+    else:
+        orders.factors[node] = orders.factors.get(node, 1.0) * _positive(action, "factor")
+
+
+def clip_updates(orders: Orders, action: Action) -> None:
+    orders.longest = _positive(action, "norm")
+
+
+def server_rate(orders: Orders, action: Action) -> None:
+    orders.server_rate *= _positive(action, "factor")
+
+
+def robust_aggregator(orders: Orders, action: Action) -> None:
+    from fedvitals.lab import toml  # noqa: PLC0415 - the lab is needed by those alone whom this correction meets
+    from fedvitals.lab.experiment import AGGREGATORS, kinds_of  # noqa: PLC0415
+
+    table = {key: value for key, value in action.arguments.items() if key in ("fraction", "faulty", "keep")}
+    orders.robust = toml.described("aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS))
+
+
+def roll_back(orders: Orders, action: Action) -> None:
+    """Done by restoring alone."""
+
+
+KINDS: Mapping[str, Callable[[Orders, Action], None]] = {
+    function.__name__: function
+    for function in (quarantine, reweight, clip_updates, server_rate, robust_aggregator, roll_back)
+}
+
+
+BY_TORCH = ("clip_updates", "server_rate", "robust_aggregator")  # corrections that compute with tensors
+OF_AGGREGATION = ("server_rate", "robust_aggregator", "roll_back")
+
+
+class Ward:
+    """Follows prescriptions: `orders` are those of the open round, `restored` the model that it begins from."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._kept: dict[int, ArrayRecord] = {}
+        self._gone_back: set[str] = set()
+        self._begun = False
+        self.orders = Orders()
+        self.restored: ArrayRecord | None = None
+        self.aggregates = False  # whether what the server makes of the replies passes through our hands
+
+    def follow(self, actions: Iterable[Action], number: int, model: ArrayRecord | None) -> None:
+        self.orders, self.restored = Orders(), None
+        for action in actions:
+            if action.kind == "checkpoint":
+                if model is not None:
+                    self._kept[number - 1] = model
+                    if not self._begun:  # rounds are counted from 1 here
+                        self._kept[FIRST_MODEL], self._begun = model, True
+                self._kept = {held: kept for held, kept in self._kept.items() if held in action.arguments["keep"]}
+                continue
+            try:
+                self._apply(action)
+            except ConfigError as error:
+                self._observer.refused(action, str(error))
+
+    def _apply(self, action: Action) -> None:
+        apply = KINDS.get(action.kind)
+        if apply is None:
+            raise ConfigError(f"'{action.kind}' is up to the clients, which train by code of their own in Flower.")
+        if action.kind in BY_TORCH and not torch_is_installed():
+            raise ConfigError(f"'{action.kind}' needs torch, which is not installed: pip install 'fedvitals[torch]'.")
+        if not self.aggregates and (action.kind in OF_AGGREGATION or "restore" in action.arguments):
+            raise ConfigError(f"'{action.kind}' needs a strategy of flwr.serverapp that is attached: it aggregates.")
+        name = str(action.arguments.get("id", action.at))
+        if "restore" in action.arguments and name not in self._gone_back:
+            number = int(action.arguments["restore"])
+            if number not in self._kept:
+                held = ", ".join(map(str, sorted(self._kept))) or "none"
+                raise ConfigError(f"There is no checkpoint of round {number}. Kept: {held}.")
+            self.restored = self._kept[number]
+            self._gone_back.add(name)
+        apply(self.orders, action)
+
+
+def applied(
+    orders: Orders,
+    node: str,
+    reply: Message,
+    start: Mapping[str, Values],
+    got: Mapping[str, Values],
+    weight: str,
+    layers: Any,
+) -> None:
+    """A reply as the orders want it, in place: its length and its weight."""
+    model = arrays.model_of(reply.content)
+    if orders.longest is not None and model is not None and [*start] == [*got]:
+        change: Any = arrays.update_of(start, got)
+        import torch  # noqa: PLC0415 - for corrections alone
+
+        norm = float(torch.linalg.vector_norm(torch.as_tensor(change.vector).double()))
+        if norm > orders.longest:  # what is not finite stays what it is: others shall see it
+            shorter = {
+                n: torch.tensor(start[n]) + c * (orders.longest / norm) for n, c in zip(got, change, strict=True)
+            }
+            key = next(k for k, record in reply.content.items() if record is model)
+            reply.content[key] = arrays.arrays_like(model, shorter, layers)
+    for record in reply.content.values():
+        if isinstance(record, MetricRecord) and weight in record:
+            claimed = orders.samples.get(node, record[weight])
+            factor = orders.factors.get(node, 1.0)
+            if not isinstance(claimed, list) and (node in orders.samples or factor != 1.0):
+                record[weight] = max(1, round(claimed * factor))
+
+
+def robust(
+    rule: Any, replies: Sequence[Message], start: Mapping[str, Tensor], layers: Sequence[str] | None
+) -> list[Message]:
+    """The replies, each with the robust aggregate of all in the place of its own model.
+
+    So the user's strategy still does its own: it averages equal models, and steps from there as it always does.
+    """
+    with_model = [(reply, arrays.model_of(reply.content)) for reply in replies if reply.has_content()]
+    models = [(reply, model) for reply, model in with_model if model is not None]
+    if not models:
+        return [*replies]
+    before = _flat(start)
+    total = rule.begin(before, {}, len(before))
+    for reply, model in models:
+        total.add(_flat(arrays.tensors_of(model, layers)), 1.0, str(reply.metadata.src_node_id))
+    result = total.finish()
+    parts = result.split([t.numel() for t in start.values()])
+    tensors = {name: part.view(t.shape) for (name, t), part in zip(start.items(), parts, strict=True)}
+    for reply, model in models:
+        key = next(k for k, record in reply.content.items() if record is model)
+        reply.content[key] = arrays.arrays_like(model, tensors, layers)
+    return [*replies]
+
+
+def slowed(rate: float, before: ArrayRecord, after: ArrayRecord, layers: Sequence[str] | None) -> ArrayRecord:
+    """The server's step, by its rate."""
+    start, end = arrays.tensors_of(before, layers), arrays.tensors_of(after, layers)
+    return arrays.arrays_like(after, {n: start[n] + (end[n] - start[n]) * rate for n in end if n in start}, layers)
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    import torch  # noqa: PLC0415 - for corrections alone
+
+    return torch.cat([t.reshape(-1).float() for t in tensors.values()]) if tensors else torch.zeros(0)
+
+
+def _target(action: Action) -> str:
+    if action.target is None:
+        raise ConfigError(f"'{action.kind}' needs a target: a client.")
+    return action.target
+
+
+def _positive(action: Action, name: str) -> float:
+    value = action.arguments.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"'{action.kind}' needs '{name}', finite and above 0; got {value!r}.")
+    return float(value)

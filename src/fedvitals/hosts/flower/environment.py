@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment in which Flower apps are watched with no line in them: variables that all processes of one inherit.
+
+It loads neither Flower nor torch: commands set the environment (`fedvitals flower`), and the app's processes, which
+Flower starts, read it (`hosts.flower.unmodified`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedvitals.errors import ConfigError
+from fedvitals.store import store_target
+
+SWITCH = "FEDVITALS_FLOWER"
+# Its sitecustomize.py is run by each Python that has this folder on its path.
+SITE = Path(__file__).resolve().with_name("site")
+NAMES = {
+    "store": "FEDVITALS_STORE",
+    "run": "FEDVITALS_RUN",
+    "probes": "FEDVITALS_PROBES",
+    "privacy": "FEDVITALS_PRIVACY",
+    "tracebacks": "FEDVITALS_TRACEBACKS",
+    "tape": "FEDVITALS_TAPE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What can be said without a line of code. None: as by default."""
+
+    store: str | None = None
+    run: str | None = None
+    probes: str | None = None
+    privacy: int | None = None
+    tracebacks: bool | None = None
+    tape: str | None = None  # the folder of clients' tapes; the server's lies beside its store
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Settings:
+        """What the variables say; an empty one says nothing."""
+        told = {name: environment.get(variable) or None for name, variable in NAMES.items()}
+        level, words = told["privacy"], told["tracebacks"]
+        if level is not None and not level.isdecimal():
+            raise ConfigError(f"{NAMES['privacy']} is a level from 0 to 4, got '{level}'.")
+        return cls(
+            store=told["store"],
+            run=told["run"],
+            probes=told["probes"],
+            privacy=None if level is None else int(level),
+            tracebacks=None if words is None else words != "0",
+            tape=told["tape"],
+        )
+
+    def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What a process needs so that it, and all that it starts, is watched.
+
+        `inherited`: the environment that this is added to; what it says and we do not, holds.
+        """
+        said: dict[str, str | int | None] = {
+            "store": self.store,
+            "run": self.run,
+            "probes": self.probes,
+            "privacy": self.privacy,
+            "tracebacks": None if self.tracebacks is None else int(self.tracebacks),
+            "tape": None if self.tape is None else Path(self.tape).absolute().as_posix(),
+        }
+        path = inherited.get("PYTHONPATH", "")
+        if path.split(os.pathsep)[0] != str(SITE):
+            path = f"{SITE}{os.pathsep}{path}" if path else str(SITE)
+        told = {NAMES[name]: str(value) for name, value in said.items() if value is not None}
+        return {SWITCH: "1", "PYTHONPATH": path, **told}
+
+
+def absolute_store(store: str | None) -> str:
+    """The store that a person means here, as it is called from anywhere: processes have folders of their own."""
+    where = store_target(store)
+    return where if isinstance(where, str) else str(where.absolute())

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guard before aggregation: an update with NaN or infinity in it makes the whole model so, silently.
+
+    fv.flower.attach(FedAvg(), monitor, guard="drop")
+
+«report» (the default) changes nothing: the detectors name the client. «drop» turns the reply into an error reply, which
+every strategy leaves out and Flower's own log tells of. «fail» ends the run with an exception that names the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
+
+from fedvitals.errors import ConfigError, FedvitalsError, unknown
+from fedvitals.hosts.flower.arrays import Values
+
+REPORT, DROP, FAIL = WAYS = ("report", "drop", "fail")
+NAMED = 3  # layers in a sentence
+
+
+class NonFiniteUpdateError(FedvitalsError):
+    """An update with NaN or infinity in it, where the user asked to fail."""
+
+
+def check(way: str) -> str:
+    if way not in WAYS:
+        raise ConfigError(unknown("guard", str(way), WAYS))
+    return way
+
+
+def nonfinite(model: Mapping[str, Values]) -> str | None:
+    """Where a model is not finite, as a part of a sentence."""
+    layers = {name: int((~np.isfinite(values)).sum()) for name, values in model.items()}
+    ill = {name: count for name, count in layers.items() if count}
+    if not ill:
+        return None
+    more = f" and {len(ill) - NAMED} more layers" if len(ill) > NAMED else ""
+    return f"{sum(ill.values())} values are NaN or infinite, in {', '.join([*ill][:NAMED])}{more}"
+
+
+def left_out(reply: Message, asked: Message, why: str) -> Message:
+    """An error reply in the place of a reply: for the strategy a client that failed."""
+    error = Error(ErrorCode.UNKNOWN, f"fedvitals left this update out: {why}")
+    instead = Message(error, reply_to=asked)
+    instead.metadata.__dict__["_message_id"] = reply.metadata.message_id
+    return instead

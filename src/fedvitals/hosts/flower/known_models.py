@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that a round's messages carry, read once: most messages carry the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from flwr.app import ArrayRecord
+
+from fedvitals.hosts.flower.arrays import ArrayOutline, Spare, Values, values_of
+from fedvitals.probes.backends import torch_is_loaded
+
+if TYPE_CHECKING:
+    from fedvitals.hosts.flower.outline import Outline
+
+
+class KnownModels:
+    """`newest`: the aggregate of the open round, where somebody told of it."""
+
+    def __init__(self, layers: Sequence[str] | None) -> None:
+        self._layers = layers
+        self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Values]]] = {}
+        self._outline: Outline | ArrayOutline | None = None
+        self.started: ArrayRecord | None = None  # what the open round began with
+        self.newest: ArrayRecord | None = None
+        self.spare = Spare()
+
+    def forget(self) -> None:
+        """All but the newest, which the next round begins with."""
+        self._read = {key: known for key, known in self._read.items() if known[0] is self.newest}
+        self.started = self.newest = None
+
+    def values(self, record: ArrayRecord) -> dict[str, Values]:
+        """The arrays are held as long as they are known, so that no other can have their address."""
+        key = tuple(id(array.data) for array in record.values())
+        if key not in self._read:
+            self._read[key] = record, values_of(record, self._layers)
+        return self._read[key][1]
+
+    def outline(self, record: ArrayRecord) -> Outline | ArrayOutline:
+        values = self.values(record)
+        if self._outline is None or not self._outline.fits(values):
+            self._outline = _new_outline(values)
+        else:
+            self._outline.load(values)
+        return self._outline
+
+
+def _new_outline(values: Mapping[str, Values]) -> Outline | ArrayOutline:
+    if not torch_is_loaded():
+        return ArrayOutline(values)
+    from fedvitals.hosts.flower.outline import Outline  # noqa: PLC0415 - imports torch
+
+    return Outline(values)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lab's engine on Flower's nodes: tasks go out as messages, updates come back, in the order of the tasks.
+
+Client `c7` trains on the node 7 modulo their number, by sorted node ids; a group that exchanges after each iteration
+trains whole, where its first member is. All that a node has to do in a round is one message, since in a deployment each
+message starts a process. The model is tested here. Nodes train as the engine «sequential» does, to the last bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import torch
+from flwr.app import Message, MessageType
+from torch import Tensor
+
+from fedvitals.errors import ConfigError, RecordError
+from fedvitals.hosts.flower.lab.messages import packed, read_answer, write_order
+from fedvitals.lab.engines.engine import FLOWER, Engine
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.engines.work import Task, Update
+from fedvitals.lab.experiment import Experiment, read
+from fedvitals.protocols import Observer
+from fedvitals.records import Run
+from fedvitals.transport.wire.payload import decode
+
+PATIENCE = 120.0  # seconds until the nodes are there
+TIMEOUT = 3600.0  # seconds for one round's answers
+FIRST_LOOK, LAST_LOOK = 0.02, 1.0  # seconds between two looks for answers; they grow
+
+Answer = tuple[list[Update], bytes]
+
+
+class FlowerEngine:
+    """Trains through a grid. `nodes`: how many to wait for before the first round; `say` takes words for people."""
+
+    name = FLOWER
+    device = torch.device("cpu")  # models travel as bytes
+
+    def __init__(
+        self,
+        site: Site,
+        grid: Any,
+        *,
+        nodes: int = 1,
+        timeout: float = TIMEOUT,
+        patience: float = PATIENCE,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.site, self._grid = site, grid
+        self._text = described(site.experiment)
+        self._wanted, self._timeout, self._patience, self._say = nodes, timeout, patience, say
+        self._place = {node: place for place, node in enumerate(site.experiment.nodes)}
+        self._owing: dict[str, int] = {}  # nodes that have not answered in time, by the message
+        self._here = Engine(site, "sequential")
+
+    def train(
+        self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
+    ) -> Iterator[list[Update]]:
+        """As `Engine.train`: one task is a batch. A node that fails, or does not answer, is an error of its clients."""
+        nodes, absorb = self._nodes(), absorb or observer.absorb
+        shares: dict[int, list[Task]] = {}
+        for task in tasks:
+            shares.setdefault(nodes[self._place[task.nodes[0]] % len(nodes)], []).append(task)
+        arrays, watcher = packed([task.start for task in tasks]), observer.for_worker()
+        messages = [
+            Message(
+                content=write_order(share, self._text, watcher, arrays),
+                dst_node_id=node,
+                message_type=MessageType.TRAIN,
+                group_id=str(share[0].round),
+            )
+            for node, share in shares.items()
+        ]
+        replies = self._exchange(messages)
+        found: dict[int, Iterator[Update]] = {}
+        for node, share in shares.items():
+            updates, payload = self._read(node, share, replies.get(node))
+            if self._may_tell(payload, share, observer):
+                absorb(payload)
+            found[node] = iter(updates)
+        of_task = {id(task): node for node, share in shares.items() for task in share}
+        for task in tasks:
+            yield [next(found[of_task[id(task)]]) for _ in task.nodes]
+
+    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self._here.examine(state)
+
+    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._here.examine_locally(states)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._here.close()
+
+    # -- nodes and messages -------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> list[int]:
+        """Who can be asked now, by their ids. Who still owes an answer is left in peace while there are others."""
+        if self._owing:
+            for reply in self._grid.pull_messages([*self._owing]):
+                self._owing.pop(reply.metadata.reply_to_message_id, None)
+        began, told = time.monotonic(), -1
+        while True:
+            there = sorted(self._grid.get_node_ids())
+            if len(there) >= self._wanted:
+                break
+            if len(there) != told:
+                told = len(there)
+                self._say(f"waiting for {self._wanted} SuperNodes, {told} connected")
+            if time.monotonic() - began > self._patience:
+                raise ConfigError(
+                    f"Waited {self._patience:.0f} s for {self._wanted} SuperNodes, and {len(there)} are connected. "
+                    "Start the others, or ask for fewer with --workers."
+                )
+            time.sleep(LAST_LOOK)
+        self._wanted = 1  # once it has begun, it goes on with whoever is left
+        return [node for node in there if node not in self._owing.values()] or there
+
+    def _exchange(self, messages: Sequence[Message]) -> dict[int, Message]:
+        """The nodes' replies; who does not answer in time has none."""
+        self._grid.push_messages(messages)
+        waiting = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        replies: dict[int, Message] = {}
+        ends, pause = time.monotonic() + self._timeout, FIRST_LOOK
+        while waiting and time.monotonic() < ends:
+            for reply in self._grid.pull_messages([*waiting]):
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None:
+                    replies[node] = reply
+            if waiting:
+                time.sleep(pause)
+                pause = min(LAST_LOOK, pause * 1.5)
+        self._owing |= waiting
+        return replies
+
+    def _read(self, node: int, tasks: Sequence[Task], reply: Message | None) -> Answer:
+        if reply is None:
+            return _failed(tasks, f"The SuperNode {node} did not answer within {self._timeout:.0f} s."), b""
+        if reply.has_error():
+            error = reply.error
+            return _failed(tasks, f"The SuperNode {node} failed (code {error.code}): {error.reason}"), b""
+        try:
+            return read_answer(reply.content, tasks, self.site.layout.size)
+        except RecordError as error:
+            return _failed(tasks, f"The answer of the SuperNode {node} cannot be used. {error}"), b""
+
+    def _may_tell(self, payload: bytes, tasks: Sequence[Task], observer: Observer) -> bool:
+        """Whether what came home tells of nobody but the clients that were asked there, each in the group it is in."""
+        groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
+        groups[None] = None
+        try:
+            places = [r.where for r in decode(payload) if not isinstance(r, Run)] if payload else []
+        except RecordError:
+            return True  # whoever takes it will say so
+        strange = next((place.node for place in places if place.node not in groups), None)
+        text = f"Telemetry told of '{str(strange)[:80]}', whose training was asked of another node."
+        moved = next((place for place in places if place.group not in (None, groups.get(place.node))), None)
+        if strange is None and moved is not None:
+            text = (
+                f"Telemetry put '{moved.node}' into the group '{str(moved.group)[:80]}', to which it does not belong."
+            )
+        refused = strange is not None or moved is not None
+        for task in tasks if refused else ():
+            observer.event("warning", "telemetry.refused", text, node=task.nodes[0])
+        return not refused
+
+
+def described(experiment: Experiment) -> str:
+    """The experiment as TOML, which is all that nodes are told of it; refused if it cannot go there."""
+    if experiment.local.keep_optimizer:
+        raise ConfigError(
+            "Optimisers that are kept over the rounds stay in one process, and Flower starts processes anew: "
+            "keep_optimizer needs engine='stacked'."
+        )
+    text = experiment.to_toml()
+    if read(text) != experiment:
+        raise ConfigError("The experiment is not the same once it is written as TOML: use another engine for it.")
+    return text
+
+
+def _failed(tasks: Iterable[Task], error: str) -> list[Update]:
+    """As of a worker process that died: clients of the lab have failed, and who they are is told."""
+    return [
+        Update(node, task.start, task.start, 0, task.group, error=error, error_type="WorkerDied")
+        for task in tasks
+        for node in task.nodes
+    ]

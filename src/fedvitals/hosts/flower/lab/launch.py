@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the lab's Flower app: on Ray, with a SuperLink of our own that lives as long as the run; or on the user's.
+
+Everything that is started is taken down again, however it ends. What was asked for stands in the app's configuration,
+which Flower sends to every node: so an address with a password in it does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
+from fedvitals.hosts.flower.superlink import QUIET, program, superlink, termination_as_exit, with_programs
+
+OLDEST = (1, 38)  # whose SuperLink has one port for everything, and whose connections stand in $FLWR_HOME/config.toml
+OWN = "fedvitals-lab"  # the connection to our own SuperLink
+APP = """[project]
+name = "fedvitals-lab"
+version = "1.0.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedvitals"
+
+[tool.flwr.app.components]
+serverapp = "fedvitals_lab.app:server_app"
+clientapp = "fedvitals_lab.app:client_app"
+
+"""
+MODULE = """from fedvitals.hosts.flower import lab_app
+
+server_app = lab_app.server_app  # Flower looks for assignments before it looks into the module
+client_app = lab_app.client_app
+"""
+STOP = 10.0  # seconds
+LAST_LINES = 25  # of the log, told when it fails
+STARTED = re.compile(r"Successfully started run (\d+)")
+
+Settings = dict[str, str | int | float | bool]
+
+
+def check_installed(*, simulation: bool) -> None:
+    """Whether what is needed is here, before anything is started."""
+    version = importlib.metadata.version("flwr")
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < OLDEST:
+        raise ConfigError(
+            f"The engine 'flower' starts a SuperLink of flwr {OLDEST[0]}.{OLDEST[1]} or newer; installed is {version}. "
+            "Bring it up to date: pip install -U flwr."
+        )
+    if simulation and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "The engine 'flower' simulates on Ray, which is not installed: pip install 'flwr[simulation]'. "
+            "Or name a SuperLink of yours with --superlink."
+        )
+
+
+def simulate(settings: Settings, nodes: int, hear: Callable[[str], None], secrets: dict[str, str]) -> None:
+    """Run it on Ray, with so many simulated nodes. `secrets`: of the environment of its processes on this machine."""
+    with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
+        own = {**secrets, "FLWR_HOME": str(Path(folder) / "home")}
+        with termination_as_exit(), _superlink(Path(folder), _environment(own)):
+            options = f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus={nodes}"
+            _run(Path(folder), settings, OWN, ["--federation-config", options], _environment(own), hear)
+
+
+def submit(settings: Settings, superlink: str, hear: Callable[[str], None]) -> None:
+    """Run it on the SuperLink of that name in the user's own configuration of Flower."""
+    with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
+        _run(Path(folder), settings, superlink, [], _environment({}), hear)
+
+
+def _run(
+    folder: Path,
+    settings: Settings,
+    superlink: str,
+    options: list[str],
+    environment: dict[str, str],
+    hear: Callable[[str], None],
+) -> None:
+    """`flwr run`, and its log until the run is over. Whoever stops listening stops the run."""
+    app = write_app(folder / "fedvitals-lab", settings)
+    process = subprocess.Popen(  # noqa: S603 - our own words
+        [program("flwr"), "run", str(app), superlink, "--stream", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,  # Ctrl-C is our business
+    )
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    run, over = None, False
+    try:
+        assert process.stdout is not None  # noqa: S101 - asked for above
+        for line in process.stdout:
+            last.append(line.rstrip())
+            run = run or STARTED.search(line)
+            hear(line)
+        over = process.wait(STOP) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        if run is not None and not over and superlink != OWN:  # ours goes down with it
+            subprocess.run(  # noqa: S603 - our own words
+                [program("flwr"), "stop", run[1], superlink],
+                env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=STOP * 2, check=False,
+            )  # fmt: skip
+    if not over or run is None:
+        raise FedvitalsError("`flwr run` failed. The end of its log:\n" + "\n".join(last))
+
+
+def write_app(folder: Path, settings: Settings) -> Path:
+    """The app that Flower is given: a module that has the lab's, and what to run."""
+    try:
+        import tomli_w  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("tomli-w", "lab", "Writing an experiment as TOML") from error
+    package = folder / "fedvitals_lab"
+    package.mkdir(parents=True)
+    config = tomli_w.dumps({"tool": {"flwr": {"app": {"config": settings}}}})
+    (folder / "pyproject.toml").write_text(APP + config, encoding="utf-8")
+    (package / "__init__.py").write_text("")
+    (package / "app.py").write_text(MODULE)
+    return folder
+
+
+@contextlib.contextmanager
+def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """A SuperLink that simulates, with a home and a folder of its own."""
+    home, empty = folder / "home", folder / "empty"
+    home.mkdir()
+    empty.mkdir()  # a package here would win over the app's
+    with superlink(environment, cwd=empty, options=["--disable-runtime-dependency-installation"]) as port:
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{OWN}"\n\n[superlink.{OWN}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        yield
+
+
+def _environment(own: dict[str, str]) -> dict[str, str]:
+    told = {**QUIET, **os.environ, **own, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+    return with_programs(told)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks and updates of the lab as Flower's records, and back. States travel as arrays, the rest as JSON.
+
+Both ends check all that arrives: what is missing, of another size or of another version is a RecordError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from fedvitals.errors import ConfigError, RecordError
+from fedvitals.hosts.flower.lab.observer import read_watcher, write_watcher
+from fedvitals.lab.engines.work import Exchange, Task, Update
+from fedvitals.lab.local import Local
+from fedvitals.lab.topologies.exchanges import average, pass_on
+from fedvitals.protocols import WorkerObserver
+
+KEY = "fedvitals.lab"  # of the one record of each kind
+VERSION = 1  # of what is written here
+HEAD = 4096  # bytes of an array's own description, at most
+EXCHANGES: dict[str, Exchange] = {"pass_on": pass_on, "average": average}
+
+
+class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `Task`; `start` is the name of an array."""
+
+    round: int
+    nodes: tuple[str, ...]
+    start: str
+    group: str | None
+    exchange: str | None
+    iterations: int | None
+    parent: str
+    local: Local | None
+    stop_at_nonfinite: bool
+
+
+class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An `Update`; its state and losses are rows and stretches of arrays."""
+
+    node: str
+    samples: int
+    steps: int
+    seconds: float
+    error: str | None
+    error_type: str | None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a node is asked to do."""
+
+    experiment: str  # as TOML
+    tasks: list[Task]
+    watcher: WorkerObserver
+
+
+def packed(starts: Sequence[Tensor]) -> dict[int, Array]:
+    """The arrays of different states, by the states' identities: most tasks begin with the same one."""
+    return {key: Array(state.numpy()) for key, state in {id(start): start for start in starts}.items()}
+
+
+def write_order(tasks: Sequence[Task], experiment: str, watcher: WorkerObserver, arrays: Mapping[int, Array]) -> Any:
+    names = {key: str(place) for place, key in enumerate(dict.fromkeys(id(task.start) for task in tasks))}
+    text, initial = write_watcher(watcher)
+    told = [
+        _Task(
+            round=task.round,
+            nodes=task.nodes,
+            start=names[id(task.start)],
+            group=task.group,
+            exchange=_name_of(task.exchange),
+            iterations=task.iterations,
+            parent=task.parent,
+            local=task.local,
+            stop_at_nonfinite=task.stop_at_nonfinite,
+        )
+        for task in tasks
+    ]
+    config: dict[str, Any] = {
+        "version": VERSION,
+        "experiment": experiment,
+        "tasks": msgspec.json.encode(told).decode(),
+        "watcher": text,
+        "initial": initial,
+    }
+    states = ArrayRecord({name: arrays[key] for key, name in names.items()})
+    return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": states})
+
+
+def read_order(content: Any) -> Order:
+    config, arrays = _records(content)
+    try:
+        told = msgspec.json.decode(_field(config, "tasks", str), type=list[_Task])
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"The tasks of a message cannot be read: {error}.") from error
+    starts = {name: _tensor(array, None) for name, array in arrays.items()}
+    tasks = []
+    for task in told:
+        if task.start not in starts or not task.nodes:
+            raise RecordError(f"A task of the nodes {task.nodes!r} came without its model.")
+        if task.exchange is not None and task.exchange not in EXCHANGES:
+            raise RecordError(f"A task asks for the exchange '{task.exchange}', which is not known here.")
+        fields = {field: getattr(task, field) for field in task.__struct_fields__}
+        exchange = None if task.exchange is None else EXCHANGES[task.exchange]
+        tasks.append(Task(**{**fields, "start": starts[task.start], "exchange": exchange}))
+    watcher = read_watcher(_field(config, "watcher", str), _field(config, "initial", bytes))
+    return Order(_field(config, "experiment", str), tasks, watcher)
+
+
+def write_answer(updates: Sequence[Update], states: Tensor, payload: bytes) -> Any:
+    """The updates in the order of the tasks' members; `states`, [members, size], has theirs as its rows."""
+    told = [_Update(u.node, int(u.samples), u.steps, u.seconds, u.error, u.error_type) for u in updates]
+    losses = torch.cat([u.losses.to(torch.float32) for u in updates])
+    config: dict[str, Any] = {"version": VERSION, "updates": msgspec.json.encode(told).decode(), "payload": payload}
+    arrays = ArrayRecord({"states": Array(states.numpy()), "losses": Array(losses.numpy())})
+    return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": arrays})
+
+
+def read_answer(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Update], bytes]:
+    """The updates of these tasks, and what was measured on the way."""
+    config, arrays = _records(content)
+    try:
+        told = msgspec.json.decode(_field(config, "updates", str), type=list[_Update])
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"The updates of a message cannot be read: {error}.") from error
+    asked = [(task, node) for task in tasks for node in task.nodes]
+    if [one.node for one in told] != [node for _, node in asked]:
+        raise RecordError(f"Updates of {len(asked)} clients were asked for, and those of others came, or of too few.")
+    if any(one.steps < 0 or one.samples < 0 for one in told):
+        raise RecordError("An update tells of less than nothing: its steps and samples are numbers from 0 on.")
+    if not {"states", "losses"} <= set(arrays):
+        raise RecordError("Updates came without their states or losses.")
+    states = _tensor(arrays["states"], (len(told), size))
+    losses = _tensor(arrays["losses"], (sum(one.steps for one in told),)).split([one.steps for one in told])
+    updates = [
+        Update(
+            node=one.node,
+            state=state,
+            start=task.start,
+            samples=one.samples,
+            group=task.group,
+            losses=loss,
+            steps=one.steps,
+            seconds=one.seconds,
+            error=one.error,
+            error_type=one.error_type,
+        )
+        for one, (task, _), state, loss in zip(told, asked, states, losses, strict=True)
+    ]
+    return updates, _field(config, "payload", bytes)
+
+
+def _name_of(exchange: Exchange | None) -> str | None:
+    for name, known in EXCHANGES.items():
+        if exchange is known:
+            return name
+    if exchange is not None:
+        raise ConfigError(
+            "Groups with an exchange of your own cannot train on Flower's nodes: a function is not sent to them. "
+            f"Known: {', '.join(EXCHANGES)}. Use another engine."
+        )
+    return None
+
+
+def _records(content: Any) -> tuple[Mapping[str, Any], Mapping[str, Array]]:
+    config, arrays = content.get(KEY), content.get(f"{KEY}.states")
+    if not isinstance(config, ConfigRecord) or not isinstance(arrays, ArrayRecord):
+        raise RecordError(f"The message is none of fedvitals' lab: it has {', '.join(sorted(content)) or 'nothing'}.")
+    if config.get("version") != VERSION:
+        raise RecordError(
+            f"The message is of version {config.get('version')!r} of the lab's format, and here it is {VERSION}. "
+            "Install the same fedvitals on all machines."
+        )
+    return config, arrays
+
+
+def _field(config: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = config.get(name)
+    if type(value) is not kind:
+        raise RecordError(f"The message's '{name}' should be of type {kind.__name__}; got {type(value).__name__}.")
+    return value
+
+
+def _tensor(array: Array, shape: tuple[int, ...] | None) -> Tensor:
+    """As it was sent, float32; without a shape, one of any length."""
+    if shape is not None and len(array.data) > HEAD + 4 * int(np.prod(shape)):  # before room is made for it
+        raise RecordError(f"An array of {len(array.data)} bytes came where {shape} numbers were expected.")
+    try:
+        numbers = array.numpy()
+    except Exception as error:
+        raise RecordError(f"An array cannot be read: {type(error).__name__}: {error}.") from error
+    fits = numbers.ndim == 1 if shape is None else numbers.shape == shape
+    if numbers.dtype != np.float32 or not fits:
+        wanted = "a vector" if shape is None else f"{shape}"
+        raise RecordError(f"An array is {numbers.dtype} {numbers.shape}; expected float32, {wanted}.")
+    return torch.from_numpy(np.array(numbers))  # a copy: what is read from a message may not be written to

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model on the wire as a PyTorch module: its parameters by name, and nothing that could be called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedvitals.hosts.flower.arrays import Values
+
+
+class Outline(nn.Module):
+    """A model of which only names and values are known, in the order of the wire."""
+
+    def __init__(self, model: Mapping[str, Values]) -> None:
+        super().__init__()
+        tensors = {name: torch.from_numpy(values.copy()) for name, values in model.items()}
+        self._values = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._values.items()
+
+    def fits(self, model: Mapping[str, Values]) -> bool:
+        return {n: p.shape for n, p in self._values.items()} == {n: v.shape for n, v in model.items()}
+
+    def load(self, model: Mapping[str, Values]) -> None:
+        for parameter, values in zip(self._values.values(), model.values(), strict=True):
+            np.copyto(parameter.data.numpy(), values, casting="same_kind")

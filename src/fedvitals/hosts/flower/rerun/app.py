@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's own app, found in its folder as Flower finds it: by the components that its pyproject.toml names.
+
+A strategy has no place of its own in an app: it is made inside of the ServerApp's `main`. So that is called, up to
+where it would start the strategy, and no further.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+
+from fedvitals.errors import ConfigError
+from fedvitals.hosts.flower.replaying import replaying
+
+PROJECT = "pyproject.toml"
+
+
+def is_app(folder: Path) -> bool:
+    return bool(_components(folder))
+
+
+def client_app(folder: Path) -> ClientApp:
+    app = _component(folder, "clientapp")
+    if not isinstance(app, ClientApp):
+        raise ConfigError(
+            f"{_components(folder)['clientapp']} in {folder} is a {type(app).__name__}, and no ClientApp."
+        )
+    return app
+
+
+def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None = None) -> Any:
+    """The app's strategy. `reference`: «module:name» of one, or of a function without arguments that makes one.
+
+    `config`: what is known of the run's settings, over those of the app's pyproject.toml.
+    """
+    if reference is not None:
+        made = _loaded(folder, reference)
+        with replaying():
+            return made() if isinstance(made, type) or not hasattr(made, "aggregate_train") else made
+    app = _component(folder, "serverapp")
+    known = {**_flat(_project(folder).get("config", {})), **config}
+    context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config=known)
+    try:
+        with replaying(), _caught():
+            app(_NoGrid(), context)
+    except _Found as found:
+        return found.strategy
+    except Exception as error:
+        raise ConfigError(
+            f"The ServerApp in {folder} did not come to start its strategy: {type(error).__name__}: {error}. Say where "
+            "one is made: --strategy module:factory."
+        ) from error
+    raise ConfigError(
+        f"The ServerApp in {folder} starts no strategy. Say where one is made: --strategy module:factory."
+    )
+
+
+class _Found(BaseException):
+    """No `except Exception` of the app's holds it up."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+
+class _NoGrid:
+    """Nobody is there to be asked."""
+
+    run = None
+
+    def get_node_ids(self) -> list[int]:
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(f"The app uses the grid's {name} before it starts its strategy; in a replay there is none")
+
+
+@contextmanager
+def _caught() -> Iterator[None]:
+    """Inside, whoever starts a strategy hands it to us instead."""
+
+    def start(strategy: Any, *_: Any, **__: Any) -> Any:
+        raise _Found(strategy)
+
+    kinds = [kind for kind in (Strategy, *_below(Strategy)) if "start" in vars(kind)]
+    before = [vars(kind)["start"] for kind in kinds]
+    for kind in kinds:
+        kind.start = start  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for kind, own in zip(kinds, before, strict=True):
+            kind.start = own  # type: ignore[attr-defined]
+
+
+def _below(kind: type) -> Iterator[type]:
+    children: list[type] = kind.__subclasses__()
+    for child in children:
+        yield child
+        yield from _below(child)
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+def _component(folder: Path, name: str) -> Any:
+    reference = _components(folder).get(name)
+    if not isinstance(reference, str):
+        raise ConfigError(
+            f"{folder} is no Flower app: its {PROJECT} has no {name} under [tool.flwr.app.components]. --app DIR is "
+            "the folder that `flwr run` takes."
+        )
+    return _loaded(folder, reference)
+
+
+def _components(folder: Path) -> dict[str, Any]:
+    found = _project(folder).get("components", {})
+    return found if isinstance(found, dict) else {}
+
+
+def _project(folder: Path) -> dict[str, Any]:
+    try:
+        told = tomllib.loads((folder / PROJECT).read_text(encoding="utf-8"))
+        found: dict[str, Any] = told["tool"]["flwr"]["app"]
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """As Flower names the settings of tables: «a.b»."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return found
+
+
+def _loaded(folder: Path, reference: str) -> Any:
+    module, _, attribute = reference.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"'{reference}' does not say where something is: module:name, as in pkg.server_app:strategy.")
+    place = str(folder.absolute())
+    sys.path[:] = [place, *(path for path in sys.path if path != place)]
+    _forget_others(folder, module.partition(".")[0])
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{reference} of the app in {folder} cannot be loaded: {error}") from error
+    return found
+
+
+def _forget_others(folder: Path, package: str) -> None:
+    """A package of this name that was loaded from another folder would be run in the app's place."""
+    if not (folder / package).is_dir() and not (folder / f"{package}.py").is_file():
+        return
+    loaded = getattr(sys.modules.get(package), "__file__", None)
+    if loaded is not None and not Path(loaded).resolve().is_relative_to(folder.resolve()):
+        for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
+            del sys.modules[name]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a strategy remembers from round to round, read from its attributes: arrays as states, plain values as JSON.
+
+FedAdam's `m_t`, `v_t` and `current_arrays` are such; so is what a strategy of the user's own keeps in numbers. What is
+neither is named, so that whoever replays a round knows what was not restored.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+
+from fedvitals.errors import StoreError
+from fedvitals.hosts.flower.grid_hooks import MARK
+from fedvitals.hosts.flower.tape.records import (
+    KINDS,
+    LEFT_OUT,
+    Outline,
+    Tensors,
+    array_of,
+    given_back,
+    plain,
+    record_of,
+    tensor_of,
+    tensors_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATE = "strategy/"  # how the names of such states begin
+MOST = 1000  # values in a list or a dict that are looked at
+OWN = "flwr.serverapp.strategy"  # where the strategies are that can be made again by their names
+
+
+def read(strategy: Any) -> tuple[dict[str, Tensors], Outline, list[str]]:
+    """States by name, an outline of all attributes, and the names of those that nobody can read. Arrays are copied."""
+    states: dict[str, Tensors] = {}
+    outline, unknown = Outline(), list[str]()
+    for name, value in vars(strategy).items() if strategy is not None else ():
+        if name == MARK or callable(value):
+            continue
+        told = _arrays(value)
+        if told is not None:
+            states[STATE + name], outline[name] = told
+        elif _simple(value):
+            outline[name] = {"kind": "value", "value": _written(value)}
+        else:
+            unknown.append(name)
+    return states, outline, unknown
+
+
+def restore(strategy: Any, outline: Outline, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """The attributes as they were. Each array is one of its own, which the strategy may change."""
+    for name, told in outline.items():
+        try:
+            if told["kind"] == "value":
+                value = _read(told["value"])
+                if value is not LEFT_OUT:
+                    setattr(strategy, name, value)
+            else:
+                setattr(strategy, name, _value(told, states[STATE + name]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(f"The strategy's «{name}» on the tape cannot be read: {error}") from error
+
+
+def described(strategy: Any) -> dict[str, Any]:
+    """By which class and settings it could be made again; `foreign`: settings that are no plain values."""
+    kind = type(strategy)
+    settings, foreign = dict[str, Any](), list[str]()
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+        if name == "self" or not hasattr(strategy, name):
+            continue
+        value = getattr(strategy, name)
+        if _simple(value):
+            settings[name] = _written(value)
+        elif not (callable(value) and getattr(value, "__module__", "").startswith(OWN)):
+            foreign += [name] if parameter.default is not value else []
+    return {"module": kind.__module__, "class": kind.__qualname__, "settings": settings, "foreign": foreign}
+
+
+def made_again(told: Mapping[str, Any]) -> Any:
+    """A strategy of Flower's own, by its class and settings; None where it is one of the user's."""
+    module, name = str(told.get("module", "")), str(told.get("class", ""))
+    if not (module == OWN or module.startswith(OWN + ".")) or told.get("foreign"):
+        return None
+    import flwr.serverapp.strategy as own  # noqa: PLC0415 - the one module whose classes are made by name
+
+    kind = getattr(own, name, None) if name in own.__all__ else None
+    if not isinstance(kind, type):
+        return None
+    known = inspect.signature(kind).parameters
+    settings = {key: _read(value) for key, value in dict(told.get("settings", {})).items() if key in known}
+    return kind(**settings)
+
+
+# -- one attribute ----------------------------------------------------------------------------------------------------
+
+
+def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
+    """Arrays in one of the shapes that strategies keep them in; copies."""
+    import torch  # noqa: PLC0415 - a server without a tape does not need it
+
+    if isinstance(value, ArrayRecord):
+        tensors, outline = tensors_of(value)
+        return tensors, {**outline, "kind": "record"}
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return _listed("array", {"": value})
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        return _listed("dict", value) if _all_arrays([*value.values()]) else None
+    if isinstance(value, list | tuple) and value and _all_arrays(value):
+        return _listed("tuple" if isinstance(value, tuple) else "list", {str(i): v for i, v in enumerate(value)})
+    return None
+
+
+def _all_arrays(values: Sequence[Any]) -> bool:
+    """Numbers among them were arrays of no dimension, until somebody computed with them."""
+    import torch  # noqa: PLC0415
+
+    any_array = any(isinstance(value, np.ndarray | torch.Tensor) for value in values)
+    return any_array and all(isinstance(v, np.ndarray | np.generic | torch.Tensor) and not _objects(v) for v in values)
+
+
+def _objects(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject
+
+
+def _listed(kind: str, values: Mapping[str, Any]) -> tuple[Tensors, Outline] | None:
+    import torch  # noqa: PLC0415
+
+    found, arrays = Tensors(), []
+    for name, value in values.items():
+        if _objects(value):
+            return None
+        if isinstance(value, torch.Tensor):
+            how: dict[str, Any] | None = {"torch": True}
+            found[name] = value.detach().cpu().clone()
+        else:
+            found[name], how = _copied(np.array(value, order="C"))
+            how = {**(how or {}), "scalar": True} if isinstance(value, np.generic) else how
+        arrays.append([name, name] if how is None else [name, name, how])
+    return found, {"kind": kind, "arrays": arrays}
+
+
+def _copied(own: np.ndarray[Any, Any]) -> tuple[Tensor, dict[str, Any] | None]:
+    """An array that nobody else has."""
+    import torch  # noqa: PLC0415
+
+    return (torch.from_numpy(own), None) if own.dtype.str in KINDS else tensor_of(Array(own))
+
+
+def _value(told: Outline, tensors: Mapping[str, Tensor]) -> Any:
+    if told["kind"] == "record":
+        return record_of(told, tensors)
+    found: dict[str, Any] = {}
+    for name, key, *how in told["arrays"]:
+        own = dict(how[0]) if how else {}
+        if own.pop("torch", False):
+            found[name] = tensors[key].clone()
+        else:
+            number = own.pop("scalar", False)
+            array = array_of(tensors[key], own or None).numpy()
+            found[name] = array[()] if number else array
+    match told["kind"]:
+        case "array":
+            return found[""]
+        case "dict":
+            return found
+        case "list":
+            return [*found.values()]
+        case "tuple":
+            return tuple(found.values())
+    raise ValueError(f"a kind that nobody knows: {told['kind']}")
+
+
+def _simple(value: Any) -> bool:
+    if isinstance(value, bool | int | float | str | bytes | np.generic | None):
+        return not (isinstance(value, np.generic) and value.dtype.hasobject)
+    if isinstance(value, list | tuple) and len(value) <= MOST:
+        return all(_simple(one) for one in value)
+    if isinstance(value, dict) and len(value) <= MOST:
+        return all(_simple(key) and _simple(one) for key, one in value.items())
+    return False
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return {"scalar": value.dtype.str, "bytes_of": plain(value.tobytes())}
+    if isinstance(value, tuple):
+        return {"tuple": [_written(one) for one in value]}
+    if isinstance(value, list):
+        return [_written(one) for one in value]
+    if isinstance(value, dict):
+        return {"dict": [[_written(key), _written(one)] for key, one in value.items()]}
+    return plain(value)
+
+
+def _read(told: Any) -> Any:
+    if isinstance(told, list):
+        return [_read(one) for one in told]
+    if isinstance(told, dict):
+        if "scalar" in told:
+            dtype = np.dtype(str(told["scalar"]))
+            if dtype.hasobject:
+                raise ValueError("numbers have no objects in them")
+            return np.frombuffer(given_back(told["bytes_of"]), dtype)[0]
+        if "tuple" in told:
+            return tuple(_read(one) for one in told["tuple"])
+        if "dict" in told:
+            return {_read(key): _read(one) for key, one in told["dict"]}
+    return given_back(told)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The monitor of one lab experiment, as the command line makes it, in whichever process the experiment runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fedvitals.lab import Experiment
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.protocols import Recorder, Sink
+
+
+def monitor_of(
+    experiment: Experiment,
+    store: str,
+    *,
+    run: str | None,
+    probes: str,
+    sinks: Sequence[Sink] = (),
+    tape: Recorder | None = None,
+) -> Monitor:
+    """`run`: the id of one that the store may have already."""
+    # Without its faults: what is wrong on purpose stands in the store as truth, and only there.
+    public = msgspec.structs.replace(experiment, faults=()).to_toml()
+    return Monitor(
+        store,
+        run=experiment.name,
+        id=run,
+        probes=probes,
+        host="lab",
+        seed=experiment.seed,
+        topology=type(experiment.topology).__name__.lower(),
+        config={"experiment": public},
+        sinks=sinks,
+        tape=tape,
+    )

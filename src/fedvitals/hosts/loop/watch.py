@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model without any federation: `with fv.watch(model, optimizer, "one.db"):` around a plain training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fedvitals.errors import ConfigError
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.scope import current
+
+NODE = "model"
+
+
+@contextmanager
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    store: str | os.PathLike[str] = "runs.db",
+    *,
+    run: str = "watch",
+    steps: int = 100,
+    data: Any = None,
+    loss: Callable[..., Any] | None = None,
+    **settings: Any,
+) -> Iterator[Any]:
+    """Watch one model's training. Every `steps` optimiser steps are told as one round of the node «model».
+
+    `settings` are those of `Monitor`: probes, sinks, detectors, privacy, config, seed...
+
+    Inside of a client that somebody else watches, as the handler of a Flower app with `fv.flower.client_mod`, the model
+    is that client's: its numbers belong to the federation's run, and nothing is stored here.
+    """
+    if isinstance(optimizer, str | os.PathLike):
+        raise ConfigError(f"watch(model, optimizer, store) got {optimizer!r} for the optimiser. Name it as store=...")
+    if steps < 1:
+        raise ConfigError(f"watch(steps=) needs at least 1 step per round, got {steps}.")
+    around = current.get()
+    if around is not None and around.watch is not None:
+        watching = around.watch(model, data=data, loss=loss)
+    else:
+        watching = _alone(model, optimizer, Monitor(store, run, **settings), steps, data, loss)
+    with watching as observer:
+        yield observer
+
+
+@contextmanager
+def _alone(
+    model: nn.Module, optimizer: Optimizer | None, monitor: Monitor, steps: int, data: Any, loss: Any
+) -> Iterator[Monitor]:
+    own = {id(p) for p in model.parameters()}
+    count = 0
+
+    def begin() -> None:
+        monitor.round_begin(count // steps, model)
+        monitor.client_begin(NODE, model, optimizer, data, loss=loss)
+
+    def end(error: BaseException | None = None) -> None:
+        monitor.client_end(NODE, error)
+        monitor.round_end(count // steps, model)
+
+    def after_step(stepping: Optimizer, *_: Any) -> None:
+        nonlocal count
+        if stepping is not optimizer and not any(id(p) in own for g in stepping.param_groups for p in g["params"]):
+            return
+        if (count + 1) % steps == 0:
+            # After a step, not before: torch walks the very hooks that closing a client removes.
+            end()
+            count += 1
+            begin()
+        else:
+            count += 1
+
+    begin()
+    handle = register_optimizer_step_post_hook(after_step)
+    failure: BaseException | None = None
+    try:
+        yield monitor
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        handle.remove()
+        if count and count % steps == 0 and failure is None:
+            monitor.discard()  # the last window has just closed, and no step came after it
+        else:
+            end(failure)
+        monitor.close()

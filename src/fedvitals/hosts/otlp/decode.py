@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of OTLP as records, whoever sent them: ours (`otel_encode`) as they were, others as far as they go.
+
+They come from other machines: every id, number, name, time and text is checked and bounded. What does not hold is left
+out, counted and named; the rest is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedvitals.catalog import CATALOG
+from fedvitals.errors import RecordError
+from fedvitals.records import Event, Metric, Record, Span, Where
+from fedvitals.time_parts import of_the_whole
+from fedvitals.transport import otel_names as names
+from fedvitals.transport.logs import bounded
+from fedvitals.transport.sink_writer import SOURCE as MONITOR
+
+NAME, TEXT = 200, 4096  # characters of a name; bytes of a text
+ATTRIBUTES, DEPTH, ITEMS = 64, 6, 1000
+LONGEST = 366 * 86_400  # seconds of a span
+EARLIEST, LATEST = 0.0, 4.1e9  # seconds since the epoch: until the year 2099
+GROUPS, RECORDS = 1000, 20_000  # in one request
+COUNTED = 2**31  # rounds and steps
+SEQUENCE = 2**53
+
+Told = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a request held: records, and how many were left out, with the first reason."""
+
+    records: list[Record] = field(default_factory=list)
+    rejected: int = 0
+    why: str = ""
+
+    def leave_out(self, count: int, why: str) -> None:
+        self.rejected += count
+        self.why = self.why or why
+
+
+class Decoder:
+    """From requests to records. `runs` and `nodes` say whose are taken; a record without an identity gets one here.
+
+    `whole`: whether the sender may say what a round was. What others call `round` or `server` is their own.
+    """
+
+    def __init__(self, runs: Container[str], nodes: Container[str] | None = None, *, whole: bool = False) -> None:
+        self._runs, self._nodes, self._whole = runs, nodes, whole
+        self._source = f"otlp-{os.urandom(4).hex()}"
+        self._sequence = itertools.count()
+
+    def traces(self, request: Any) -> Taken:
+        taken = Taken()
+        for told, ours, spans in _scopes(request.resource_spans, "scope_spans", "spans"):
+            for span in spans:
+                _add(taken, self._span, span, told, ours)
+        return taken
+
+    def metrics(self, request: Any) -> Taken:
+        taken = Taken()
+        for told, _, metrics in _scopes(request.resource_metrics, "scope_metrics", "metrics"):
+            for metric in metrics:
+                kind = metric.WhichOneof("data") or ""
+                points = getattr(metric, kind).data_points if kind else ()
+                if len(points) + len(taken.records) + taken.rejected > RECORDS:
+                    raise RecordError(f"The request has more than {RECORDS} points.")
+                if kind not in ("gauge", "sum"):
+                    text = f"the metric {_shown(metric.name)} is no gauge and no sum, but a {kind or 'nothing'}"
+                    taken.leave_out(len(points) or 1, text)
+                    continue
+                for point in points:
+                    _add(taken, self._point, metric.name, point, told)
+        return taken
+
+    def logs(self, request: Any) -> Taken:
+        taken = Taken()
+        for told, ours, records in _scopes(request.resource_logs, "scope_logs", "log_records"):
+            for record in records:
+                _add(taken, self._log, record, told, ours)
+        return taken
+
+    def _span(self, span: Any, resource: Told, ours: bool) -> Iterator[Record]:
+        told = resource | _attributes(span.attributes)
+        if told.get(names.PART) is True:  # its parent tells the same
+            return
+        where = self._where(told)
+        begin, end = span.start_time_unix_nano, span.end_time_unix_nano
+        if not 0 < begin <= end <= begin + LONGEST * 10**9:
+            raise RecordError(f"the span {_shown(span.name)} ends {(end - begin) / 10**9:.3g} s after it began")
+        at, seconds = _seconds(begin), (end - begin) / 10**9
+        own = _own(told, names.OWN) if ours else _own(told, "", without=resource)
+        if span.status.code == 2 and not ours:  # STATUS_CODE_ERROR
+            own |= {"failed": True, "error": str(told.get("error.type", "error"))}
+            own |= {"message": bounded(span.status.message, TEXT)} if span.status.message else {}
+        ids = (_identifier(span.trace_id, 16, "trace"), _identifier(span.span_id, 8, "span"))
+        parent = _identifier(span.parent_span_id, 8, "parent span") if span.parent_span_id else None
+        found = Span(where, at, _name(span.name), seconds, *ids, parent, own, *self._identity(told))
+        yield replace(found, name=f"own.{found.name}") if of_the_whole(found) and not self._whole else found
+        for event in () if ours else span.events[:16]:
+            if event.name == "exception":
+                yield self._exception(event, where, ids, span.name, at + seconds)
+
+    def _exception(self, event: Any, where: Where, ids: tuple[str, str], block: str, end: float) -> Event:
+        told = _attributes(event.attributes)
+        kind, text = str(told.get("exception.type", "Exception")), str(told.get("exception.message", ""))
+        data = {"error": kind, "block": _name(block), "trace": ids[0], "span": ids[1]}
+        trace = told.get("exception.stacktrace")
+        data |= {"traceback": str(trace)} if trace else {}
+        at = _seconds(event.time_unix_nano) if event.time_unix_nano else end
+        message = bounded(f"{data['block']}: {kind}: {text}", TEXT)
+        return Event(where, at, "error", "exception", message, data, *self._identity({}))
+
+    def _point(self, name: str, point: Any, resource: Told) -> Iterator[Record]:
+        told = resource | _attributes(point.attributes)
+        for exemplar in point.exemplars[:1]:
+            told |= _attributes(exemplar.filtered_attributes)
+        where = self._where(told)
+        kind = point.WhichOneof("value")
+        if kind is None:
+            raise RecordError(f"the metric {_shown(name)} has a point without a value")
+        value = float(point.as_double if kind == "as_double" else point.as_int)
+        found = Metric(where, _seconds(point.time_unix_nano), _metric(name), value, *self._identity(told))
+        yield replace(found, name=f"user.{found.name}") if of_the_whole(found) and not self._whole else found
+
+    def _log(self, record: Any, resource: Told, ours: bool) -> Iterator[Record]:
+        told = resource | _attributes(record.attributes)
+        where = self._where(told)
+        level = names.level_of_severity(record.severity_number)
+        name = _name(record.event_name) if record.event_name else "log"
+        body = _value(record.body)
+        data = _own(told, names.DATA) if ours else _own(told, "", without=resource)
+        if not ours and len(record.trace_id) == 16 and len(record.span_id) == 8:
+            data |= {"trace": record.trace_id.hex(), "span": record.span_id.hex()}
+        at = _seconds(record.time_unix_nano or record.observed_time_unix_nano)
+        text = bounded(body if isinstance(body, str) else repr(body), TEXT)
+        yield Event(where, at, level, name, text, data, *self._identity(told))
+
+    def _where(self, told: Told) -> Where:
+        run = told.get(names.RUN, told.get("service.instance.id"))
+        if not isinstance(run, str) or run not in self._runs:
+            raise RecordError(f"nobody expects the run {_shown(run)}: set the resource's attribute {names.RUN}")
+        found = {place: told.get(name) for place, name in names.PLACES.items()}
+        for place in ("node", "layer", "group"):
+            found[place] = None if found[place] is None else _name(found[place], place)
+        for place in ("round", "step"):
+            number = found[place]
+            if number is not None and (type(number) is not int or not 0 <= number < COUNTED):
+                raise RecordError(f"{names.PLACES[place]} is a whole number from 0 on, got {_shown(number)}")
+        if self._nodes is not None and (found["node"] is None or found["node"] not in self._nodes):
+            raise RecordError(f"nobody expects the node {_shown(found['node'])}: set the attribute {names.NODE}")
+        return Where(run, **found)
+
+    def _identity(self, told: Told) -> tuple[str, int]:
+        """As told, so that what comes twice is stored once; but nobody is the monitor of this process."""
+        source, sequence = told.get(names.SOURCE), told.get(names.SEQUENCE)
+        if isinstance(source, str) and source and type(sequence) is int and 0 <= sequence < SEQUENCE:
+            source = _name(source, "source")
+            return (f"otlp-{source}" if source.startswith(MONITOR) else source), sequence
+        return self._source, next(self._sequence)
+
+
+def _add(taken: Taken, make: Callable[..., Iterable[Record]], *arguments: Any) -> None:
+    try:
+        taken.records += make(*arguments)
+    except RecordError as error:
+        taken.leave_out(1, str(error))
+
+
+def _scopes(resources: Any, scopes: str, items: str) -> Iterator[tuple[Told, bool, Any]]:
+    """What belongs together: attributes of the resource, whether fedvitals wrote it, and the items.
+
+    An empty message is two bytes on the way, and a microsecond here: how many there are is looked at first.
+    """
+    if len(resources) > GROUPS or sum(len(getattr(resource, scopes)) for resource in resources) > GROUPS:
+        raise RecordError(f"The request has more than {GROUPS} resources or scopes.")
+    if sum(len(getattr(scope, items)) for resource in resources for scope in getattr(resource, scopes)) > RECORDS:
+        raise RecordError(f"The request has more than {RECORDS} {items}.")
+    for resource in resources:
+        told = _attributes(resource.resource.attributes)
+        for scope in getattr(resource, scopes):
+            yield told, scope.scope.name == names.SERVICE, getattr(scope, items)
+
+
+def _own(told: Told, prefix: str, without: Container[str] = ()) -> Told:
+    """What a record holds beside its coordinates: of ours what has the prefix, of others what is not ours."""
+    if prefix:
+        return {name.removeprefix(prefix): value for name, value in told.items() if name.startswith(prefix)}
+    kept = (name for name in told if not name.startswith("fedvitals.") and name not in without)
+    # `failed` and `error` are what a Span of ours says of itself, and `parts` what its time went to.
+    return {f"own.{name}" if name in ("failed", "error", "message", "parts") else name: told[name] for name in kept}
+
+
+def _metric(name: str) -> str:
+    own = name.removeprefix(names.METRIC)
+    if own != name and own in CATALOG:
+        return own
+    # `service.name` and the like are fine; a quotation mark or a line break in a name is not.
+    if re.fullmatch(r"[A-Za-z][A-Za-z0-9_.\-/ ]{0,199}", own) is None:
+        raise RecordError(f"{_shown(name)} cannot be the name of a metric")
+    return own if own.startswith("user.") else f"user.{own}"
+
+
+def _name(name: Any, what: str = "name") -> str:
+    if not isinstance(name, str) or not name.strip() or len(name) > NAME or not name.isprintable():
+        raise RecordError(f"a {what} is a text of 1 to {NAME} letters on one line, got {_shown(name)}")
+    return name
+
+
+def _identifier(found: bytes, size: int, what: str) -> str:
+    if len(found) != size or not any(found):
+        raise RecordError(f"a {what} id has {size} bytes that are not all 0, got {found[:20].hex() or 'none'}")
+    return found.hex()
+
+
+def _seconds(nanoseconds: int) -> float:
+    """Since the epoch; 0 means that the sender does not know, and so now."""
+    found = nanoseconds / 10**9 if nanoseconds else time.time()
+    if not EARLIEST <= found <= LATEST:
+        raise RecordError(f"a time lies {found:.3g} s after 1970, which is past the year 2099")
+    return found
+
+
+def _attributes(pairs: Any) -> Told:
+    return {bounded(pair.key, 256): _value(pair.value) for pair in pairs[:ATTRIBUTES]}
+
+
+def _value(value: Any, depth: int = DEPTH) -> Any:
+    kind = value.WhichOneof("value")
+    if kind is None or (not depth and kind in ("array_value", "kvlist_value")):
+        return None
+    if kind == "array_value":
+        return [_value(item, depth - 1) for item in value.array_value.values[:ITEMS]]
+    if kind == "kvlist_value":
+        return {bounded(pair.key, 256): _value(pair.value, depth - 1) for pair in value.kvlist_value.values[:ITEMS]}
+    found = getattr(value, kind)
+    if kind == "string_value":
+        return bounded(found, 4 * TEXT)  # a traceback is longer than a message
+    if kind == "bytes_value":
+        return found[:TEXT].hex()
+    return found
+
+
+def _shown(value: Any) -> str:
+    return f"'{bounded(str(value), 80)}'".encode("unicode_escape").decode() if value is not None else "without a name"

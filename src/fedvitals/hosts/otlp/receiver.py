@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fedvitals as the place where OpenTelemetry sends to: live progress from inside long client tasks.
+
+    with Receiver(take, runs={run.id}, token="...", host="0.0.0.0") as receiver:
+        ...                                # clients POST to receiver.endpoint, by any OpenTelemetry SDK or `otel_live`
+
+A client that crashes or times out has then told what it did until that moment. OTLP over HTTP, as protobuf or JSON, on
+/v1/traces, /v1/metrics and /v1/logs. Whoever sends is not trusted: sizes are bounded before anything is unpacked, only
+expected runs (and nodes, where these are given) are taken, and `otel_decode` checks every field.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import logging
+import threading
+import zlib
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Self
+
+from fedvitals.errors import ConfigError, RecordError
+from fedvitals.hosts.otlp.decode import Decoder, Taken
+from fedvitals.records import Record
+from fedvitals.sinks.otel.sink import LOGS, METRICS, TRACES, Signal
+from fedvitals.transport.http_server import LOOPBACK, Answer, Refused, Request, Server
+from fedvitals.transport.logs import bounded
+from fedvitals.transport.otel_names import message
+
+logger = logging.getLogger("fedvitals.telemetry")
+
+BODY = 4 << 20  # bytes of a request, as it comes and unpacked: an empty message in it takes 30 times its own
+AT_ONCE = 16  # requests that are read at the same time
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+_REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], Taken]]] = {
+    "/v1/traces": (TRACES, "ExportTraceServiceRequest", Decoder.traces),
+    "/v1/metrics": (METRICS, "ExportMetricsServiceRequest", Decoder.metrics),
+    "/v1/logs": (LOGS, "ExportLogsServiceRequest", Decoder.logs),
+}
+
+
+class Receiver:
+    """An HTTP server on a thread of its own, from now until `close`.
+
+    `take` gets the records of each request, on one thread at a time; if it raises, the sender is asked to come again.
+    `runs`: ids that are expected. `nodes`: whose records are taken; None for all. `whole`: whether senders may say what
+    a round was, for all, as where another monitor sends its run; a client may not, and what it calls `round` becomes
+    `own.round`. `token`: needed in the header «Authorization: Bearer ...»; a must on any `host` but this machine
+    itself. `port` 0: any free.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Sequence[Record]], None],
+        runs: Container[str],
+        *,
+        nodes: Container[str] | None = None,
+        whole: bool = False,
+        host: str = "127.0.0.1",
+        port: int = 4318,
+        token: str | None = None,
+    ) -> None:
+        if not token and host not in LOOPBACK:
+            raise ConfigError(
+                f"A receiver on {host!r} can be reached from other machines: give it a token=, and the clients the "
+                "header «Authorization: Bearer» with it; or leave host= at 127.0.0.1."
+            )
+        message("common.v1.common", "AnyValue")
+        self.taken = self.rejected = 0  # records
+        self._take = take
+        self._decoder = Decoder(runs, nodes, whole=whole)
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+        try:
+            self._server = Server(
+                host, port, token, self._answer, _refuse, name="fedvitals-otlp", body=BODY, at_once=AT_ONCE
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"The OTLP receiver cannot listen on {host}:{port} ({error}). Choose another port=; 0 takes any."
+            ) from error
+        self.endpoint = self._server.url
+
+    def close(self) -> None:
+        """Take no more. A second call does nothing."""
+        self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, request: Request) -> Answer:
+        kind = _kind(request)
+        if request.method != "POST":
+            raise Refused(405, "Only POST is answered here.")
+        if request.path not in _REQUESTS:
+            raise Refused(404, f"There is no such path; known: {', '.join(_REQUESTS)}.")
+        if kind not in (PROTOBUF, JSON):
+            raise Refused(415, f"Content-Type is {PROTOBUF} or {JSON}, got '{bounded(kind, 80)}'.")
+        body = _unpacked(request.body, request.headers.get("Content-Encoding", "").strip().lower())
+        return Answer(200, self._receive(request.path, kind, body), kind)
+
+    def _receive(self, path: str, kind: str, body: bytes) -> bytes:
+        """The answer to a request whose size has been checked."""
+        signal, name, decode = _REQUESTS[path]
+        request = message(signal.response[0], name)
+        with self._lock:  # one at a time: what a request unpacks to may be thirty times its size
+            try:
+                found = decode(self._decoder, _parsed(request, kind, body))
+            except RecordError as error:
+                raise Refused(413, f"{error} Send smaller batches.") from error
+            self.rejected += found.rejected
+            if found.records:
+                self._hand_over(found.records)
+        response = message(*signal.response)()
+        if found.rejected:
+            setattr(response.partial_success, signal.rejected, found.rejected)
+            response.partial_success.error_message = f"{found.rejected} left out; the first: {found.why}."
+        return _written(response, kind)
+
+    def _hand_over(self, records: Sequence[Record]) -> None:
+        try:
+            self._take(records)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            if cause not in self._said and len(self._said) < 100:
+                self._said.add(cause)
+                logger.warning("Records that came by OTLP could not be handed over (%s). Said once.", cause)
+            raise Refused(503, "The records could not be handed over; please come again.") from error
+        self.taken += len(records)
+
+
+def _unpacked(body: bytes, encoding: str) -> bytes:
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "gzip":
+        raise Refused(415, f"Content-Encoding is gzip or none, got '{bounded(encoding, 80)}'.")
+    inflater = zlib.decompressobj(31)  # the header of gzip, and its check
+    try:
+        found = inflater.decompress(body, BODY + 1)
+    except zlib.error as error:
+        raise Refused(400, f"The body is not gzip: {error}.") from error
+    if len(found) > BODY:
+        raise Refused(413, f"The request has more than {BODY} bytes when unpacked. Send smaller batches.")
+    if not inflater.eof or inflater.unused_data:
+        raise Refused(400, "The body does not end where its gzip does.")
+    return found
+
+
+def _parsed(request: Any, kind: str, body: bytes) -> Any:
+    try:
+        if kind == PROTOBUF:
+            return request.FromString(body)
+        content = json.loads(body)
+        if isinstance(content, dict):
+            return _json_format().ParseDict(_with_bytes(content), request(), ignore_unknown_fields=True)
+    except Exception as error:  # of protobuf and of JSON, which between them raise nearly everything
+        what = "protobuf" if kind == PROTOBUF else "JSON"
+        raise Refused(400, f"The body is no {request.DESCRIPTOR.name} in {what}: {bounded(str(error), 200)}") from error
+    raise Refused(400, f"The body is a JSON {type(content).__name__}, where an object is needed.")
+
+
+def _written(response: Any, kind: str) -> bytes:
+    if kind == PROTOBUF:
+        return bytes(response.SerializeToString())
+    return str(_json_format().MessageToJson(response, indent=None)).encode()
+
+
+def _kind(request: Request) -> str:
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+def _refuse(refused: Refused, request: Request) -> Answer:
+    kind = PROTOBUF if _kind(request) == PROTOBUF else JSON
+    later = {"Retry-After": "1"} if refused.status == 503 else {}
+    return Answer(refused.status, _status(refused, kind), kind, later)
+
+
+def _status(refused: Refused, kind: str) -> bytes:
+    """OTLP's answer to what is not taken: a google.rpc.Status, whose number is field 1 and whose text is field 2."""
+    if kind != PROTOBUF:
+        return json.dumps({"code": refused.status, "message": str(refused)}).encode()
+    same_fields = message("collector.trace.v1.trace_service", "ExportTracePartialSuccess")
+    return bytes(same_fields(rejected_spans=refused.status, error_message=str(refused)).SerializeToString())
+
+
+def _with_bytes(value: Any) -> Any:
+    """In OTLP's JSON ids are hexadecimal, where protobuf's JSON has base64."""
+    if isinstance(value, list):
+        return [_with_bytes(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {}
+    for name, item in value.items():
+        is_id = name in ("traceId", "spanId", "parentSpanId") and isinstance(item, str)
+        found[name] = base64.b64encode(bytes.fromhex(item)).decode() if is_id else _with_bytes(item)
+    return found
+
+
+def _json_format() -> Any:
+    return importlib.import_module("google.protobuf.json_format")  # comes with OTLP's messages, which are here

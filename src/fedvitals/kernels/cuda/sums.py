@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nine sums of tensors on a GPU: of a list of them, or of stacked clients' matrices, step after step, into a ring.
+
+What is known before the addresses are, the way memory is cut into pieces, is worked out once for each combination of
+lengths and kept on the device. Nothing here waits for the device. `device_kernels` has the kernels, in Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedvitals.kernels import fallback, layout
+from fedvitals.kernels.cuda import loading
+from fedvitals.stats import STATISTICS
+
+_COLUMNS = len(STATISTICS)
+_PARTIALS = 8  # the count is known
+_BORDER = 16  # bytes; as in the kernels
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+Whole = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How memory is cut: into items of at most `most` values, but of fewer if that leaves less than `items` per SM.
+
+    A lane adds up 64 values of an item at most, which keeps sums in float32 right to a millionth.
+    """
+
+    warps: int = 4
+    most: int = 1 << 15
+    items: int = 16
+
+    def chunk(self, values: int, processors: int) -> int:
+        lanes = self.warps * 32 * 4
+        tile = 4 * lanes
+        wanted = -(-values // (processors * self.items))
+        return min(max(tile, -(-wanted // tile) * tile), max(tile, min(self.most, 64 * lanes)))
+
+
+TUNING = Tuning()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How segments are cut into items, on the device."""
+
+    chunk: int
+    warps: int
+    kinds: tuple[tuple[torch.dtype, int, int], ...]  # a type, its first item, and how many
+    items: Tensor  # [4, items]: see `partials_of`
+    items_of: Tensor  # [2, segments]: each one's first item, and the first that is not its own
+    lengths: Tensor  # [segments]
+    most: int  # items of one segment
+
+    @property
+    def count(self) -> int:
+        return self.items.shape[1]
+
+
+def plan(
+    rows: Whole, starts: Whole, lengths: Whole, kinds: Sequence[torch.dtype], device: torch.device, tuning: Tuning
+) -> Plan:
+    """For segments, each with its row, its first value, its length and its type."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    chunk = tuning.chunk(int(lengths.sum()), processors)
+    own = np.array([DTYPES.index(kind) for kind in kinds], np.int64)
+    spare = np.array([_BORDER // kind.itemsize - 1 for kind in DTYPES], np.int64)[own]
+    # A segment that does not begin at a border takes up to `spare` values more of room, which may need one more item.
+    pieces = np.where(lengths > 0, -(-(lengths + spare) // chunk), 0)
+    order = np.argsort(own, kind="stable")  # items of a type lie together: each type has a kernel of its own
+    ends = np.empty_like(pieces)
+    ends[order] = np.cumsum(pieces[order])
+    segment = np.repeat(order, pieces[order])
+    position = (np.arange(len(segment)) - (ends - pieces)[segment]) * chunk
+    items = np.stack([rows[segment], starts[segment], lengths[segment], position])
+    numbers = np.concatenate([items.ravel(), ends - pieces, ends, lengths]).astype(np.int64)
+    on_device = upload(torch.from_numpy(numbers), device)
+    count, segments = len(segment), len(lengths)
+    rest = on_device[4 * count :].view(3, segments)
+    each = [int(pieces[own == index].sum()) for index in range(len(DTYPES))]
+    firsts = np.cumsum([0, *each]).tolist()
+    groups = tuple((kind, first, n) for kind, first, n in zip(DTYPES, firsts, each, strict=False) if n)
+    table = on_device[: 4 * count].view(4, count)
+    return Plan(chunk, tuning.warps, groups, table, rest[:2], rest[2], int(pieces.max(initial=0)))
+
+
+def upload(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers to the device without waiting: torch gives pinned memory to others only after such a copy is done."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+
+def launch(
+    kernels: Any, cut: Plan, addresses: Tensor, stride: int | None, partials: Tensor, rows: Tensor,
+    slot: Tensor | None = None, slots: int = 1,
+) -> None:  # fmt: skip
+    """Fill the rows. `stride`: of the matrix at `addresses`, in values; None: `addresses` are the segments' own."""
+    language = kernels.tl
+    with launching_on(rows.device):
+        for dtype, first, number in cut.kinds:
+            kernels.partials_of[(number,)](
+                addresses, stride or 0, cut.items, first, cut.count, cut.chunk, partials,
+                LISTED=stride is None, DTYPE=getattr(language, str(dtype).removeprefix("torch.")), SIZE=dtype.itemsize,
+                THREADS=32 * cut.warps, num_warps=cut.warps,
+            )  # fmt: skip
+        if len(cut.lengths):
+            block = min(max(32, 1 << (cut.most - 1).bit_length()), 512) if cut.most else 32
+            kernels.combine[(len(cut.lengths),)](
+                partials, cut.count, cut.items_of, cut.lengths, rows, rows if slot is None else slot, slots,
+                SLOTTED=slot is not None, BLOCK=block, num_warps=max(1, block // 128),
+            )  # fmt: skip
+
+
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton starts its kernels on the current device, wherever the tensors lie."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+# -- a list of tensors ------------------------------------------------------------------------------------------------
+
+
+def sums(tensors: Sequence[Tensor | None], clients: int | None) -> Tensor | None:
+    """`[layers, 9]`, or `[clients, layers, 9]`, on the tensors' device; None if that is not one GPU that we can use."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) != 1 or clients == 0:
+        return None
+    (device,) = devices
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None  # a graph would replay with the addresses of today
+    with launching_on(device):
+        kernels = loading.loaded().kernels
+        return None if kernels is None else listed(kernels, tensors, clients)
+
+
+def listed(kernels: Any, tensors: Sequence[Tensor | None], clients: int | None, tuning: Tuning | None = None) -> Tensor:
+    each = clients or 1
+    ready = [
+        t if t is None or (clients is None and _plain(t)) else layout.flat(t, DTYPES, clients=clients is not None)
+        for t in tensors
+    ]
+    (device,) = {tensor.device for tensor in ready if tensor is not None}
+    addresses = [0 if t is None else t.data_ptr() for t in ready]
+    lengths = tuple(0 if t is None else t.numel() // each for t in ready)
+    kinds = tuple(torch.float32 if t is None else t.dtype for t in ready)
+    if clients is not None:
+        strides = [0 if t is None else t.stride(0) * t.element_size() for t in ready]
+        where = np.arange(clients)[:, None] * np.array(strides) + np.array(addresses)
+        pointers = torch.from_numpy(where.astype(np.int64).ravel())
+    else:
+        pointers = torch.tensor(addresses, dtype=torch.int64)
+    cut = list_plan(lengths, kinds, each, device, stream_of(device), tuning or TUNING)
+    rows = torch.empty(each, len(ready), _COLUMNS, dtype=torch.float64, device=device)
+    launch(kernels, cut, upload(pointers, device), None, partials_for(cut, device), rows)
+    return rows if clients is not None else rows[0]
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether nothing has to be asked further: what this costs, it costs for each of hundreds of tensors."""
+    return tensor.layout is torch.strided and tensor.dtype in DTYPES and tensor.is_contiguous() and not tensor.is_neg()
+
+
+@lru_cache(maxsize=256)
+def list_plan(
+    lengths: tuple[int, ...],
+    kinds: tuple[torch.dtype, ...],
+    clients: int,
+    device: torch.device,
+    stream: int,  # noqa: ARG001 - another stream would have to wait for the tables' way to the device
+    tuning: Tuning,
+) -> Plan:
+    whole = np.tile(np.array(lengths, np.int64), clients)
+    return plan(np.arange(len(whole)), np.zeros_like(whole), whole, kinds * clients, device, tuning)
+
+
+def stream_of(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
+def partials_for(cut: Plan, device: torch.device) -> Tensor:
+    return torch.empty(_PARTIALS, max(1, cut.count), dtype=torch.float64, device=device)
+
+
+# -- stacked clients --------------------------------------------------------------------------------------------------
+
+
+class MatrixSums:
+    """The nine sums of every client's part of every layer of matrices [clients, weights], prepared for one shape.
+
+    `sizes`: how many values each layer has; one that is not `trained` gives the row of an empty tensor.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        trained: Sequence[bool],
+        clients: int,
+        device: torch.device | str,
+        tuning: Tuning = TUNING,
+    ) -> None:
+        self._sizes, self._trained, self._clients = [*sizes], [*trained], clients
+        device = torch.empty(0, device=device).device  # with its number
+        self._kernels = loading.loaded().kernels if clients and self._sizes else None
+        self._cuts: dict[torch.dtype, tuple[Plan, Tensor]] = {}
+        self._device, self._tuning = device, tuning
+        if self._kernels is not None:
+            self._cut(torch.float32)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there are kernels of ours for it; else torch does all."""
+        return self._kernels is not None
+
+    def serves(self, matrix: Tensor) -> bool:
+        """Whether our kernels can read this matrix as it lies."""
+        as_rows = matrix.stride(1) == 1 or matrix.shape[1] <= 1
+        return self.compiled and as_rows and matrix.dtype in DTYPES and matrix.device.type == self._device.type
+
+    def measure(self, matrix: Tensor, rows: Tensor, slot: Tensor | None = None) -> None:
+        """Into `rows`, [clients, layers, 9]; with a `slot`, a number on the device, into that one of [slots, ...]."""
+        if self.serves(matrix):
+            cut, partials = self._cut(matrix.dtype)
+            stride = matrix.stride(0) if len(matrix) > 1 else matrix.shape[1]
+            launch(self._kernels, cut, matrix, stride, partials, rows, slot, 1 if slot is None else len(rows))
+            return
+        parts = matrix.split(self._sizes, dim=1)
+        layers = [part if trained else None for part, trained in zip(parts, self._trained, strict=True)]
+        found = fallback.sums(layers, self._clients).to(rows.device)
+        if slot is None:
+            rows.copy_(found)
+        else:
+            rows.index_copy_(0, slot.view(1).remainder(len(rows)), found[None])
+
+    def _cut(self, dtype: torch.dtype) -> tuple[Plan, Tensor]:
+        if dtype not in self._cuts:
+            size = (tuple(self._sizes), tuple(self._trained), self._clients)
+            cut = matrix_plan(*size, dtype, self._device, stream_of(self._device), self._tuning)
+            self._cuts[dtype] = (cut, partials_for(cut, self._device))
+        return self._cuts[dtype]
+
+
+@lru_cache(maxsize=64)
+def matrix_plan(
+    sizes: tuple[int, ...],
+    trained: tuple[bool, ...],
+    clients: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    stream: int,  # noqa: ARG001 - as above
+    tuning: Tuning,
+) -> Plan:
+    rows = np.repeat(np.arange(clients), len(sizes))
+    starts = np.tile(np.cumsum([0, *sizes[:-1]]), clients)
+    lengths = np.tile(np.where(trained, sizes, 0), clients)
+    return plan(rows, starts, lengths, [dtype] * len(rows), device, tuning)
+
+
+class DeviceRing:
+    """`record(matrix, slot)` inside a captured CUDA graph: all memory is taken, and every kernel compiled, before.
+
+    `ring`, [slots, clients, layers, 9] in float64 on the device, is what was recorded. The slot is a number on the
+    device, read as the kernel runs; one beyond the ring begins it anew.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        trained: Sequence[bool],
+        clients: int,
+        slots: int,
+        device: torch.device | str,
+        tuning: Tuning = TUNING,
+    ) -> None:
+        self._sums = MatrixSums(sizes, trained, clients, device, tuning)
+        self.ring = torch.zeros(slots, clients, len(sizes), _COLUMNS, dtype=torch.float64, device=device)
+        if self._sums.compiled:  # what is compiled at its first call is compiled now; one row stands for all
+            matrix = torch.zeros(1, sum(sizes), device=device).expand(clients, -1)
+            self.record(matrix, torch.zeros(1, dtype=torch.int64, device=device))
+            self.ring.zero_()
+
+    def record(self, matrix: Tensor, slot: Tensor) -> None:
+        """Measure a matrix, [clients, weights], as it is when this runs."""
+        self._sums.measure(matrix, self.ring, slot)

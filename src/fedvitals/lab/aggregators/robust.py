@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aggregation that some lying or broken clients cannot steer.
+
+These rules do not believe the clients' numbers of samples, since lying about them is an attack: each state counts once
+(norm clipping apart, which is an average of clipped updates). An update of 0 samples is left out. What is not finite
+counts as the outermost value of its coordinate, or the farthest state; it is found in the result only where too many
+clients sent it. States are taken in the order of their nodes' names, so the order of arrival changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.lab.aggregators.averages import (
+    AggregationError,
+    Aggregator,
+    Averaging,
+    Memory,
+    Sum,
+    checked,
+    positive,
+    refuse_nothing,
+)
+from fedvitals.lab.description import require
+from fedvitals.lab.engines.work import Node
+
+COLUMNS = 4096  # at a time, so that a block of 100 clients stays in the cache
+NUMBERS = 1 << 25  # at a time on a device, where each call has its price: 256 MB in float64
+Rule = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
+
+
+class Holding:
+    """A sum that keeps all states, and hands them to the rule at the end, sorted by node."""
+
+    def __init__(self, server: Tensor, rule: Rule) -> None:
+        self.server, self.rule = server, rule
+        self.held: list[tuple[Node, Tensor, float]] = []
+        self.added = 0
+
+    def add(self, state: Tensor, weight: float, node: Node) -> None:
+        checked(state, weight, node, self.server)
+        self.added += 1
+        if weight > 0:
+            self.held.append((node, state.clone(), weight))
+
+    def finish(self) -> Tensor:
+        refuse_nothing(self.added, len(self.held))
+        held = sorted(self.held, key=lambda one: one[0])
+        return self.rule([state for _, state, _ in held], [weight for _, _, weight in held]).to(self.server.dtype)
+
+
+class Robust(Aggregator, frozen=True):
+    """A rule that compares the states with each other, and so needs them all at once."""
+
+    @property
+    def holds(self) -> bool:
+        return True
+
+
+class TrimmedMean(Robust, frozen=True):
+    """Coordinate-wise mean without the `fraction` at each end (Yin et al. 2018).
+
+    Of n clients ⌊fraction·n⌋ are cut at each end, so with fewer than 1 / fraction of them it is the plain mean.
+    """
+
+    fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(0 <= self.fraction < 0.5, "fraction of trimmed_mean", self.fraction, "from 0 up to, not including, 0.5")
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+        del memory, weights
+        return Holding(server, lambda states, _: trimmed_mean(states, self.fraction))
+
+
+class Median(Robust, frozen=True):
+    """Coordinate-wise median; of an even number the mean of the two in the middle (Yin et al. 2018)."""
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+        del memory, weights
+        return Holding(server, lambda states, _: median(states))
+
+
+class Krum(Robust, frozen=True):
+    """The one state whose n − faulty − 2 nearest neighbours are nearest, in squared distance (Blanchard et al. 2017).
+
+    Distances are those of the trained weights; the state comes whole. It needs n ≥ 2·faulty + 3 updates.
+    """
+
+    faulty: int
+
+    def __post_init__(self) -> None:
+        require(self.faulty >= 0, "faulty of krum", self.faulty, "a number of clients, 0 or more")
+
+    @property
+    def fewest(self) -> int:
+        return 2 * self.faulty + 3
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+        del memory
+        return Holding(server, lambda states, _: states[krum_order(states, self.faulty, server, weights)[0]])
+
+
+class MultiKrum(Robust, frozen=True):
+    """The mean of the `keep` states with the best Krum scores; as many as are not faulty, unless told."""
+
+    faulty: int
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.faulty >= 0, "faulty of multi_krum", self.faulty, "a number of clients, 0 or more")
+        require(self.keep is None or self.keep >= 1, "keep of multi_krum", self.keep, "a number of clients, 1 or more")
+
+    @property
+    def fewest(self) -> int:
+        return 2 * self.faulty + 3
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+        del memory
+
+        def rule(states: Sequence[Tensor], _: Sequence[float]) -> Tensor:
+            keep = len(states) - self.faulty if self.keep is None else self.keep
+            if keep > len(states):
+                raise AggregationError(f"multi_krum cannot keep {keep} of {len(states)} updates. Lower `keep`.")
+            best = sorted(krum_order(states, self.faulty, server, weights)[:keep])
+            return combination([states[row] for row in best], [1.0] * keep)
+
+        return Holding(server, rule)
+
+
+class GeometricMedian(Robust, frozen=True):
+    """The point with the least sum of distances to the states, by smoothed Weiszfeld (RFA: Pillutla et al. 2022).
+
+    It ends after `iterations`, or once a step is under `tolerance` of the mean distance. Distances are those of the
+    trained weights, and none counts as smaller than `smoothing`.
+    """
+
+    iterations: int = 1000
+    tolerance: float = 1e-7
+    smoothing: float = 1e-6
+
+    def __post_init__(self) -> None:
+        require(self.iterations >= 1, "iterations of geometric_median", self.iterations, "1 or more")
+        positive("tolerance of geometric_median", self.tolerance)
+        positive("smoothing of geometric_median", self.smoothing)
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+        del memory
+
+        def rule(states: Sequence[Tensor], _: Sequence[float]) -> Tensor:
+            finite = [state for state, good in zip(states, are_finite(states), strict=True) if good]
+            if not finite:  # nothing to go by: the result says so
+                return combination(states, [1.0] * len(states))
+            shares = weiszfeld(gram(finite, server, weights), self.iterations, self.tolerance, self.smoothing)
+            return combination(finite, shares.tolist())
+
+        return Holding(server, rule)
+
+
+class NormClipping(Robust, frozen=True):
+    """FedAvg of updates whose difference from the server is cut to a norm (Sun et al. 2019).
+
+    Without a norm the bound is the median of the round's norms, for which all states are kept. Norms are those of the
+    trained weights; a client's whole difference is scaled alike. One that is not finite has no direction, and is cut
+    to nothing: it counts as the server's state.
+    """
+
+    norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm is not None:
+            positive("norm of norm_clipping", self.norm)
+
+    @property
+    def holds(self) -> bool:
+        return self.norm is None
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+        del memory
+        if self.norm is not None:
+            return Clipping(server, weights, self.norm)
+
+        def rule(states: Sequence[Tensor], samples: Sequence[float]) -> Tensor:
+            norms = torch.stack([norm_of(state, server, weights) for state in states])
+            bound = float(np.median(norms.cpu().numpy()))
+            clipping = Clipping(server, weights, bound)
+            for state, weight in zip(states, samples, strict=True):
+                clipping.add(state, weight, "")
+            return clipping.finish()
+
+        return Holding(server, rule)
+
+
+class Clipping(Averaging):
+    """A weighted mean of clipped states."""
+
+    def __init__(self, server: Tensor, weights: int, bound: float) -> None:
+        super().__init__(server, lambda mean: mean)
+        self.weights, self.bound = weights, bound
+
+    def add(self, state: Tensor, weight: float, node: Node) -> None:
+        checked(state, weight, node, self.server)
+        norm = norm_of(state, self.server, self.weights)
+        if not state.is_cpu:  # chosen by masks: nobody waits for a device to tell how long it is
+            cut = self._cut(state, self.bound / norm)
+            state = torch.where(norm == math.inf, self.server, torch.where(norm > self.bound, cut, state))
+        elif float(norm) == math.inf:
+            state = self.server
+        elif float(norm) > self.bound:
+            state = self._cut(state, self.bound / float(norm))
+        super().add(state, weight, node)
+
+    def _cut(self, state: Tensor, share: Tensor | float) -> Tensor:
+        return self.server.double().lerp(state.double(), share).to(state.dtype)
+
+
+def norm_of(state: Tensor, server: Tensor, weights: int) -> Tensor:
+    """How far the trained weights went, [], in float64; infinite if any value of the state is not finite."""
+    norm = torch.linalg.vector_norm(state[:weights].double() - server[:weights])
+    return torch.where(state.isfinite().all(), norm, math.inf)
+
+
+def are_finite(states: Sequence[Tensor]) -> list[bool]:
+    """Of each state, whether all of it is; the device is asked once."""
+    found: list[bool] = torch.stack([state.isfinite().all() for state in states]).tolist()
+    return found
+
+
+def trimmed_mean(states: Tensor | Sequence[Tensor], fraction: float) -> Tensor:
+    """Of [n, size] the mean of each column, [size], without its ⌊fraction·n⌋ smallest and as many largest values."""
+    count = len(states)
+    cut = min(math.floor(fraction * count + 1e-9), (count - 1) // 2)  # 0.29 × 100 is 28.999… in floating point
+    return by_column(states, cut, count - cut)
+
+
+def median(states: Tensor | Sequence[Tensor]) -> Tensor:
+    """Of [n, size] the median of each column, [size]."""
+    low, high = (len(states) - 1) // 2, len(states) // 2
+    return by_column(states, low, high + 1)
+
+
+def by_column(states: Tensor | Sequence[Tensor], first: int, last: int) -> Tensor:
+    """The mean of the ranks `first` to `last` (not included) of every column, [size]. NaN is sorted behind +Inf."""
+    refuse_nothing(len(states), len(states))
+    result = torch.empty_like(states[0])
+    for part in stretches(states, len(result)):
+        block = torch.stack([state[part] for state in states], dim=1)
+        if not block.is_cpu:
+            result[part] = block.sort(dim=1).values[:, first:last].mean(dim=1, dtype=torch.float64).to(result.dtype)
+            continue
+        ranked = block.numpy()
+        ranked.sort(axis=1)  # numpy's is ten times as fast as torch's here
+        with np.errstate(invalid="ignore", over="ignore"):  # Inf − Inf, where too many sent it
+            values = ranked[:, first:last].mean(axis=1, dtype=np.float64).astype(ranked.dtype)
+        result[part] = torch.from_numpy(values)
+    return result
+
+
+def stretches(states: Tensor | Sequence[Tensor], length: int) -> Iterator[slice]:
+    """The coordinates from 0 to `length`, so many at a time as suit where the states lie."""
+    width = COLUMNS if states[0].is_cpu else max(COLUMNS, NUMBERS // len(states))
+    for begin in range(0, length, width):
+        yield slice(begin, min(begin + width, length))
+
+
+def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: int) -> list[int]:
+    """The rows from the best score to the worst; a tie goes to the earlier row, what is not finite comes last."""
+    count, needed = len(states), 2 * faulty + 3
+    if count < needed:
+        lower = f"lower `faulty` to {(count - 3) // 2}, or " if count >= 3 else ""
+        raise AggregationError(
+            f"Krum against {faulty} faulty clients needs 2·{faulty} + 3 = {needed} updates or more, but got {count}. "
+            f"To go on, {lower}let more clients take part."
+        )
+    finite = [row for row, good in enumerate(are_finite(states)) if good]
+    scores = torch.full((count,), math.inf, dtype=torch.float64)
+    if finite:
+        products = gram([states[row] for row in finite], server, weights)
+        lengths = products.diagonal()
+        squared = (lengths[:, None] + lengths[None, :] - products - products.T).clamp_(min=0).fill_diagonal_(math.inf)
+        # Too few finite neighbours: the missing ones are infinitely far for all alike, so the nearest that there are
+        # decide. Only a state that is itself not finite scores as infinite.
+        neighbours = min(count - faulty - 2, len(finite) - 1)
+        scores[finite] = squared.sort(dim=1).values[:, :neighbours].sum(dim=1)
+    return scores.argsort(stable=True).tolist()
+
+
+def gram(states: Sequence[Tensor], server: Tensor, weights: int) -> Tensor:
+    """All inner products of the differences from the server, [n, n], in float64: distances and norms follow from it.
+
+    It lies on the CPU, wherever the states do: what is decided by it is small, and is decided there.
+    """
+    products = torch.zeros(len(states), len(states), dtype=torch.float64, device=server.device)
+    for part in stretches(states, weights):
+        block = torch.stack([state[part] for state in states]).double() - server[part]
+        products += block @ block.T
+    return ((products + products.T) / 2).cpu()
+
+
+def weiszfeld(products: Tensor, iterations: int, tolerance: float, smoothing: float) -> Tensor:
+    """The share of each state in the geometric median, [n].
+
+    Every iterate is a mixture of the states, so that its distances follow from their inner products: an iteration
+    costs n², whatever the size of the model.
+    """
+    lengths, count = products.diagonal(), len(products)
+    distances = (lengths[:, None] + lengths[None, :] - 2 * products).clamp_(min=0).sqrt_()
+    # Start in the middle of the half around the most central state: from the mean a far liar would cost iterations,
+    # from a state itself the first step would hardly leave it.
+    near = distances[distances.sum(dim=1).argmin()].argsort(stable=True)[: count // 2 + 1]
+    shares = torch.zeros(count, dtype=torch.float64)
+    shares[near] = 1 / len(near)
+    for _ in range(iterations):
+        towards = products @ shares
+        away = (lengths - 2 * towards + shares @ towards).clamp_(min=0).sqrt_().clamp_(min=smoothing)
+        following = 1 / away
+        following /= following.sum()
+        change = following - shares
+        shares = following
+        if float((change @ products @ change).clamp_(min=0).sqrt()) <= tolerance * float(away.mean()):
+            break
+    return shares
+
+
+def combination(states: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The mean of states with these shares, in the dtype of the states."""
+    running = Averaging(states[0], lambda mean: mean)
+    for state, part in zip(states, shares, strict=True):
+        running.add(state, part, "")
+    return running.finish()
+
+
+ROBUST = (TrimmedMean, Median, Krum, MultiKrum, GeometricMedian, NormClipping)

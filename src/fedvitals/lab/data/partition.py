@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds what: the training samples dealt to the clients, each sample to exactly one, for training or local test."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.data.datasets import Dataset
+from fedvitals.lab.description import Description, require
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What one client holds: indices of training samples, in rising order, and how its camera differs."""
+
+    train: Tensor  # int64
+    test: Tensor  # int64; the client's own test, which may be empty
+    brightness: float = 1.0  # the pixels are multiplied by it
+    rotation: float = 0.0  # degrees, against the clock
+
+
+class Partition(Protocol):
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        """Each client's indices, training and test together: at least `need` of them."""
+
+
+class IID(Description, frozen=True):
+    """Shuffled by sample and dealt equally: sizes differ by at most one."""
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:  # noqa: ARG002
+        return list(torch.tensor_split(torch.randperm(len(dataset.y), generator=generator), clients))
+
+
+class Dirichlet(Description, frozen=True):
+    """Label skew: each class is dealt in shares drawn from a Dirichlet distribution; the smaller α, the more skewed.
+
+    Whoever would be left with too little is given some by those who hold most.
+    """
+
+    alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        require(0 < self.alpha < math.inf, "alpha of dirichlet", self.alpha, "above 0 and finite")
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        shares: list[list[Tensor]] = [[] for _ in range(clients)]
+        for label in dataset.y.unique():
+            members = _shuffled(torch.nonzero(dataset.y == label).flatten(), generator)
+            cuts = (self._weights(clients, generator).cumsum(0) * len(members)).round().long()
+            for share, part in zip(shares, torch.tensor_split(members, cuts[:-1]), strict=True):
+                share.append(part)
+        return _levelled([_shuffled(torch.cat(share), generator) for share in shares], need)
+
+    def _weights(self, clients: int, generator: torch.Generator) -> Tensor:
+        """Gamma variates in logarithms, Γ(α) = Γ(α + 1) · U^(1/α): a small α would make them all 0 otherwise."""
+        alphas = torch.full((clients,), self.alpha, dtype=torch.float64)
+        logs = torch._standard_gamma(alphas + 1, generator=generator).log()  # noqa: SLF001 - the one with a generator
+        logs += torch.rand(clients, generator=generator, dtype=torch.float64).clamp_min(1e-300).log() / self.alpha
+        return torch.softmax(logs, 0)
+
+
+class ClassesPerClient(Description, frozen=True):
+    """Each client holds samples of exactly this many classes; a class is cut into equal pieces for those who hold it.
+
+    A class gets holders in proportion to its size, so that clients hold about as much as each other.
+    """
+
+    classes: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.classes >= 1, "number of classes of classes_per_client", self.classes, "at least 1")
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        labels, counts = dataset.y.unique(return_counts=True)
+        holders = self._holders(counts.tolist(), clients)
+        pieces = [
+            list(torch.tensor_split(_shuffled(torch.nonzero(dataset.y == label).flatten(), generator), number))
+            for label, number in zip(labels, holders, strict=True)
+        ]
+        held: list[Tensor] = []
+        for _ in range(clients):
+            # Always from the classes with most pieces left, ties at random: so nobody needs the same class twice.
+            left = torch.tensor([len(piece) for piece in pieces]) + torch.rand(len(pieces), generator=generator)
+            chosen = left.topk(self.classes).indices.tolist()
+            held.append(torch.cat([pieces[index].pop() for index in chosen]))
+        smallest = min(map(len, held))
+        if smallest < need:
+            raise ConfigError(
+                f"With classes_per_client({self.classes}) the smallest of {clients} clients holds {smallest} samples, "
+                f"{need} are needed. Take fewer clients, or more classes per client."
+            )
+        return [held[index] for index in torch.randperm(clients, generator=generator)]
+
+    def _holders(self, counts: list[int], clients: int) -> list[int]:
+        """How many clients hold each class: the largest piece is halved, so to speak, until there are enough."""
+        pieces = clients * self.classes
+        if self.classes > len(counts):
+            raise ConfigError(f"classes_per_client({self.classes}) is not possible: there are {len(counts)} classes.")
+        if pieces < len(counts):
+            raise ConfigError(
+                f"{clients} clients with {self.classes} classes each cannot hold all {len(counts)} classes. "
+                f"Take at least {math.ceil(len(counts) / self.classes)} clients, or more classes per client."
+            )
+        if sum(min(count, clients) for count in counts) < pieces:
+            raise ConfigError(f"There are too few samples for {clients} clients with {self.classes} classes each.")
+        holders = [1] * len(counts)
+        queue = [(-count / 2, index) for index, count in enumerate(counts)]
+        heapq.heapify(queue)
+        for _ in range(pieces - len(counts)):
+            while holders[queue[0][1]] >= min(counts[queue[0][1]], clients):
+                heapq.heappop(queue)
+            index = queue[0][1]
+            holders[index] += 1
+            heapq.heapreplace(queue, (-counts[index] / (holders[index] + 1), index))
+        return holders
+
+
+class QuantitySkew(Description, frozen=True):
+    """Sizes drawn from a log-normal distribution, labels as in the whole; sigma 0 is equal, 1 some 10 : 1."""
+
+    sigma: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.sigma <= 10, "sigma of quantity_skew", self.sigma, "from 0 to 10")
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        logs = self.sigma * torch.randn(clients, generator=generator, dtype=torch.float64)
+        cuts = (torch.softmax(logs, 0).cumsum(0) * len(dataset.y)).round().long()
+        order = torch.randperm(len(dataset.y), generator=generator)
+        return _levelled(list(torch.tensor_split(order, cuts[:-1])), need)
+
+
+class FeatureShift(Description, frozen=True):
+    """Equal shares, but each client's camera differs: brightness and rotation, drawn evenly from ± these.
+
+    Brightness 0.5 draws factors from 0.5 to 1.5; rotation is in degrees.
+    """
+
+    brightness: float = 0.5
+    rotation: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.brightness <= 1, "brightness of feature_shift", self.brightness, "from 0 to 1")
+        require(0 <= self.rotation <= 180, "rotation of feature_shift", self.rotation, "from 0 to 180 degrees")
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        if self.rotation and len(dataset.shape) != 3:
+            raise ConfigError(f"Only images can be rotated; a sample of {dataset.name} is {list(dataset.shape)}.")
+        if dataset.vocabulary is not None:
+            raise ConfigError(f"The samples of {dataset.name} are tokens: they have no brightness to be shifted.")
+        return IID().parts(dataset, clients, need, generator)
+
+
+class Natural(Description, frozen=True):
+    """By group: what belongs together stays together, with one client, and there in training or in test.
+
+    Each group goes to whoever holds least so far. A client with one group has no local test.
+    """
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        pieces = _groups(dataset)
+        if len(pieces) < clients:
+            raise ConfigError(f"There are {len(pieces)} groups in {dataset.name}, too few for {clients} clients.")
+        held: list[list[Tensor]] = [[] for _ in range(clients)]
+        least = [(0, index) for index in range(clients)]
+        for number in torch.randperm(len(pieces), generator=generator).tolist():
+            size, client = least[0]
+            held[client].append(pieces[number])
+            heapq.heapreplace(least, (size + len(pieces[number]), client))
+        if least[0][0] < need:
+            raise ConfigError(
+                f"Dealt by group, a client holds {least[0][0]} samples, {need} are needed: fewer clients."
+            )
+        return [torch.cat(parts) for parts in held]
+
+
+PARTITIONS = (IID, Dirichlet, ClassesPerClient, QuantitySkew, FeatureShift, Natural)
+
+
+def deal(
+    partition: Partition,
+    dataset: Dataset,
+    clients: int,
+    generator: torch.Generator,
+    test_share: float = 0.2,
+    least: int = 1,
+) -> list[Shard]:
+    """A shard for each client: every training sample of the data set in exactly one of them, once.
+
+    `test_share` of each client's samples become its local test; at least `least` stay for training.
+    """
+    require(clients >= 1, "number of clients", clients, "at least 1")
+    require(0 <= test_share < 1, "share of local tests", test_share, "from 0 to below 1")
+    require(least >= 1, "least number of training samples", least, "at least 1")
+    need = least
+    while need - _tests(need, test_share) < least:
+        need += 1
+    if clients * need > len(dataset.y):
+        raise ConfigError(
+            f"{len(dataset.y)} samples of {dataset.name} are too few for {clients} clients with at least {need} each "
+            f"({least} of them for training). Take at most {max(1, len(dataset.y) // need)} clients."
+        )
+    parts = partition.parts(dataset, clients, need, generator)
+    groups = dataset.groups if isinstance(partition, Natural) else None
+    split = [_split(part, test_share, least, groups, generator) for part in parts]
+    if not isinstance(partition, FeatureShift):
+        return [Shard(train, test) for train, test in split]
+    drawn = 2 * torch.rand(clients, 2, generator=generator, dtype=torch.float64) - 1
+    brightness, rotation = (
+        (1 + partition.brightness * drawn[:, 0]).tolist(),
+        (partition.rotation * drawn[:, 1]).tolist(),
+    )
+    return [Shard(*pair, light, turn) for pair, light, turn in zip(split, brightness, rotation, strict=True)]
+
+
+def shard_tensors(dataset: Dataset, shard: Shard, part: Literal["train", "test"] = "train") -> tuple[Tensor, Tensor]:
+    """Samples as the client's model takes them, and labels; seen through the client's own camera."""
+    index = shard.train if part == "train" else shard.test
+    x, y = dataset.inputs(dataset.x[index]), dataset.y[index]
+    if shard.brightness != 1:
+        bounded = dataset.x.dtype == torch.uint8 or (x.numel() > 0 and float(x.min()) >= 0 and float(x.max()) <= 1)
+        x = x * shard.brightness
+        x = x.clamp_(max=1) if bounded else x  # a pixel cannot be whiter than white
+    if shard.rotation and len(x):
+        x = _rotated(x, shard.rotation)
+    return x, y
+
+
+def label_counts(
+    shards: Sequence[Shard], y: Tensor, classes: int, part: Literal["train", "test", "all"] = "all"
+) -> Tensor:
+    """How many samples of each class each client holds: [clients, classes]."""
+    choose: Callable[[Shard], Tensor] = {
+        "train": lambda shard: shard.train,
+        "test": lambda shard: shard.test,
+        "all": lambda shard: torch.cat([shard.train, shard.test]),
+    }[part]
+    return torch.stack([torch.bincount(y[choose(shard)], minlength=classes) for shard in shards])
+
+
+def _tests(held: int, share: float) -> int:
+    """Rounded to the nearest, but one sample is for training."""
+    return min(round(held * share), held - 1)
+
+
+def _shuffled(members: Tensor, generator: torch.Generator) -> Tensor:
+    return members[torch.randperm(len(members), generator=generator)]
+
+
+def _levelled(parts: list[Tensor], need: int) -> list[Tensor]:
+    """The same parts, but nobody has fewer than `need`: the largest gives to the smallest."""
+    richest = [(-len(part), index) for index, part in enumerate(parts)]
+    heapq.heapify(richest)
+    for index in range(len(parts)):
+        while len(parts[index]) < need:
+            giver = heapq.heappop(richest)[1]
+            # Half of what it can spare: whoever holds most stays among those who hold much.
+            given = max(1, min(need - len(parts[index]), (len(parts[giver]) - need) // 2))
+            parts[index] = torch.cat([parts[index], parts[giver][-given:]])
+            parts[giver] = parts[giver][:-given]
+            heapq.heappush(richest, (-len(parts[giver]), giver))
+    return parts
+
+
+def _groups(dataset: Dataset) -> list[Tensor]:
+    """The indices of each group."""
+    if dataset.groups is None:
+        raise ConfigError(
+            f"The data set {dataset.name} has no groups to deal by. Take gtsrb, or give your own arrays with `groups`."
+        )
+    return _by_group(torch.arange(len(dataset.y)), dataset.groups)
+
+
+def _by_group(members: Tensor, groups: Tensor) -> list[Tensor]:
+    _, mine, counts = groups[members].unique(return_inverse=True, return_counts=True)
+    return list(torch.split(members[mine.argsort(stable=True)], counts.tolist()))
+
+
+def _split(
+    held: Tensor, share: float, least: int, groups: Tensor | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Training and test, at random; by whole groups where those must not be split, as near to the share as can be."""
+    wanted = _tests(len(held), share)
+    if groups is None:
+        test = _shuffled(held, generator)[:wanted]
+    else:
+        pieces = _by_group(held, groups)
+        taken, size = [held[:0]], 0
+        for number in torch.randperm(len(pieces), generator=generator).tolist():
+            piece = pieces[number]
+            if size + len(piece) / 2 <= wanted and len(held) - size - len(piece) >= least:
+                taken.append(piece)
+                size += len(piece)
+        test = torch.cat(taken)
+    train = held[~torch.isin(held, test)]
+    return train.sort().values, test.sort().values
+
+
+def _rotated(x: Tensor, degrees: float) -> Tensor:
+    """Around the middle, between the pixels linearly; what comes into the picture repeats its border."""
+    angle, (height, width) = math.radians(degrees), x.shape[-2:]
+    cosine, sine = math.cos(angle), math.sin(angle)
+    turn = torch.tensor([[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]], dtype=x.dtype)
+    grid = F.affine_grid(turn.expand(len(x), 2, 3), list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets that need no files: digits, which ship inside scikit-learn, and synthetic ones, as hard as is wanted."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.errors import MissingExtraError
+from fedvitals.lab.data.arrays import TEST_SHARE, Arrays
+from fedvitals.lab.description import Description, require
+from fedvitals.lab.streams import stream
+
+
+class Digits(Description, frozen=True):
+    """1,797 hand-written digits, 8 × 8 grey pixels from 0 to 1; a fixed fifth of them is the test set."""
+
+    def make(self) -> Arrays:
+        spec = importlib.util.find_spec("sklearn")
+        if spec is None or spec.origin is None:
+            raise MissingExtraError("scikit-learn", "lab", "The data set digits")
+        # Its file, since to import scikit-learn for it takes a second: 64 pixels from 0 to 16 and the digit, per line.
+        file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        table = np.loadtxt(file, delimiter=",", dtype=np.float32) if file.exists() else _digits_by_import()
+        x = table[:, :64].reshape(-1, 1, 8, 8) / np.float32(16)
+        return Arrays(x, table[:, 64].astype(np.int64), classes=10, name="digits")
+
+
+def _digits_by_import() -> np.ndarray[Any, Any]:
+    """Where another version of scikit-learn keeps the file elsewhere."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow
+
+    found = load_digits()
+    return np.column_stack([found.data, found.target]).astype(np.float32)
+
+
+class Synthetic(Description, frozen=True):
+    """Classes as clouds in space: each a Gaussian of spread 1 around a centre at the distance `separation` from 0.
+
+    With `sequence`, a sample is that many steps of `features` numbers, the class being told by the mean over the steps
+    (each step is as noisy as a vector would be). With `vocabulary` as well, it is that many tokens, drawn from the
+    class's own distribution, whose log-probabilities spread with `separation`. The test set is a fifth of `samples`.
+    """
+
+    samples: int = 4000
+    features: int = 32
+    classes: int = 10
+    separation: float = 3.0
+    sequence: int | None = None
+    vocabulary: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.classes >= 2, "number of classes of synthetic", self.classes, "at least 2")
+        least = 5 * self.classes
+        require(self.samples >= least, "samples of synthetic", self.samples, f"at least 5 of each class: {least}")
+        require(self.features >= 1, "features of synthetic", self.features, "at least 1")
+        require(0 <= self.separation < 1e6, "separation of synthetic", self.separation, "from 0 to a million")
+        require(self.sequence is None or self.sequence >= 1, "sequence of synthetic", self.sequence, "at least 1 step")
+        require(
+            self.vocabulary is None or (self.vocabulary >= 2 and self.sequence is not None),
+            "vocabulary of synthetic",
+            self.vocabulary,
+            "at least 2 tokens, and sequence must say how many make a sample",
+        )
+
+    def make(self) -> Arrays:
+        generator = stream(self.seed, "synthetic")
+        y = torch.arange(self.samples) % self.classes  # classes are as large as each other, to within one sample
+        y = y[torch.randperm(self.samples, generator=generator)]
+        x = self._tokens(y, generator) if self.vocabulary else self._clouds(y, generator)
+        test = round(self.samples * TEST_SHARE)
+        return Arrays(x[test:], y[test:], x[:test], y[:test], classes=self.classes, name="synthetic")
+
+    def _clouds(self, y: Tensor, generator: torch.Generator) -> Tensor:
+        centres = torch.randn(self.classes, self.features, generator=generator)
+        centres = self.separation * centres / centres.norm(dim=1, keepdim=True)
+        steps = 1 if self.sequence is None else self.sequence
+        x: Tensor = centres[y][:, None] + torch.randn(len(y), steps, self.features, generator=generator)
+        return x[:, 0] if self.sequence is None else x
+
+    def _tokens(self, y: Tensor, generator: torch.Generator) -> Tensor:
+        logits = self.separation * torch.randn(self.classes, self.vocabulary or 0, generator=generator)
+        chances = torch.softmax(logits, 1)
+        x = torch.empty(len(y), self.sequence or 0, dtype=torch.int64)
+        for label in range(self.classes):
+            mine = torch.nonzero(y == label).flatten()
+            drawn = torch.multinomial(chances[label], x[mine].numel(), replacement=True, generator=generator)
+            x[mine] = drawn.view(len(mine), -1)
+        return x

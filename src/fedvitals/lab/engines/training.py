@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local training, client by client: the readable twin of the stacked engine, and (with `fast`) the reuse engine's step.
+
+What `fast` changes: modules and optimisers are made once per process instead of per client, images lie
+channels-last, optimisers are fused. Same mathematics; sums in another order, so results agree to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+
+from fedvitals.lab import streams
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.faults import table as ill
+from fedvitals.lab.local import SGD, Adam, Clip, Local
+from fedvitals.lab.state import tensors
+from fedvitals.protocols import WorkerObserver
+
+Spoil = Callable[[Mapping[str, Tensor], int], None]
+
+
+class Replica:
+    """A model in training, with its optimiser."""
+
+    def __init__(self, site: Site, *, fast: bool) -> None:
+        self.site, self.fast = site, fast
+        self.module = copy.deepcopy(site.module)
+        if fast and len(site.dataset.x.shape) == 4:
+            self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.module.train()
+        self.parameters = [*self.module.parameters()]
+        self.state = tensors(self.module)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._made_for: Adam | SGD | None = None
+
+    def begin(self, start: Tensor, settings: Local) -> None:
+        """As the client receives it: the server's model, and an optimiser without a past."""
+        self.load(start)
+        self.settings = settings
+        self.start = [p.detach().clone() for p in self.parameters] if settings.proximal else None
+        if self.optimizer is None or self._made_for != settings.optimizer:
+            self.optimizer, self._made_for = (
+                optimizer(settings.optimizer, self.parameters, fast=self.fast),
+                settings.optimizer,
+            )
+        self.optimizer.state.clear()
+
+    def load(self, state: Tensor) -> None:
+        self.site.layout.load(self.module, state)
+
+    def save(self, into: Tensor) -> None:
+        """The state as a flat vector, into a vector that is there already."""
+        with torch.no_grad():
+            for target, source in zip(self.site.layout.views(into).values(), self.state, strict=True):
+                target.copy_(source)
+
+    def step(self, x: Tensor, y: Tensor, step: int = 0, spoil: Spoil | None = None) -> Tensor:
+        """One mini-batch; gives its loss. `spoil` may change the gradients first: a fault."""
+        assert self.optimizer is not None  # noqa: S101 - `begin` made it
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.module(x), y)
+        loss.backward()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if spoil is not None:
+            spoil({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}, step)
+        if self.start is not None:
+            with torch.no_grad():
+                for p, before in zip(self.parameters, self.start, strict=True):
+                    if p.grad is not None:
+                        p.grad.add_(p - before, alpha=self.settings.proximal)
+        if self.settings.clip is not None:
+            clip(gradients, self.settings.clip)
+        self.optimizer.step()
+        return loss.detach()
+
+
+def optimizer(settings: Adam | SGD, parameters: Sequence[nn.Parameter], *, fast: bool) -> torch.optim.Optimizer:
+    if isinstance(settings, SGD):
+        return torch.optim.SGD(parameters, settings.learning_rate, settings.momentum, fused=fast)
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.Adam(parameters, settings.learning_rate, betas, settings.epsilon, fused=fast)
+
+
+def clip(gradients: list[Tensor], settings: Clip) -> None:
+    """In place. A gradient of norm 0 stays 0; one that is not finite stays what it is: others shall see it."""
+    if settings.by == "value":
+        torch._foreach_clamp_min_(gradients, -settings.limit)
+        torch._foreach_clamp_max_(gradients, settings.limit)
+        return
+    norms = torch.stack(torch._foreach_norm(gradients))  # noqa: SLF001
+    if settings.by == "whole":
+        norms = torch.linalg.vector_norm(norms).expand(len(gradients))
+    factors = (settings.limit / norms).clamp(max=1.0)
+    torch._foreach_mul_(gradients, [*factors.unbind()])
+
+
+def stop_if_not_finite(loss: Tensor, step: int) -> None:
+    if not bool(loss.isfinite()):
+        raise FloatingPointError(f"The loss of local step {step} is not finite: training was stopped there.")
+
+
+class _Member:
+    """One client of a group while it trains."""
+
+    def __init__(self, site: Site, task: Task, node: Node, replica: Replica) -> None:
+        e = site.experiment
+        self.node, self.replica, self.number = node, replica, task.round
+        self.site, self.stop_at_nonfinite = site, task.stop_at_nonfinite
+        self.settings = ill.apply_local(e.faults, task.round, node, task.local or e.local)
+        self.x, self.y = site.tensors(node, task.round)
+        if replica.fast and self.x.dim() == 4:
+            self.x = self.x.contiguous(memory_format=torch.channels_last)
+        self.steps = task.iterations or self.settings.steps(len(self.y))
+        self.order = site.order(node, task.round, self.steps, self.settings.batch, len(self.y))
+        self.losses = torch.zeros(self.steps)
+        self.error: BaseException | None = None
+        self.seconds = 0.0
+        replica.begin(task.start, self.settings)
+        self.spoil = ill.gradient_spoiler(e.faults, task.round, node, e.seed)
+        if ill.any_at("state", e.faults, task.round, node):
+            state = task.start.clone()
+            ill.apply_state(e.faults, task.round, node, site.layout.views(state), e.seed)
+            replica.load(state)
+
+    def step(self, step: int) -> None:
+        began = time.perf_counter()
+        try:
+            ill.apply_step(self.site.experiment.faults, self.number, self.node, step)
+            rows = self.order[step]
+            self.losses[step] = self.replica.step(self.x[rows], self.y[rows], step, self.spoil)
+            if self.stop_at_nonfinite:
+                stop_if_not_finite(self.losses[step], step)
+        except Exception as error:  # noqa: BLE001 - a client that fails is the experiment's result, not its end
+            self.error = error
+        self.seconds += time.perf_counter() - began
+
+
+class Replicas:
+    """The replicas of one process, made as they are needed: as many as the largest group has members."""
+
+    def __init__(self, site: Site, *, fast: bool) -> None:
+        self.site, self.fast = site, fast
+        self._made: list[Replica] = []
+
+    def __getitem__(self, index: int) -> Replica:
+        if not self.fast:
+            return Replica(self.site, fast=False)
+        while len(self._made) <= index:
+            self._made.append(Replica(self.site, fast=True))
+        return self._made[index]
+
+
+def train(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
+    """One group's local training; the members' states go into the rows of `out`."""
+    with streams.drawn(replicas.site.experiment.seed, "training", task.round, *task.nodes):
+        return _trained(task, replicas, watcher, out)
+
+
+def _trained(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
+    site = replicas.site
+    members = [_Member(site, task, node, replicas[i]) for i, node in enumerate(task.nodes)]
+    watched = [m for m in members if not ill.silenced(site.experiment.faults, task.round, m.node)]
+    for m in watched:
+        watcher.client_begin(
+            m.node, m.replica.module, m.replica.optimizer, (m.x, m.y), task.group, loss=F.cross_entropy
+        )
+    last = max(m.steps for m in members) - 1
+    for step in range(last + 1):
+        for m in members:
+            if step < m.steps and m.error is None:
+                m.step(step)
+        if task.exchange is not None and step < last:
+            _exchange(task, members, out)
+    for m, row in zip(members, out, strict=True):
+        if m.error is None:
+            m.replica.save(row)
+        else:
+            row.copy_(task.start)
+    for m in reversed(watched):
+        watcher.client_end(m.node, m.error)
+    return [_update(task, m, row) for m, row in zip(members, out, strict=True)]
+
+
+def _exchange(task: Task, members: list[_Member], out: Tensor) -> None:
+    assert task.exchange is not None  # noqa: S101 - asked by the caller
+    for m, row in zip(members, out, strict=True):
+        m.replica.save(row)
+    samples = torch.tensor([float(len(m.y)) for m in members])
+    for m, row in zip(members, task.exchange(out, samples), strict=True):
+        m.replica.load(row)
+
+
+def _update(task: Task, m: _Member, row: Tensor) -> Update:
+    return Update(
+        node=m.node,
+        state=row,
+        start=task.start,
+        samples=len(m.y),
+        group=task.group,
+        losses=m.losses,
+        steps=m.steps,
+        seconds=m.seconds,
+        error=None if m.error is None else f"{type(m.error).__name__}: {m.error}",
+        error_type=None if m.error is None else type(m.error).__name__,
+    )

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with a client's own samples. A fault draws the same for a client in every round."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.description import require
+from fedvitals.lab.faults.fault import Family, Fault, some, whole, within
+
+
+def _chance(count: int, rate: float, stream: torch.Generator) -> Tensor:
+    """Which of `count` samples are struck."""
+    return torch.rand(count, generator=stream) < rate
+
+
+def _check_labels(labels: tuple[int, ...], classes: int, kind: str) -> None:
+    wrong = [label for label in labels if label >= classes]
+    if wrong:
+        raise ConfigError(f"There is no class {wrong[0]} for {kind}: the data set has the classes 0 to {classes - 1}.")
+
+
+class LabelNoise(Fault, frozen=True):
+    """An annotator who guesses: a share of the labels is replaced, each by any of the other classes."""
+
+    rate: float = 0.8
+    family: ClassVar[Family] = "client"
+    issue: ClassVar[str] = "label_noise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "rate", 0, 1, above=True)
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+        struck = _chance(len(y), self.rate, stream)
+        away = torch.randint(1, max(classes, 2), (len(y),), generator=stream)
+        return x, torch.where(struck, (y + away.to(y.dtype)) % classes, y)
+
+
+class LabelFlip(Fault, frozen=True):
+    """Two classes taken for one another in one direction: what is `source` is labelled `target`."""
+
+    source: int = 0
+    target: int = 1
+    rate: float = 1.0
+    family: ClassVar[Family] = "client"
+    issue: ClassVar[str] = "label_flip"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "source", 0)
+        whole(self, "target", 0)
+        within(self, "rate", 0, 1, above=True)
+        require(self.source != self.target, "target of label_flip", self.target, "another class than its source")
+
+    def check_classes(self, classes: int) -> None:
+        _check_labels((self.source, self.target), classes, "label_flip")
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+        self.check_classes(classes)
+        struck = _chance(len(y), self.rate, stream) & (y == self.source)
+        return x, torch.where(struck, torch.full_like(y, self.target), y)
+
+
+class MissingClasses(Fault, frozen=True):
+    """A site that never meets some classes: its samples of them are not there."""
+
+    missing: tuple[int, ...] = (0,)
+    family: ClassVar[Family] = "client"
+    issue: ClassVar[str] = "missing_classes"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        msgspec.structs.force_setattr(self, "missing", tuple(self.missing))
+        fits = bool(self.missing) and all(isinstance(label, int) and label >= 0 for label in self.missing)
+        require(fits, "missing of missing_classes", self.missing, "a list of classes, such as [0, 3]")
+
+    def check_classes(self, classes: int) -> None:
+        _check_labels(self.missing, classes, "missing_classes")
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        self.check_classes(classes)
+        kept = ~torch.isin(y, torch.tensor(self.missing, dtype=y.dtype))
+        if not kept.any():
+            raise ConfigError(
+                f"Without the classes {list(self.missing)} a client has no sample left: it holds only those. "
+                "Let missing_classes name fewer classes, or other nodes."
+            )
+        return x[kept], y[kept]
+
+
+class InputNoise(Fault, frozen=True):
+    """A bad sensor: noise on every input, `deviation` times as wide as the client's data themselves."""
+
+    deviation: float = 1.0
+    family: ClassVar[Family] = "client"
+    issue: ClassVar[str] = "input_noise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "deviation", 0, above=True)
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        noise = torch.randn(x.shape, generator=stream, dtype=x.dtype)
+        return x + noise * (self.deviation * x.std(correction=0)), y
+
+
+class InputScale(Fault, frozen=True):
+    """Pixels from 0 to 255 where the others send 0 to 1: every input times a factor."""
+
+    factor: float = 255.0
+    family: ClassVar[Family] = "client"
+    issue: ClassVar[str] = "input_scale"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "factor", 0, above=True)
+        require(self.factor != 1, "factor of input_scale", self.factor, "another number than 1, which changes nothing")
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return x * self.factor, y
+
+
+class GroupLeftBehind(Fault, frozen=True):
+    """Sites whose cameras hang upside down: a group whose inputs are turned, which the average model serves worse.
+
+    Images are turned by 180°, other inputs reversed; `share` of each client's samples.
+    """
+
+    share: float = 1.0
+    family: ClassVar[Family] = "aggregation"
+    issue: ClassVar[str] = "group_left_behind"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        some(self)
+        within(self, "share", 0, 1, above=True)
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        turned = x.flip(-1) if x.dim() <= 2 else x.flip((-2, -1))
+        struck = _chance(len(y), self.share, stream).view(-1, *[1] * (x.dim() - 1))
+        return torch.where(struck, turned, x), y
+
+
+class DominantClient(Fault, frozen=True):
+    """A site many times as large as the others: its samples, and honestly its count, are `factor` times as many.
+
+    The same samples again: what counts is that an average weighted by samples is nearly this client's model.
+    """
+
+    factor: int = 20
+    family: ClassVar[Family] = "aggregation"
+    issue: ClassVar[str] = "dominant_client"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        some(self)
+        whole(self, "factor", 2)
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return x.repeat(self.factor, *[1] * (x.dim() - 1)), y.repeat(self.factor)

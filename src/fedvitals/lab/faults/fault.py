@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fault is: whom it strikes, in which rounds, how hard; and the places of a training at which it can act.
+
+A fault overrides one hook, seldom two; what it does not override does nothing and costs nothing (`faults.any_at`).
+It has no memory: all it knows comes in through its hook, so that a resumed run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.description import Description, kind_of, require
+from fedvitals.lab.engines.work import Node, Update
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.lab.local import Local
+    from fedvitals.lab.network.virtual_clock import Journey
+
+Family = Literal["convergence", "client", "aggregation", "gradient", "system"]
+Layer = int | str
+"""A tensor by the model's own name («0.weight»), or by its place among the weight tensors: 0 the first, -1 the last."""
+
+
+class Past(Protocol):
+    """What a client may remember of the federation: everybody has seen it."""
+
+    weights: int  # how much of a state is trained; the rest are buffers, which a fault in an update leaves alone
+
+    def model(self, rounds_ago: int) -> Tensor | None:
+        """The server's model at the beginning of this round (0) or of an earlier one; None: before the first."""
+        ...
+
+
+class Fault(Description, frozen=True, kw_only=True):
+    """Something that goes wrong on `nodes` (names, or "all") from round `since` to `until`, both included."""
+
+    nodes: tuple[str, ...] | str
+    since: int = 0
+    until: int | None = None
+
+    family: ClassVar[Family]
+    issue: ClassVar[str]  # the code in `diagnosis.issues.table`, in lower case, that a detector should name
+    strikes: ClassVar[Literal["clients", "server", "run"]] = "clients"
+    silences: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
+    last: ClassVar[bool] = False  # whether it must come after all other faults of the same update
+
+    def __post_init__(self) -> None:
+        name = kind_of(type(self).__name__)
+        if isinstance(self.nodes, str):
+            if self.nodes != "all":
+                wanted = f'["{self.nodes}"] for this one node, or "all"'
+                raise ConfigError(f"The nodes of {name} are a list of names; got {self.nodes!r}. Write {wanted}.")
+        else:
+            msgspec.structs.force_setattr(self, "nodes", tuple(self.nodes))
+            require(bool(self.nodes), f"nodes of {name}", [], 'at least one name, or "all"')
+        require(_whole(self.since) and self.since >= 0, f"first round (since) of {name}", self.since, "0 or more")
+        good = self.until is None or (_whole(self.until) and self.until >= self.since)
+        require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
+
+    def active(self, round: int, node: Node) -> bool:  # noqa: A002 - the domain's word
+        """Whether it strikes this node in this round."""
+        return self.lasts(round) and (self.nodes == "all" or node in self.nodes)
+
+    def lasts(self, round: int) -> bool:  # noqa: A002
+        """Whether it strikes anybody in this round."""
+        return self.since <= round and (self.until is None or round <= self.until)
+
+    def truth(self, nodes: Sequence[Node] = ()) -> dict[str, Any]:
+        """What is wrong, for the record that trials compare detectors with; "all" as the names of the federation."""
+        settings = msgspec.structs.asdict(self)
+        struck = settings.pop("nodes")
+        if struck == "all":
+            struck = tuple(nodes) or ("all",)
+        about = {"kind": kind_of(type(self).__name__), "family": self.family, "issue": self.issue}
+        return {**about, **settings, "nodes": list(struck)}
+
+    @property
+    def remembers(self) -> int:
+        """How many rounds of the server's models it looks back on."""
+        return 0
+
+    # -- the hooks ----------------------------------------------------------------------------------------------------
+
+    def experiment(self, experiment: Experiment) -> Experiment:
+        """The experiment with other settings: what is wrong is how the whole was set up."""
+        return experiment
+
+    def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
+        """In place on the very first global model."""
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """The samples that the client trains on instead of its own."""
+        return x, y
+
+    def local(self, settings: Local) -> Local:
+        """The settings that the client trains with instead of the experiment's."""
+        return settings
+
+    def state(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
+        """In place on the state that the client begins from."""
+
+    def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:
+        """In place, after the backward pass and before clipping."""
+
+    def step(self, step: int) -> None:
+        """Before a local iteration; may raise."""
+
+    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:
+        """On what leaves the client. Fields are set anew; the tensors in them belong to others."""
+
+    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:
+        """As `update`, with the whole cohort at hand: all updates of the round, and who of them is struck."""
+
+    def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
+        """What becomes of the client's way through the network."""
+        return journey
+
+    def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:  # noqa: ARG002
+        """The server's new model instead of `after`; the first `weights` numbers are trained."""
+        return after
+
+
+class Setting(Fault, frozen=True, kw_only=True):
+    """A fault of how the whole was set up: there from the beginning to the end, and everywhere."""
+
+    nodes: tuple[str, ...] | str = "all"
+    strikes: ClassVar[Literal["clients", "server", "run"]] = "run"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = kind_of(type(self).__name__)
+        require(self.nodes == "all", f"nodes of {name}", self.nodes, '"all": it is a setting of the whole run')
+        require(self.since == 0, f"first round (since) of {name}", self.since, "0: it is a setting of the whole run")
+        require(self.until is None, f"last round (until) of {name}", self.until, "left out: it lasts the whole run")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def within(fault: Fault, field: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """ConfigError unless the field is a number from `low` (or `above` it) up to `high`."""
+    value = getattr(fault, field)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = number and (value > low if above else value >= low) and value <= high and not math.isinf(value)
+    start = f"above {low:g}" if above else f"{low:g} or more" if math.isinf(high) else f"from {low:g}"
+    allowed = start if math.isinf(high) else f"{start} up to {high:g}"
+    require(bool(fits), f"{field} of {kind_of(type(fault).__name__)}", value, f"a number, {allowed}")
+
+
+def whole(fault: Fault, field: str, low: int) -> None:
+    """ConfigError unless the field is a whole number, `low` or more."""
+    value = getattr(fault, field)
+    fits = _whole(value) and value >= low
+    require(fits, f"{field} of {kind_of(type(fault).__name__)}", value, f"a whole number, {low} or more")
+
+
+def some(fault: Fault) -> None:
+    """ConfigError when it strikes everybody: then there is nobody to copy, to hide among or to be set apart from."""
+    name = kind_of(type(fault).__name__)
+    require(fault.nodes != "all", f"nodes of {name}", fault.nodes, "a list of some of the clients")
+
+
+def weight_names(names: Sequence[str]) -> list[str]:
+    """The names of the weight tensors, first to last: those that an index counts."""
+    return [name for name in names if "weight" in name.rsplit(".", 1)[-1]]
+
+
+def layer_name(names: Sequence[str], layer: Layer) -> str | None:
+    """The tensor that is meant; None when there is none."""
+    if isinstance(layer, str):
+        return layer if layer in names else None
+    weights = weight_names(names)
+    return weights[layer] if -len(weights) <= layer < len(weights) else None
+
+
+def no_layer(layer: Layer, names: Sequence[str], kind: str) -> str:
+    """The sentence that answers a layer which does not exist."""
+    weights = weight_names(names)
+    if isinstance(layer, int):
+        counted = ", ".join(f"{place} = {name}" for place, name in enumerate(weights))
+        return f"There is no layer {layer} for the fault {kind}. Known, also counted from the end: {counted}."
+    close = difflib.get_close_matches(layer, names, n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    return f"There is no layer '{layer}' for the fault {kind}. Known: {', '.join(names)}.{hint}"

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with how the whole is set up, and with the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fedvitals.lab.data.partition import ClassesPerClient
+from fedvitals.lab.description import kind_of, require
+from fedvitals.lab.faults.fault import Family, Fault, Setting, whole, within
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
+
+
+class Overfitting(Setting, frozen=True):
+    """Far too much training on far too little: a client has `samples` samples and passes over them `epochs` times."""
+
+    samples: int = 16
+    epochs: int = 50
+    family: ClassVar[Family] = "convergence"
+    issue: ClassVar[str] = "overfitting"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "samples", 1)
+        whole(self, "epochs", 1)
+
+    def experiment(self, experiment: Experiment) -> Experiment:
+        local = msgspec.structs.replace(experiment.local, iterations=None, epochs=self.epochs)
+        return msgspec.structs.replace(experiment, local=local)
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        kept = torch.randperm(len(y), generator=stream)[: self.samples]
+        return x[kept], y[kept]
+
+
+class ClientDrift(Setting, frozen=True):
+    """Clients that pull apart: each knows few classes and trains long and fast before anybody averages."""
+
+    classes: int = 2
+    iterations: int = 100
+    factor: float = 5.0  # of the learning rate
+    family: ClassVar[Family] = "convergence"
+    issue: ClassVar[str] = "client_drift"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "classes", 1)
+        whole(self, "iterations", 1)
+        within(self, "factor", 1)
+
+    def experiment(self, experiment: Experiment) -> Experiment:
+        optimizer = experiment.local.optimizer
+        faster = msgspec.structs.replace(optimizer, learning_rate=optimizer.learning_rate * self.factor)
+        local = msgspec.structs.replace(
+            experiment.local, iterations=self.iterations, epochs=None, optimizer=faster, proximal=0.0
+        )
+        return msgspec.structs.replace(experiment, partition=ClassesPerClient(self.classes), local=local)
+
+
+class _ServerRate(Fault, frozen=True, kw_only=True):
+    nodes: tuple[str, ...] | str = ("server",)
+    factor: float = 1.0
+    family: ClassVar[Family] = "convergence"
+    strikes: ClassVar[Literal["clients", "server", "run"]] = "server"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind = kind_of(type(self).__name__)
+        require(self.nodes == ("server",), f"nodes of {kind}", self.nodes, '["server"], or left out')
+        within(self, "factor", 0, above=True)
+
+    def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:
+        step = (after[:weights] - before[:weights]) * self.factor
+        return torch.cat((before[:weights] + step, after[weights:]))
+
+
+class ServerRateTooHigh(_ServerRate, frozen=True):
+    """A server learning rate that was never tuned: the server steps `factor` times as far as its rule says."""
+
+    factor: float = 3.0
+    issue: ClassVar[str] = "divergence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.factor > 1, "factor of server_rate_too_high", self.factor, "above 1")
+
+
+class ServerRateTooLow(_ServerRate, frozen=True):
+    """A server learning rate that was never tuned: the server takes only `factor` of the step that its rule says."""
+
+    factor: float = 0.05
+    issue: ClassVar[str] = "plateau"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.factor < 1, "factor of server_rate_too_low", self.factor, "below 1")

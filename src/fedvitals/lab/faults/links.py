@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong between a client and the server: the client's presence, its pace, its messages, its clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from fedvitals.lab.engines.work import Update
+from fedvitals.lab.faults.fault import Family, Fault, Past, within
+
+if TYPE_CHECKING:
+    from fedvitals.lab.network.virtual_clock import Journey
+
+
+def _happens(rate: float, stream: torch.Generator) -> bool:
+    return float(torch.rand((), generator=stream)) < rate
+
+
+class DropOut(Fault, frozen=True):
+    """A phone that leaves its charger: the client is not there, in each round with this probability."""
+
+    rate: float = 1.0
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "drop_out"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "rate", 0, 1, above=True)
+
+    def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
+        return dataclasses.replace(journey, available=journey.available and not _happens(self.rate, stream))
+
+
+class Straggler(Fault, frozen=True):
+    """An old or busy machine: the client computes `factor` times as long."""
+
+    factor: float = 10.0
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "straggler"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "factor", 1, above=True)
+
+    def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
+        return dataclasses.replace(journey, compute=journey.compute * self.factor)
+
+
+class Timeout(Fault, frozen=True):
+    """A connection that hangs: the upload takes so many seconds more.
+
+    It is late where the network has a deadline; a server without one waits.
+    """
+
+    seconds: float = 3600.0
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "timeout"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "seconds", 0, above=True)
+
+    def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
+        return dataclasses.replace(journey, upload=journey.upload + self.seconds)
+
+
+class LostMessage(Fault, frozen=True):
+    """A dropped connection: the update never arrives, in each round with this probability."""
+
+    rate: float = 1.0
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "communication_failure"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "rate", 0, 1, above=True)
+
+    def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
+        return dataclasses.replace(journey, lost=journey.lost or _happens(self.rate, stream))
+
+
+class CorruptedMessage(Fault, frozen=True):
+    """Bits that flip on the way: the receiver sees by a checksum that it cannot use the update, or (`silent`) does not.
+
+    Silently, one bit flips in a share of the numbers; a flip in the exponent may make a number huge, or no number.
+    """
+
+    rate: float = 1.0
+    silent: bool = False
+    share: float = 0.001  # of the numbers, when it is silent
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "communication_failure"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "rate", 0, 1, above=True)
+        within(self, "share", 0, 1, above=True)
+
+    def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
+        if self.silent:
+            return journey
+        return dataclasses.replace(journey, corrupted=journey.corrupted or _happens(self.rate, stream))
+
+    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+        if not self.silent or not _happens(self.rate, stream):
+            return
+        bits = update.state.to(torch.float32).clone().view(torch.int32)
+        struck = torch.randint(len(bits), (max(1, round(self.share * len(bits))),), generator=stream).unique()
+        places = torch.randint(31, (len(struck),), generator=stream, dtype=torch.int32)
+        flips = (torch.ones_like(places) << places).to(bits.device)
+        bits[struck.to(bits.device)] ^= flips
+        update.state = bits.view(torch.float32)
+
+
+class ClockSkew(Fault, frozen=True):
+    """A clock that is wrong: what the client tells bears another time, so many seconds later (or, below 0, earlier)."""
+
+    seconds: float = 3600.0
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "clock_skew"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "seconds", -1e9, 1e9)
+
+    def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
+        return dataclasses.replace(journey, clock_offset=journey.clock_offset + self.seconds)
+
+
+class TelemetryLost(Fault, frozen=True):
+    """A firewall that lets only models through: the client trains and sends, but what it measures does not arrive."""
+
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "telemetry_lost"
+    silences: ClassVar[bool] = True

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every fault there is, and how a training meets them: one line for each place at which one can act.
+
+Healthy clients pay a look at a short list (`any_at`). A fault's random numbers come from (seed, its kind and place in
+the list, round, node), those on data without the round: a client's wrong labels stay the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.description import kind_of
+from fedvitals.lab.engines.work import Node, Update
+from fedvitals.lab.faults.data import (
+    DominantClient,
+    GroupLeftBehind,
+    InputNoise,
+    InputScale,
+    LabelFlip,
+    LabelNoise,
+    MissingClasses,
+)
+from fedvitals.lab.faults.fault import Fault, Past, layer_name, no_layer
+from fedvitals.lab.faults.federation import ClientDrift, Overfitting, ServerRateTooHigh, ServerRateTooLow
+from fedvitals.lab.faults.links import (
+    ClockSkew,
+    CorruptedMessage,
+    DropOut,
+    LostMessage,
+    Straggler,
+    TelemetryLost,
+    Timeout,
+)
+from fedvitals.lab.faults.training import (
+    BrokenBatchNorm,
+    Crash,
+    DeadUnits,
+    DiskFull,
+    ExplodingInitialisation,
+    FrozenLayer,
+    MemoryHog,
+    NotFinite,
+    SaturatedUnits,
+    VanishingInitialisation,
+    WrongLearningRate,
+)
+from fedvitals.lab.faults.updates import (
+    DtypeMismatch,
+    Duplicate,
+    FreeRider,
+    Gaussian,
+    InnerProduct,
+    LittleIsEnough,
+    Scaling,
+    ShapeMismatch,
+    SignFlip,
+    StaleUpdate,
+    WrongSampleCount,
+    ZeroWeight,
+)
+from fedvitals.lab.state import Layout
+from fedvitals.lab.streams import stream
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.lab.local import Local
+    from fedvitals.lab.network.virtual_clock import Journey
+
+FAULTS: tuple[type[Fault], ...] = (
+    *(LabelNoise, LabelFlip, MissingClasses, InputNoise, InputScale, GroupLeftBehind, DominantClient),
+    *(WrongLearningRate, FrozenLayer, NotFinite, BrokenBatchNorm, Crash, MemoryHog, DiskFull),
+    *(ExplodingInitialisation, VanishingInitialisation, DeadUnits, SaturatedUnits),
+    *(StaleUpdate, FreeRider, Duplicate, SignFlip, Scaling, Gaussian, LittleIsEnough, InnerProduct),
+    *(WrongSampleCount, ZeroWeight, ShapeMismatch, DtypeMismatch),
+    *(DropOut, Straggler, Timeout, LostMessage, CorruptedMessage, ClockSkew, TelemetryLost),
+    *(Overfitting, ClientDrift, ServerRateTooHigh, ServerRateTooLow),
+)
+
+Faults = Sequence[Fault]
+NAMED = 12  # nodes that a message lists before it gives only the first and the last
+SERVER = "server"
+
+
+@functools.cache
+def _overrides(kind: type[Fault], hook: str) -> bool:
+    return getattr(kind, hook) is not getattr(Fault, hook)
+
+
+def acting(hook: str, faults: Faults, round: int, node: Node) -> list[tuple[int, Fault]]:  # noqa: A002
+    """The faults that act at this hook, with their places in the list."""
+    return [
+        (place, fault)
+        for place, fault in enumerate(faults)
+        if _overrides(type(fault), hook) and fault.active(round, node)
+    ]
+
+
+def any_at(hook: str, faults: Faults, round: int, node: Node) -> bool:  # noqa: A002
+    """Whether a fault acts at this hook on this client in this round."""
+    return bool(faults) and bool(acting(hook, faults, round, node))
+
+
+def _stream(seed: int, place: int, fault: Fault, *coordinates: object) -> torch.Generator:
+    return stream(seed, f"fault/{kind_of(type(fault).__name__)}/{place}", *coordinates)
+
+
+# -- before the first round -------------------------------------------------------------------------------------------
+
+
+def apply_experiment(experiment: Experiment) -> Experiment:
+    """The experiment as its faults set it up."""
+    for fault in experiment.faults:
+        experiment = fault.experiment(experiment)
+    return experiment
+
+
+def apply_initial(faults: Faults, tensors: Mapping[str, Tensor], seed: int) -> None:
+    """In place on the very first global model."""
+    for place, fault in enumerate(faults):
+        if _overrides(type(fault), "initial"):
+            fault.initial(tensors, _stream(seed, place, fault))
+
+
+def remembers(faults: Faults) -> int:
+    """How many rounds of the server's models have to be kept."""
+    return max((fault.remembers for fault in faults), default=0)
+
+
+# -- a client's training ----------------------------------------------------------------------------------------------
+
+
+def apply_data(
+    faults: Faults,
+    round: int,  # noqa: A002
+    node: Node,
+    x: Tensor,
+    y: Tensor,
+    classes: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """What the client trains on. It changes only with the places of `acting("data", ...)`, by which it may be kept."""
+    for place, fault in acting("data", faults, round, node):
+        x, y = fault.data(x, y, classes, _stream(seed, place, fault, node))
+    return x, y
+
+
+def apply_local(faults: Faults, round: int, node: Node, settings: Local) -> Local:  # noqa: A002
+    """The settings that the client trains with."""
+    for _, fault in acting("local", faults, round, node):
+        settings = fault.local(settings)
+    return settings
+
+
+def apply_state(faults: Faults, round: int, node: Node, tensors: Mapping[str, Tensor], seed: int) -> None:  # noqa: A002
+    """In place on the state that the client begins from."""
+    for place, fault in acting("state", faults, round, node):
+        fault.state(tensors, _stream(seed, place, fault, round, node))
+
+
+def gradient_spoiler(
+    faults: Faults,
+    round: int,  # noqa: A002
+    node: Node,
+    seed: int,
+) -> Callable[[Mapping[str, Tensor], int], None] | None:
+    """What to call with the gradients and the number of each step; None for a client whose gradients are its own."""
+    ill = acting("gradient", faults, round, node)
+    if not ill:
+        return None
+
+    def spoil(gradients: Mapping[str, Tensor], step: int) -> None:
+        for place, fault in ill:
+            fault.gradient(gradients, step, _stream(seed, place, fault, round, node, step))
+
+    return spoil
+
+
+def apply_step(faults: Faults, round: int, node: Node, step: int) -> None:  # noqa: A002
+    """Before a local iteration: raises what the client's machine would."""
+    if faults:
+        for _, fault in acting("step", faults, round, node):
+            fault.step(step)
+
+
+def silenced(faults: Faults, round: int, node: Node) -> bool:  # noqa: A002
+    """Whether what is measured on this client does not arrive."""
+    return any(fault.silences and fault.active(round, node) for fault in faults)
+
+
+# -- what it sends ----------------------------------------------------------------------------------------------------
+
+
+def apply_update(faults: Faults, round: int, update: Update, past: Past, seed: int) -> None:  # noqa: A002
+    """On what leaves a client, unless it failed: then nothing does."""
+    if not faults or update.error is not None:
+        return
+    for place, fault in sorted(acting("update", faults, round, update.node), key=lambda entry: entry[1].last):
+        fault.update(update, past, _stream(seed, place, fault, round, update.node))
+
+
+def colludes(faults: Faults, round: int) -> bool:  # noqa: A002
+    """Whether the updates of this round have to be held until all are there."""
+    return any(_overrides(type(fault), "collude") and fault.lasts(round) for fault in faults)
+
+
+def apply_collusion(faults: Faults, round: int, updates: Sequence[Update], past: Past, seed: int) -> None:  # noqa: A002
+    """On the updates of a whole cohort, in its order, after `apply_update` on each of them."""
+    for place, fault in enumerate(faults):
+        if _overrides(type(fault), "collude"):
+            ill = [update.node for update in updates if fault.active(round, update.node)]
+            if ill:
+                fault.collude(updates, ill, past, _stream(seed, place, fault, round))
+
+
+def apply_journey(faults: Faults, round: int, journey: Journey, seed: int) -> Journey:  # noqa: A002
+    """What becomes of a client's way through the network."""
+    for place, fault in acting("journey", faults, round, journey.node):
+        journey = fault.journey(journey, _stream(seed, place, fault, round, journey.node))
+    return journey
+
+
+def apply_server(faults: Faults, round: int, before: Tensor, after: Tensor, weights: int) -> Tensor:  # noqa: A002
+    """The server's new model."""
+    for _, fault in acting("server", faults, round, SERVER):
+        after = fault.server(before, after, weights)
+    return after
+
+
+# -- whether it can be meant ------------------------------------------------------------------------------------------
+
+
+def check(
+    fault: Fault,
+    nodes: Sequence[Node],
+    layout: Layout,
+    iterations: int | None,
+    rounds: int,
+    classes: int | None = None,
+) -> None:
+    """ConfigError, with what exists, when a fault names what this run does not have.
+
+    `nodes`: the clients; `layout`: the model's; `iterations`: of a client-round, where it is known.
+    """
+    kind = kind_of(type(fault).__name__)
+    trained = layout.names[: layout.trained]
+    known = [SERVER] if fault.strikes == "server" else [*nodes]
+    for node in () if fault.nodes == "all" else fault.nodes:
+        _check_node(node, known, kind)
+    peer = getattr(fault, "of", None)
+    if peer is not None:
+        _check_node(peer, known, kind)
+    if fault.since >= rounds:
+        raise ConfigError(f"The fault {kind} begins in round {fault.since}; the run has the rounds 0 to {rounds - 1}.")
+    step = getattr(fault, "at_step", None)
+    if step is not None and iterations is not None and step >= iterations:
+        raise ConfigError(f"The fault {kind} waits for step {step}; a client-round has steps 0 to {iterations - 1}.")
+    layer = getattr(fault, "layer", None)
+    if layer is not None and layer_name(trained, layer) is None:
+        raise ConfigError(no_layer(layer, trained, kind))
+    if hasattr(fault, "check_tensors"):
+        fault.check_tensors(layout.names)
+    if classes is not None and hasattr(fault, "check_classes"):
+        fault.check_classes(classes)
+
+
+def _check_node(node: Node, known: Sequence[Node], kind: str) -> None:
+    if node in known:
+        return
+    shown = ", ".join(known) if len(known) <= NAMED else f"{known[0]} to {known[-1]}"
+    close = difflib.get_close_matches(node, known, n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    raise ConfigError(f"There is no node '{node}' for the fault {kind}. Known: {shown}.{hint}")

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with local training itself: its settings, its gradients, its state, its machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.description import kind_of, require
+from fedvitals.lab.faults.fault import Family, Fault, Layer, Setting, layer_name, no_layer, weight_names, whole, within
+
+if TYPE_CHECKING:
+    from fedvitals.lab.local import Local
+
+MEGABYTE = 1 << 20
+
+
+class WrongLearningRate(Fault, frozen=True):
+    """A site with a configuration file of its own: its learning rate is `factor` times that of the others."""
+
+    factor: float = 10.0
+    family: ClassVar[Family] = "client"
+    issue: ClassVar[str] = "wrong_learning_rate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "factor", 0, above=True)
+        require(self.factor != 1, "factor of wrong_learning_rate", self.factor, "another number than 1")
+
+    def local(self, settings: Local) -> Local:
+        rate = settings.optimizer.learning_rate * self.factor
+        optimizer = msgspec.structs.replace(settings.optimizer, learning_rate=rate)
+        return msgspec.structs.replace(settings, optimizer=optimizer)
+
+
+class FrozenLayer(Fault, frozen=True):
+    """A forgotten `requires_grad = False`: one layer gets no gradient, so it comes back as it went."""
+
+    layer: Layer = 0
+    family: ClassVar[Family] = "client"
+    issue: ClassVar[str] = "frozen_layer"
+
+    def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
+        name = layer_name([*gradients], self.layer)
+        if name is not None:
+            gradients[name].zero_()
+
+
+class NotFinite(Fault, frozen=True):
+    """A division by zero or an overflow: one number of a layer's gradient is NaN or infinite, at one step."""
+
+    value: Literal["nan", "inf", "-inf"] = "nan"
+    layer: Layer = 0
+    at_step: int = 0
+    family: ClassVar[Family] = "aggregation"
+    issue: ClassVar[str] = "nan_gradient"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "at_step", 0)
+        require(self.value in ("nan", "inf", "-inf"), "value of not_finite", self.value, '"nan", "inf" or "-inf"')
+
+    def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
+        name = layer_name([*gradients], self.layer)
+        if step == self.at_step and name is not None:
+            gradient = gradients[name]
+            gradient[(0,) * gradient.dim()] = float(self.value)
+
+
+class BrokenBatchNorm(Fault, frozen=True):
+    """Statistics of other data: the running mean is shifted and the running variance too large, by `factor`.
+
+    Training in batches does not see it, so only who evaluates the average model does.
+    """
+
+    factor: float = 1000.0
+    family: ClassVar[Family] = "aggregation"
+    issue: ClassVar[str] = "batch_norm_statistics"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "factor", 1, above=True)
+
+    def check_tensors(self, names: tuple[str, ...]) -> None:
+        if not any(name.endswith("running_var") for name in names):
+            raise ConfigError(
+                "The model has no batch norm, so broken_batch_norm changes nothing. Take a model with running "
+                'statistics, such as ResNet-18 with norm = "batch".'
+            )
+
+    def state(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
+        for name, tensor in tensors.items():
+            if name.endswith("running_mean"):
+                tensor.add_(self.factor)
+            elif name.endswith("running_var"):
+                tensor.mul_(self.factor)
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+class Crash(Fault, frozen=True):
+    """A bug in a site's own code: an exception in the midst of local training."""
+
+    at_step: int = 0
+    message: str = "an error on purpose, made by the lab"
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "crash"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "at_step", 0)
+
+    def step(self, step: int) -> None:
+        if step == self.at_step:
+            raise RuntimeError(self.message)
+
+
+class MemoryHog(Fault, frozen=True):
+    """A leak, or another program on the machine: so many megabytes are taken at a step, or (`fatal`) are not there."""
+
+    megabytes: int = 256
+    at_step: int = 0
+    fatal: bool = False
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "out_of_memory"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "megabytes", 1)
+        whole(self, "at_step", 0)
+
+    def step(self, step: int) -> None:
+        if step != self.at_step:
+            return
+        if self.fatal:
+            raise MemoryError(f"{self.megabytes} MB could not be allocated.")
+        torch.ones(self.megabytes * MEGABYTE, dtype=torch.uint8)  # written to, so that the system has to give it
+
+
+class DiskFull(Fault, frozen=True):
+    """A site that cannot write its checkpoint: no space left on its disk."""
+
+    at_step: int = 0
+    family: ClassVar[Family] = "system"
+    issue: ClassVar[str] = "disk_full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(self, "at_step", 0)
+
+    def step(self, step: int) -> None:
+        if step == self.at_step:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "checkpoint.pt")
+
+
+# -- the first model --------------------------------------------------------------------------------------------------
+
+
+def _matrices(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Weights of linear and convolutional layers: those of a norm are no initialisation to scale."""
+    return [tensors[name] for name in weight_names([*tensors]) if tensors[name].dim() >= 2]
+
+
+class ExplodingInitialisation(Setting, frozen=True):
+    """A wrong gain in the initialisation: every weight matrix of the first model is `factor` times too large."""
+
+    factor: float = 10.0
+    family: ClassVar[Family] = "gradient"
+    issue: ClassVar[str] = "exploding_gradient"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "factor", 1, above=True)
+
+    def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
+        for weight in _matrices(tensors):
+            weight.mul_(self.factor)
+
+
+class VanishingInitialisation(Setting, frozen=True):
+    """A wrong gain in the initialisation: every weight matrix of the first model is `factor` of what it should be."""
+
+    factor: float = 0.01
+    family: ClassVar[Family] = "gradient"
+    issue: ClassVar[str] = "vanishing_gradient"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "factor", 0, above=True)
+        require(self.factor < 1, "factor of vanishing_initialisation", self.factor, "below 1")
+
+    def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
+        for weight in _matrices(tensors):
+            weight.mul_(self.factor)
+
+
+class _Units(Setting, frozen=True):
+    """Units of one layer that begin where their activation has no slope."""
+
+    share: float = 0.9
+    layer: Layer = 0
+    strength: float = 100.0
+    family: ClassVar[Family] = "gradient"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "share", 0, 1, above=True)
+        within(self, "strength", 0, above=True)
+
+    def check_tensors(self, names: tuple[str, ...]) -> None:
+        name, kind = layer_name(names, self.layer), kind_of(type(self).__name__)
+        if name is None:
+            raise ConfigError(no_layer(self.layer, names, kind))
+        if _bias(name) == name or _bias(name) not in names:
+            known = [weight for weight in weight_names(names) if _bias(weight) in names]
+            raise ConfigError(
+                f"The layer '{name}' has no bias for {kind} to act on. With one: {', '.join(known) or 'none'}."
+            )
+
+    def biases(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The layer's biases, and which of its units are struck."""
+        self.check_tensors(tuple(tensors))
+        bias = tensors[_bias(layer_name([*tensors], self.layer) or "")]
+        return bias, torch.randperm(len(bias), generator=stream)[: max(1, round(self.share * len(bias)))]
+
+
+def _bias(weight: str) -> str:
+    head, dot, last = weight.rpartition(".")
+    return f"{head}{dot}{last.replace('weight', 'bias')}"
+
+
+class DeadUnits(_Units, frozen=True):
+    """ReLUs that a large step has killed: the biases of a share of a layer's units are far below 0.
+
+    With LeakyReLU they still have a slope, and live.
+    """
+
+    issue: ClassVar[str] = "dead_units"
+
+    def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
+        bias, struck = self.biases(tensors, stream)
+        bias[struck] = -self.strength
+
+
+class SaturatedUnits(_Units, frozen=True):
+    """Sigmoid or tanh units at their end stops: the biases of a share of a layer's units are far from 0, up or down."""
+
+    issue: ClassVar[str] = "saturated_units"
+
+    def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
+        bias, struck = self.biases(tensors, stream)
+        signs = torch.randint(0, 2, (len(struck),), generator=stream).to(bias.dtype) * 2 - 1
+        bias[struck] = signs * self.strength

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long everything would have taken: a virtual clock from links, devices and chance, without any sleeping.
+
+A node's link and device are drawn once from (seed, node), a journey's chances from (seed, round, node): neither the
+number of processes nor the other clients change them. Times are whole ticks of 2⁻²⁰ s, so that sums of them are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.description import Description, require
+from fedvitals.lab.engines.work import Node
+from fedvitals.lab.network.profiles import DEVICES, LINKS, Device, Link
+from fedvitals.lab.streams import numpy_stream
+
+TICKS_PER_SECOND = 2**20
+
+Choice = str | dict[str, float]
+
+
+class Network(Description, frozen=True):
+    """Links and devices of the nodes, and how a round deals with the slow and the absent.
+
+    `links` and `devices` are one name, or shares of names from which each node draws: `{"4g": 0.7, "3g": 0.3}`.
+    `profiles` adds own ones by name; `overrides` gives single nodes theirs: `{"c3": ["lora", "phone"]}`.
+    """
+
+    links: Choice = "fibre"
+    devices: Choice = "laptop"
+    profiles: dict[str, Link | Device] = msgspec.field(default_factory=dict)
+    overrides: dict[str, str | tuple[str, ...]] = msgspec.field(default_factory=dict)
+    spread: float = 0.0  # σ of the log-normal factor of a node's own rates and speed; the median node has its profile's
+    jitter: float = 0.0  # σ of the log-normal factor of each single time; its mean is 1
+    availability: float = 1.0  # probability that a node answers in a round
+    deadline_seconds: float | None = None
+    over_selection: float = 1.0  # so many times more clients are asked than are needed; 1.3 in Bonawitz et al. 2019
+    server: str = "server"  # the device that aggregates and evaluates
+    server_bits_per_second: float | None = None  # of its line: models go out one after the other; None: no limit
+    edge_links: Choice | None = None  # between edge nodes and the server; None: that way takes no time
+
+    def __post_init__(self) -> None:
+        require(0 <= self.spread <= 3, "spread of network", self.spread, "from 0 to 3")
+        require(0 <= self.jitter <= 3, "jitter of network", self.jitter, "from 0 to 3")
+        require(0 <= self.availability <= 1, "availability of network", self.availability, "from 0 to 1")
+        deadline = self.deadline_seconds
+        allowed = deadline is None or (math.isfinite(deadline) and deadline > 0)
+        require(allowed, "deadline_seconds of network", deadline, "finite and above 0, or None")
+        more = self.over_selection
+        require(math.isfinite(more) and more >= 1, "over_selection of network", more, "1 or more")
+        line = self.server_bits_per_second
+        allowed = line is None or (math.isfinite(line) and line > 0)
+        require(allowed, "server_bits_per_second of network", line, "finite and above 0, or None")
+        for name, profile in self.profiles.items():
+            taken = LINKS if isinstance(profile, Device) else DEVICES
+            require(name not in taken, "name of an own profile", name, "none of the other sort's names")
+        links, devices = links_of(self), devices_of(self)
+        checked_choice(self.links, links, "link")
+        checked_choice(self.links if self.edge_links is None else self.edge_links, links, "link")
+        checked_choice(self.devices, devices, "device")
+        checked_choice(self.server, devices, "device")
+        overrides = {
+            node: (names,) if isinstance(names, str) else tuple(names) for node, names in self.overrides.items()
+        }
+        for node, names in overrides.items():
+            for name in names:
+                if name not in links and name not in devices:
+                    raise ConfigError(f"Override of {node}: {unknown('link or device', name, [*links, *devices])}")
+        msgspec.structs.force_setattr(self, "overrides", overrides)
+
+    def selected(self, needed: int, clients: int) -> int:
+        """How many clients to ask in order to hear from `needed` of them."""
+        return min(clients, math.ceil(needed * self.over_selection - 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class Journey:
+    """One client's round: the model comes, is trained, and goes back. Times in virtual seconds."""
+
+    node: Node
+    began: float = 0.0
+    available: bool = True
+    download: float = 0.0
+    compute: float = 0.0
+    upload: float = 0.0
+    lost: bool = False  # the update never arrives
+    corrupted: bool = False  # it arrives, and cannot be used
+    clock_offset: float = 0.0  # by how much the node's own clock is ahead
+    queue: float = 0.0  # until the server, or the edge, begins to send to it
+    data: float = 0.0  # reading and preparing samples
+    group: str | None = None
+    messages: int = 1  # each way; more than one where a group exchanges after each iteration: times are sums of theirs
+
+    @property
+    def total(self) -> float:
+        return self.queue + self.download + self.data + self.compute + self.upload
+
+    @property
+    def ends(self) -> float:
+        return self.began + self.total
+
+    @property
+    def arrived(self) -> bool:
+        return self.available and not self.lost
+
+    @property
+    def usable(self) -> bool:
+        return self.arrived and not self.corrupted
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeWay:
+    """An edge node's own way to the server and back, in virtual seconds."""
+
+    queue: float = 0.0
+    download: float = 0.0
+    upload: float = 0.0
+
+
+def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
+    """The node's link and device, the same in every round."""
+    chance = numpy_stream(seed, "network profile", node)
+    link_draw, device_draw, *normals = [*chance.random(2), *chance.standard_normal(2)]
+    links, devices = links_of(network), devices_of(network)
+    link, device = links[drawn(network.links, link_draw)], devices[drawn(network.devices, device_draw)]
+    for name in network.overrides.get(node, ()):
+        link, device = links.get(name, link), devices.get(name, device)
+    rate, speed = (math.exp(network.spread * normal) for normal in normals)
+    link = msgspec.structs.replace(
+        link,
+        download_bits_per_second=link.download_bits_per_second * rate,
+        upload_bits_per_second=link.upload_bits_per_second * rate,
+    )
+    reading = device.samples_per_second
+    device = msgspec.structs.replace(
+        device,
+        flops_per_second=device.flops_per_second * speed,
+        samples_per_second=None if reading is None else reading * speed,
+    )
+    return link, device
+
+
+def journey(
+    network: Network,
+    node: Node,
+    round: int,  # noqa: A002 - the vocabulary's word
+    bytes_down: int,
+    bytes_up: int,
+    flops: float,
+    seed: int,
+    *,
+    began: float = 0.0,
+    messages: int = 1,
+    samples: int = 0,
+    queue: float = 0.0,
+    line: float | None = None,
+    group: str | None = None,
+) -> Journey:
+    """What the node's round takes. Bytes are totals of all `messages` each way, each of which pays the latency.
+
+    `samples` are read and prepared; `line`: bits per second of who sends the first message, if that can be too few.
+    """
+    link, device = profile_of(network, node, seed)
+    # Drawn always and in this order, so that one setting does not shift the chances of another.
+    chance = numpy_stream(seed, "network journey", round, node)
+    here, loss = chance.random(2)
+    # exp(σz − σ²/2) has the mean 1: jitter spreads times, it does not slow the network down.
+    jitter = np.exp(network.jitter * chance.standard_normal(4) - network.jitter**2 / 2)
+    latency, rate = messages * link.latency_seconds, link.download_bits_per_second * link.duty
+    held_up = 0.0 if line is None or line >= rate else 8 * bytes_down / messages * (1 / line - 1 / rate)
+    seconds = (
+        latency + 8 * bytes_down / rate + held_up,
+        flops / device.flops_per_second,
+        latency + 8 * bytes_up / (link.upload_bits_per_second * link.duty),
+        0.0 if device.samples_per_second is None else samples / device.samples_per_second,
+    )
+    times = [tick(float(mean * factor)) for mean, factor in zip(seconds, jitter, strict=True)]
+    return Journey(
+        node,
+        began=tick(began),
+        available=bool(here < network.availability),
+        download=times[0],
+        compute=times[1],
+        upload=times[2],
+        lost=bool(loss < link.loss),
+        queue=tick(queue),
+        data=times[3],
+        group=group,
+        messages=messages,
+    )
+
+
+def sending_seconds(network: Network, size: int, receivers: int) -> float:
+    """What the server's line takes to send so many bytes to so many receivers, one after the other."""
+    line = network.server_bits_per_second
+    return 0.0 if line is None else tick(8 * size * receivers / line)
+
+
+def edge_way(network: Network, edge: Node, round: int, size: int, seed: int, queue: float = 0.0) -> EdgeWay:  # noqa: A002
+    """How an edge node gets a model of `size` bytes from the server, and sends one back."""
+    links, line = links_of(network), network.server_bits_per_second or math.inf
+    own = any(name in links for name in network.overrides.get(edge, ()))
+    if network.edge_links is None and not own:
+        return EdgeWay(queue, tick(8 * size / line), 0.0)
+    choice = network.links if network.edge_links is None else network.edge_links
+    link, _ = profile_of(msgspec.structs.replace(network, links=choice), edge, seed)
+    normals = numpy_stream(seed, "network edge", round, edge).standard_normal(2)
+    down, up = np.exp(network.jitter * normals - network.jitter**2 / 2).tolist()
+    rates = min(link.download_bits_per_second * link.duty, line), link.upload_bits_per_second * link.duty
+    there, back = (link.latency_seconds + 8 * size / rate for rate in rates)
+    return EdgeWay(queue, tick(there * down), tick(back * up))
+
+
+def evaluation_seconds(network: Network, samples: int, flops: float) -> float:
+    """What testing the model takes at the server, so many operations a sample."""
+    return tick(samples * flops / devices_of(network)[network.server].flops_per_second)
+
+
+def aggregation_seconds(network: Network, updates: int, size: int) -> float:
+    """What averaging takes at the server: one multiplication and one addition for each value of each update."""
+    return tick(2 * updates * size / devices_of(network)[network.server].flops_per_second)
+
+
+def tick(seconds: float) -> float:
+    """The nearest whole tick; what never ends stays so."""
+    return seconds if math.isinf(seconds) else round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
+
+
+def links_of(network: Network) -> dict[str, Link]:
+    """All links by name: the ready-made, and the experiment's own, which come first."""
+    return {**LINKS, **{name: one for name, one in network.profiles.items() if isinstance(one, Link)}}
+
+
+def devices_of(network: Network) -> dict[str, Device]:
+    """All devices by name, in the same way."""
+    return {**DEVICES, **{name: one for name, one in network.profiles.items() if isinstance(one, Device)}}
+
+
+def checked_choice(choice: Choice, known: Iterable[str], what: str) -> None:
+    """Refuses names that do not exist and shares that are none."""
+    for name in (choice,) if isinstance(choice, str) else choice:
+        if name not in known:
+            raise ConfigError(unknown(what, name, known))
+    if isinstance(choice, dict):
+        shares = list(choice.values())
+        fine = bool(shares) and min(shares) >= 0 and math.isclose(sum(shares), 1, abs_tol=1e-6)
+        require(fine, f"{what}s of network", choice, "shares, 0 or more, that add up to 1")
+
+
+def drawn(choice: Choice, draw: float) -> str:
+    """The name at this place between 0 and 1; names in order, since equal descriptions must draw alike."""
+    if isinstance(choice, str):
+        return choice
+    names = sorted(name for name, share in choice.items() if share > 0)
+    passed = np.cumsum([choice[name] for name in names])
+    return names[min(int(np.searchsorted(passed, draw, side="right")), len(names) - 1)]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remedies tried out: the lab runs the experiment again with each, and says what it gains and what it costs.
+
+The times are those of the virtual clock, with the same chances as before; so what was computed from recorded times can
+be held against what happens. Accuracy is that of the last evaluation, after as many updates as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedvitals import lab
+from fedvitals.analysis.remedies import Remedy, resolved
+from fedvitals.errors import ConfigError
+from fedvitals.lab.network.profiles import Device
+from fedvitals.lab.network.virtual_clock import devices_of
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.records import Run
+from fedvitals.store.in_memory import MemoryStore
+
+CHANCE = 20  # rounds, at least, over which times are averaged where chance chooses who takes part
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One experiment, run to its end."""
+
+    seconds: float  # of a round, the mean; of an asynchronous one, of as many updates as a round had before
+    accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A remedy, what was computed for it, and what it gave."""
+
+    remedy: Remedy
+    change: dict[str, Any]  # what was set in the experiment
+    before: float  # seconds of a round
+    predicted: float
+    measured: float
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+    @property
+    def error(self) -> float:
+        """Of the round's seconds, over those of the re-run."""
+        return abs(self.predicted - self.measured) / self.measured
+
+    @property
+    def gain_error(self) -> float:
+        """Of the seconds saved, over those that the re-run saved."""
+        saved = self.before - self.measured
+        return abs(self.predicted - self.measured) / abs(saved) if saved else float("inf")
+
+    @property
+    def accuracy_cost(self) -> float | None:
+        """Of the accuracy before, what is gone; below 0 where it became better."""
+        known = self.accuracy_before is not None and self.accuracy_after is not None
+        return (self.accuracy_before or 0.0) - (self.accuracy_after or 0.0) if known else None
+
+
+def experiment_of(run: Run) -> lab.Experiment:
+    """The experiment of a stored run, as `fedvitals lab` keeps it: without faults, which no reader may know."""
+    text = run.config.get("experiment")
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"The run {run.id} keeps no experiment, so that it cannot be run again: only runs of `fedvitals lab` do."
+        )
+    return lab.read(text)
+
+
+def try_remedies(
+    experiment: lab.Experiment,
+    remedies: Sequence[Remedy],
+    *,
+    most: int = 3,
+    repeats: int = 1,
+    accuracy: str = "accuracy",
+    tell: Callable[[str], None] = lambda _: None,
+    **how: Any,
+) -> list[Tried]:
+    """The first `most` of the remedies that the lab can run, in their order; see `applied` for what it cannot.
+
+    `repeats`: seeds over which accuracy is averaged. `accuracy`: the metric's name. The rest goes to `lab.run`.
+    """
+    if experiment.network is None:
+        raise ConfigError(
+            "Remedies are tried on the lab's virtual clock, and this experiment has no network, so that nothing takes "
+            'time there. Give it one, such as network = {links = "4g", devices = "phone"}.'
+        )
+    able = [one for one in remedies if one.change is not None and _fits(experiment, one)][:most]
+    if not able:
+        return []
+    tell("as it is")
+    usual = run_again(experiment, repeats=repeats, accuracy=accuracy, **how)
+    found = []
+    for remedy in able:
+        tell(remedy.name)
+        change, again = applied(experiment, remedy)
+        ran = run_again(again, remedy.rounds_factor, repeats=repeats, accuracy=accuracy, **how)
+        found.append(Tried(remedy, change, usual.seconds, remedy.after, ran.seconds, usual.accuracy, ran.accuracy))
+    return found
+
+
+def run_again(
+    experiment: lab.Experiment,
+    factor: float = 1.0,
+    *,
+    repeats: int = 1,
+    accuracy: str = "accuracy",
+    sinks: Sequence[Any] = (),
+    **how: Any,
+) -> Ran:
+    """The experiment's mean seconds of a round, and its accuracy at the end.
+
+    `factor`: of its rounds make up one as it was, an asynchronous one's aggregations that take in as many updates. A
+    run in which chance chooses who takes part goes on for longer than was asked for, for the sake of its times.
+    """
+    seconds, scores = 0.0, []
+    rounds = round(experiment.rounds * factor)
+    longer = max(rounds, CHANCE) if experiment.participation < 1 and factor == 1 else rounds
+    for repeat in range(repeats):
+        again = msgspec.structs.replace(
+            experiment, rounds=longer if repeat == 0 else rounds, seed=experiment.seed + repeat
+        )
+        memory = MemoryStore()
+        with Monitor(None, host="lab", probes="light", detectors=(), machine=False, sinks=[memory, *sinks]) as monitor:
+            result = lab.run(again, monitor, **how)
+        if repeat == 0:  # the chances that were seen
+            _, times = memory.history(monitor.run.id).series("time.round_virtual", None)
+            seconds = float(np.mean(times)) * factor
+        found = [one.metrics[accuracy] for one in result.rounds[:rounds] if accuracy in one.metrics]
+        scores += found[-1:]
+    return Ran(seconds, float(np.mean(scores)) if scores else None)
+
+
+def applied(experiment: lab.Experiment, remedy: Remedy) -> tuple[dict[str, Any], lab.Experiment]:
+    """What the remedy sets in this experiment, by dotted names, and the experiment with it.
+
+    ConfigError where the lab cannot run it: a topology that cannot, a change that the experiment has no place for.
+    """
+    if remedy.change is None:
+        raise ConfigError(f"The lab cannot run «{remedy.name}»: it changes what no experiment describes.")
+    change = resolved(remedy.change, _table(experiment))
+    if not change:
+        raise ConfigError(f"«{remedy.name}» changes nothing in this experiment: it sets none of {[*remedy.change]}.")
+    return change, changed(experiment, change)
+
+
+def changed(experiment: lab.Experiment, change: Mapping[str, Any]) -> lab.Experiment:
+    """The experiment with other settings, by dotted names; checked as a new one would be."""
+    fields = {name: getattr(experiment, name) for name in _names(experiment)}
+    for name, value in change.items():
+        first, _, rest = name.partition(".")
+        part = fields[first]
+        if isinstance(value, Mapping) and isinstance(part, lab.Network):
+            fields[first] = _profiled(part, name, value)
+        else:
+            fields[first] = msgspec.structs.replace(part, **{rest: value}) if rest else value
+    return lab.Experiment(**fields)
+
+
+def _profiled(network: lab.Network, name: str, value: Mapping[str, Any]) -> lab.Network:
+    """The network with devices that are so many times as fast."""
+    devices = devices_of(network)
+    if name == "network.server" and "faster" in value:
+        own = devices[network.server]
+        faster = msgspec.structs.replace(own, flops_per_second=own.flops_per_second * value["faster"])
+        title = f"{network.server}, {value['faster']} times as fast"
+        return msgspec.structs.replace(network, server=title, profiles={**network.profiles, title: faster})
+    if name == "network.devices" and "loading" in value:
+        quicker = {title: _loading(one, value["loading"]) for title, one in devices.items() if one.samples_per_second}
+        return msgspec.structs.replace(network, profiles={**network.profiles, **quicker})
+    raise ConfigError(f"The lab cannot set {name} to {dict(value)!r}.")
+
+
+def _loading(device: Device, times: float) -> Device:
+    return msgspec.structs.replace(device, samples_per_second=times * (device.samples_per_second or 0.0))
+
+
+def _fits(experiment: lab.Experiment, remedy: Remedy) -> bool:
+    """Whether the lab can run it with this experiment."""
+    try:
+        applied(experiment, remedy)
+    except ConfigError:
+        return False
+    return True
+
+
+def _table(experiment: lab.Experiment) -> dict[str, Any]:
+    """The experiment as a nested table, without objects of the user's own."""
+    return {name: msgspec.to_builtins(part) for name, part in _parts(experiment)}
+
+
+def _parts(experiment: lab.Experiment) -> Iterator[tuple[str, Any]]:
+    for name in _names(experiment):
+        value = getattr(experiment, name)
+        if isinstance(value, msgspec.Struct | int | float | str):
+            yield name, value
+
+
+def _names(part: Any) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(part)]

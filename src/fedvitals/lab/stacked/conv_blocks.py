@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small CNNs of many clients, their convolutions by our own kernel: imported where there is Triton, so on CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fedvitals.kernels.cuda.stacked_conv import LEAKY, LINEAR, TANH, Block, convolved
+from fedvitals.lab.stacked.plans import ByAutograd, Weights, dense_layer
+
+# Three products of halves of the numbers give a product as exact as float32's own, several times as fast.
+_PRODUCTS = {"float32": "tf32x3", "tf32": "tf32", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Blocks(ByAutograd):
+    """`blocks` by the name of their convolution, then dense layers by name, each with what follows it."""
+
+    blocks: tuple[tuple[str, Block], ...]
+    dense: tuple[tuple[str, nn.Module | None], ...]
+    precision: str
+    name: str = "blocks"
+
+    @classmethod
+    def of(cls, module: nn.Module, precision: str) -> Blocks | None:
+        """None where the module is something else."""
+        if not isinstance(module, nn.Sequential):
+            return None
+        layers = [*module.named_children()]
+        blocks: list[tuple[str, Block]] = []
+        while layers and isinstance(layers[0][1], nn.Conv2d):
+            found = _block([layer for _, layer in layers[:3]])
+            if found is None:
+                return None
+            blocks.append((layers[0][0], found))
+            layers = layers[3:]
+        if not blocks or not layers or not isinstance(layers[0][1], nn.Flatten):
+            return None
+        dense: list[tuple[str, nn.Module | None]] = []
+        for name, layer in layers[1:]:
+            if isinstance(layer, nn.Linear):
+                dense.append((name, None))
+            elif isinstance(layer, nn.ReLU | nn.LeakyReLU | nn.Tanh | nn.GELU) and dense and dense[-1][1] is None:
+                dense[-1] = (dense[-1][0], layer)
+            else:
+                return None
+        return cls(tuple(blocks), tuple(dense), precision) if dense else None
+
+    def outputs(self, weights: Weights, x: Tensor) -> Tensor:
+        h = x.permute(0, 1, 3, 4, 2).contiguous()
+        for name, block in self.blocks:
+            h = convolved(h, weights[f"{name}.weight"], weights[f"{name}.bias"], block, _PRODUCTS[self.precision])
+        h = h.permute(0, 1, 4, 2, 3).flatten(2)
+        for name, activation in self.dense:
+            h = dense_layer(weights, name, h)
+            h = h if activation is None else activation(h)
+        return h
+
+
+def _block(layers: list[nn.Module]) -> Block | None:
+    """A convolution, and pooling and activation in either order: both rise, so the largest stays the largest."""
+    if len(layers) < 3:
+        return None
+    convolution, pool, activation = layers[0], *sorted(layers[1:], key=lambda m: not isinstance(m, nn.MaxPool2d))
+    assert isinstance(convolution, nn.Conv2d)  # noqa: S101 - asked by the caller
+    side, padding = convolution.kernel_size[0], convolution.padding
+    plain = (
+        convolution.bias is not None
+        and convolution.kernel_size == (side, side)
+        and convolution.stride == convolution.dilation == (1, 1)
+        and convolution.groups == 1
+        and convolution.padding_mode == "zeros"
+        and isinstance(padding, tuple)
+        and len(set(padding)) == 1
+        and max(convolution.in_channels, convolution.out_channels) <= 128  # one tile has all of them
+    )
+    halves = (
+        isinstance(pool, nn.MaxPool2d)
+        and pool.kernel_size in (2, (2, 2))
+        and pool.stride in (2, (2, 2))
+        and pool.padding in (0, (0, 0))
+        and pool.dilation in (1, (1, 1))
+        and not pool.ceil_mode
+    )
+    known = {nn.Tanh: (TANH, 0.0), nn.ReLU: (LEAKY, 0.0), nn.Identity: (LINEAR, 0.0)}.get(type(activation))
+    if isinstance(activation, nn.LeakyReLU) and activation.negative_slope >= 0:
+        known = (LEAKY, activation.negative_slope)
+    return Block(side, int(padding[0]), *known) if plain and halves and known is not None else None

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to compute many clients' networks at once, each client with weights of its own: the same numbers, other speeds.
+
+| plan | how | for |
+| --- | --- | --- |
+| mapped | `torch.func.vmap` of the module | whatever vmap takes; any device |
+| dense | batched products, differentiated by hand (`dense.py`) | chains of dense layers; any device |
+| grouped | clients side by side as the groups of a convolution | networks for images, on CUDA |
+| blocks | convolution, pooling and activation as one kernel (`kernels/cuda/stacked_conv.py`) | small CNNs, on CUDA |
+
+On CUDA the quickest is chosen by measuring (`stacked_cuda.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from fedvitals.lab.model_blocks import Residual
+from fedvitals.lab.stacked.dense import Dense
+
+Weights = Mapping[str, Tensor]
+"""Tensors by name, each with a leading axis of clients."""
+
+PRECISIONS = ("float32", "tf32", "bfloat16")
+
+
+class Plan(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def outputs(self, weights: Weights, x: Tensor) -> Tensor:
+        """Logits, [clients, n, classes], of samples [clients, n, ...]; autograd may follow."""
+        ...
+
+    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
+        """Each client's mean loss; the gradients go `into` tensors that are there already."""
+        ...
+
+
+class Mapped:
+    name = "mapped"
+
+    def __init__(self, module: nn.Module, precision: str = "float32") -> None:
+        def apply(parameters: dict[str, Tensor], x: Tensor) -> Any:
+            return functional_call(module, parameters, (x,))
+
+        def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(apply(parameters, x).float(), y)
+
+        self._apply: Callable[..., Any] = vmap(apply)
+        self._differentiate: Callable[..., Any] = vmap(grad_and_value(loss))
+        self._half = precision == "bfloat16"
+
+    def outputs(self, weights: Weights, x: Tensor) -> Tensor:
+        with autocast(self._half, x):
+            return self._apply(dict(weights), x)  # type: ignore[no-any-return]
+
+    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
+        with autocast(self._half, x):
+            gradients, losses = self._differentiate(dict(weights), x, y)
+        for name, gradient in gradients.items():
+            into[name].copy_(gradient)
+        return losses  # type: ignore[no-any-return]
+
+
+class ByAutograd:
+    """What plans share whose forward pass autograd can follow."""
+
+    def outputs(self, weights: Weights, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
+        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+        with torch.enable_grad():
+            logits = self.outputs(leaves, x)
+            each = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none")
+            losses = each.view(y.shape).mean(1)
+            found = torch.autograd.grad(losses.sum(), [*leaves.values()])
+        torch._foreach_copy_([*into.values()], list(found))
+        return losses.detach()
+
+
+def dense_layer(weights: Weights, name: str, h: Tensor) -> Tensor:
+    """[clients, n, in] → [clients, n, out]."""
+    bias = weights.get(f"{name}.bias")
+    product = weights[f"{name}.weight"].mT
+    return torch.bmm(h, product) if bias is None else torch.baddbmm(bias[:, None], h, product)
+
+
+class Grouped(ByAutograd):
+    """Images [n, clients × channels, height, width]: what a layer does per channel, it does per client."""
+
+    name = "grouped"
+
+    def __init__(self, module: nn.Sequential, precision: str) -> None:
+        self._module, self._half = module, precision == "bfloat16"
+
+    @classmethod
+    def of(cls, module: nn.Module, precision: str) -> Grouped | None:
+        if not isinstance(module, nn.Sequential) or not any(isinstance(m, nn.Conv2d) for m in module.modules()):
+            return None
+        return cls(module, precision) if all(_is_grouped(layer) for layer in module.children()) else None
+
+    def outputs(self, weights: Weights, x: Tensor) -> Tensor:
+        clients, samples = x.shape[:2]
+        with autocast(self._half, x):
+            h = x.transpose(0, 1).flatten(1, 2)
+            for name, layer in self._module.named_children():
+                if isinstance(layer, nn.Flatten):  # from here on [clients, n, features]
+                    h = h.reshape(samples, clients, -1).transpose(0, 1)
+                elif isinstance(layer, nn.Linear):
+                    h = dense_layer(weights, name, h)
+                else:
+                    h = _grouped(layer, name, weights, h, clients)
+        return h
+
+
+_PER_CHANNEL = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.GELU, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+
+
+def _is_grouped(layer: nn.Module) -> bool:
+    if isinstance(layer, Residual):
+        return all(_is_grouped(part) for part in layer.children())
+    if isinstance(layer, nn.Conv2d):
+        return layer.padding_mode == "zeros"
+    return isinstance(layer, (*_PER_CHANNEL, nn.GroupNorm, nn.Flatten, nn.Linear))
+
+
+def _grouped(layer: nn.Module, name: str, weights: Weights, h: Tensor, clients: int) -> Tensor:
+    if isinstance(layer, Residual):
+        inner = _grouped(layer.conv1, f"{name}.conv1", weights, h, clients)
+        inner = F.relu(_grouped(layer.norm1, f"{name}.norm1", weights, inner, clients))
+        inner = _grouped(layer.conv2, f"{name}.conv2", weights, inner, clients)
+        inner = _grouped(layer.norm2, f"{name}.norm2", weights, inner, clients)
+        return F.relu(inner + _grouped(layer.skip, f"{name}.skip", weights, h, clients))
+    if isinstance(layer, nn.Conv2d):
+        bias = weights.get(f"{name}.bias")
+        weight = weights[f"{name}.weight"].flatten(0, 1)
+        groups = clients * layer.groups
+        bias = None if bias is None else bias.flatten()
+        return F.conv2d(h, weight, bias, layer.stride, layer.padding, layer.dilation, groups)
+    if isinstance(layer, nn.GroupNorm):
+        own = [weights[f"{name}.{what}"].flatten() if layer.affine else None for what in ("weight", "bias")]
+        return F.group_norm(h, clients * layer.num_groups, own[0], own[1], layer.eps)
+    return layer(h)  # type: ignore[no-any-return]
+
+
+def autocast(half: bool, x: Tensor) -> Any:
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=half)
+
+
+def plans(module: nn.Module, device: torch.device, precision: str = "float32") -> Sequence[Plan]:
+    """Those that can compute this module, the simplest last."""
+    found: list[Plan | None] = []
+    half = precision == "bfloat16"
+    if device.type == "cuda":
+        found += [_blocks(module, precision), Grouped.of(module, precision)]
+    if not half:  # its products are written into given memory, which autocast does not follow
+        found.append(Dense.of(module))
+    return [plan for plan in (*found, Mapped(module, precision)) if plan is not None]
+
+
+def _blocks(module: nn.Module, precision: str) -> Plan | None:
+    try:
+        from fedvitals.lab.stacked.conv_blocks import Blocks  # noqa: PLC0415 - needs Triton, which only CUDA builds bring
+    except ImportError:
+        return None
+    return Blocks.of(module, precision)

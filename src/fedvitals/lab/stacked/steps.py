@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients as a batch dimension: one call trains a step of all of them.
+
+The states of all clients are one matrix [clients, size]; a plan (`stacked_plans.py`) turns the model into one that
+takes a whole row of models. Worth it where a client's step is too small to keep the machine busy: small models on a
+CPU, and everything on a GPU. The mathematics is that of `training`, row by row; the clients' sums are in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+from torch.func import functional_call
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.engines.executor import Examination
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.stacked.plans import PRECISIONS, Plan, plans
+from fedvitals.lab.stacked.round import Crew
+from fedvitals.lab.stacked.samples import Samples
+from fedvitals.protocols import NullObserver, WorkerObserver
+
+STACK = 64  # clients in one stack on a CPU: more than this leaves the caches without saving calls
+TEST_BATCH = {"cpu": 256, "cuda": 4096}
+
+
+def suits(site: Site) -> bool:
+    """Whether the model can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
+    return bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
+
+
+def stack_size(members: int) -> int:
+    """Of so many clients on a CPU: stacks of equal size."""
+    return math.ceil(members / math.ceil(members / STACK)) if members else 1
+
+
+@contextlib.contextmanager
+def numbers(precision: str) -> Iterator[None]:
+    """On CUDA: the same numbers each time, and float32 that is float32, unless something quicker was asked for."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    quick = precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = quick
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=quick):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class Stacked:
+    """The desk of the stacked engine, on any device."""
+
+    def __init__(self, site: Site, device: str = "cpu", precision: str = "float32") -> None:
+        if not suits(site):
+            raise ConfigError(
+                f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
+                "or a model of your own that does not say `stackable = True`). Use the engine 'reuse'."
+            )
+        if precision not in PRECISIONS:
+            raise ConfigError(unknown("precision", precision, PRECISIONS))
+        self.site, self.layout, self.device = site, site.layout, torch.device(device)
+        self.precision = precision
+        self.module = copy.deepcopy(site.module).to(self.device)
+        self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
+        self.plan: Plan = plans(self.module, self.device, precision)[0]  # on CUDA the first try; the quickest later
+        self.samples = Samples(site, self.device)
+        self.rooms = _rooms(self) if self.device.type == "cuda" else None
+
+    def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
+        with self._there(), numbers(self.precision):
+            return self._train(tasks, watcher, out)
+
+    def _train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
+        observer = None if type(watcher) is NullObserver else watcher
+        crew = Crew(self, tasks) if self.rooms is None else self.rooms.crew(tasks, observer)
+        if observer is not None:
+            observer.stack_begin(crew.stack())
+        began = time.perf_counter()
+        steps = len(crew.losses)
+        for step in range(steps):
+            crew.step(step, observer)
+            if step < steps - 1:
+                crew.exchange()
+        out.copy_(crew.states)
+        if self.site.experiment.local.keep_optimizer:
+            crew.keep()
+        crew.look_ahead()
+        if observer is not None:
+            observer.stack_end(crew.failed)
+        losses = crew.losses.cpu()  # a device is waited for here
+        seconds = (time.perf_counter() - began) / len(crew.nodes)
+        return crew.updates(out, losses, seconds)
+
+    def largest(self, members: int) -> int:
+        """How many of so many clients make one stack."""
+        if self.rooms is not None:
+            with self._there():
+                return int(self.rooms.largest(members))
+        return stack_size(members) if self.device.type == "cpu" else members
+
+    def _there(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton and captured graphs go to the current device, wherever the tensors lie."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
+        with numbers("float32"), torch.no_grad():
+            return self._examine(examination)
+
+    def _examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
+        parameters = self.layout.views(examination.state.to(self.device))
+        losses, hits = [], []
+        size = TEST_BATCH[self.device.type]
+        for inputs, labels in zip(*(part.split(size) for part in self.samples.examined(examination)), strict=True):
+            logits = functional_call(self.module, dict(parameters), (inputs,))
+            losses.append(F.cross_entropy(logits, labels, reduction="none"))
+            hits.append(logits.argmax(1) == labels)
+        return torch.cat(losses).cpu(), torch.cat(hits).cpu()
+
+
+def _rooms(desk: Stacked) -> Any:
+    """Captured graphs, where Triton is there for their kernels: CPU builds lack it. Without it, plain steps."""
+    try:
+        from fedvitals.lab.stacked.cuda import Rooms  # noqa: PLC0415 - imports Triton
+    except ImportError:
+        return None
+    return Rooms(desk)

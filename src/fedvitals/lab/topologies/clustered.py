@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Centralized with dynamic clusters: SR-FCA (Harshvardhan, Ghosh, Mazumdar 2022). Each cluster has its own model.
+
+Start: everybody trains alone, and who is within λ of each other is joined. Then each cluster trains its own model
+(*refine*), and every few rounds clients move to the nearest model (*recluster*) and near models become one (*merge*).
+
+Where the paper leaves room:
+- Distances are Euclidean, between trained weights; buffers, such as running means, do not count.
+- Joined is who is connected by steps of at most λ (the authors' code takes a random client and its neighbours, which
+  depends on chance). Clusters are merged by the same rule, their models weighted by samples.
+- Members of a group under `smallest` join the nearest cluster that is left; if none is large enough, all are one group.
+- A cluster's first model is the trimmed mean of its members' first models, so round 0 trains the federation, too.
+- A client's own model is what it has just trained, not what it trained in round 0: nothing is kept of clients.
+- Who was not there at the start trains the global model when first asked, and joins the nearest cluster with that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.aggregators.averages import AggregationError, Averaging, FedAvg, checked
+from fedvitals.lab.aggregators.robust import gram, trimmed_mean
+from fedvitals.lab.description import Description, require
+from fedvitals.lab.engines.work import Node, Task
+from fedvitals.lab.faults import table as ill
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.lab.federation import Federation
+
+States = dict[str, Tensor]  # [size] by the name of a client or a cluster
+NOTE = "clusters"
+
+
+class Clustered(Description, frozen=True):
+    threshold: float = 5.0  # λ: models this near are of one kind
+    smallest: int = 3  # t: the fewest members of a cluster
+    trim: float = 0.1  # β: the share cut off at each end of every coordinate
+    every: int = 4  # rounds between two reclusterings
+
+    def __post_init__(self) -> None:
+        possible = math.isfinite(self.threshold) and self.threshold > 0
+        require(possible, "threshold of clustered", self.threshold, "finite and above 0")
+        require(self.smallest >= 1, "smallest cluster of clustered", self.smallest, "1 member or more")
+        require(0 <= self.trim < 0.5, "trim of clustered", self.trim, "from 0 up to, not including, 0.5")
+        require(self.every >= 1, "number of rounds between reclusterings", self.every, "at least 1")
+
+    def check(self, experiment: Experiment) -> None:
+        if experiment.aggregator != FedAvg():
+            kind = type(experiment.aggregator).__name__
+            raise ConfigError(
+                f"The topology 'clustered' aggregates by its own trimmed mean (`trim`), so the aggregator {kind} would "
+                "have no effect. Leave the aggregator out, or choose another topology."
+            )
+
+    def round(self, federation: Federation) -> Tensor:
+        clusters = Clusters.of(federation)
+        own = trained(federation, clusters)
+        if not own:
+            federation.observer.event("error", "aggregation.failed", "No update can be used. The models stay.")
+            return federation.server.model.clone()
+        if not clusters.members:
+            self._start(clusters, own)
+        else:
+            self._refine(clusters, own)
+            clusters.move({node: state for node, state in own.items() if node not in clusters.home})
+            if federation.round % self.every == 0:
+                clusters.move(own)  # recluster
+                self._merge(clusters)
+                self._dissolve(clusters, own)
+        clusters.keep()
+        return clusters.mean([*clusters.members])
+
+    def models(self, federation: Federation) -> Mapping[Node, Tensor]:
+        """What each client would be given now; one that is in no cluster yet gets the global model."""
+        clusters = Clusters.of(federation)
+        return {node: clusters.models[cluster] for node, cluster in clusters.home.items()}
+
+    def _start(self, clusters: Clusters, own: States) -> None:
+        groups = connected([*own], clusters.distances(own, own), self.threshold)
+        large = [group for group in groups if len(group) >= self.smallest]
+        if not large:
+            message = f"No {self.smallest} clients are within {self.threshold:g} of each other: all are one cluster."
+            clusters.federation.observer.event("warning", "clusters.none", message)
+            large = [[*own]]
+        for number, group in enumerate(large):
+            clusters.members[f"cluster-{number}"] = group
+            clusters.models[f"cluster-{number}"] = trimmed_mean([own[node] for node in group], self.trim)
+        clusters.move({node: state for node, state in own.items() if node not in clusters.home})
+
+    def _refine(self, clusters: Clusters, own: States) -> None:
+        """Each cluster's new model, from those of its members that were there."""
+        federation = clusters.federation
+        faults, weights = federation.experiment.faults, federation.site.layout.weights
+        for cluster, members in clusters.members.items():
+            states = [own[node] for node in members if node in own]
+            if states:
+                before, after = clusters.models[cluster], trimmed_mean(states, self.trim)
+                clusters.models[cluster] = ill.apply_server(faults, federation.round, before, after, weights)
+
+    def _merge(self, clusters: Clusters) -> None:
+        apart = clusters.distances(clusters.models, clusters.models)
+        for near in connected([*clusters.models], apart, self.threshold):
+            if len(near) > 1:
+                message = f"{', '.join(near)} are within {self.threshold:g} of each other, and become {near[0]}."
+                clusters.federation.observer.event("info", "clusters.merged", message, data={"clusters": near})
+                clusters.unite(near)
+
+    def _dissolve(self, clusters: Clusters, own: States) -> None:
+        small = [cluster for cluster, members in clusters.members.items() if len(members) < self.smallest]
+        if len(small) == len(clusters.members):
+            clusters.unite(small)
+            return
+        for cluster in small:
+            message = f"{cluster} has fewer than {self.smallest} members, who join the nearest others."
+            clusters.federation.observer.event("info", "clusters.dissolved", message, data={"clusters": [cluster]})
+            model = clusters.models.pop(cluster)
+            clusters.move({node: own.get(node, model) for node in clusters.members.pop(cluster)})
+
+
+def trained(federation: Federation, clusters: Clusters) -> States:
+    """What everybody who takes part has trained, from the model of its cluster, or the global one without a cluster."""
+    server, number, cohort = federation.server, federation.round, federation.cohort()
+    tasks = [
+        Task(number, (node,), clusters.models[cluster], group=cluster)
+        for cluster, members in clusters.members.items()
+        for node in members
+        if node in cohort
+    ]
+    tasks += [Task(number, (node,), server.model) for node in cohort if node not in clusters.home]
+    own: States = {}
+    for update in federation.train(tasks):
+        try:
+            checked(update.state, float(update.samples), update.node, server.model)
+        except AggregationError as error:
+            federation.refused(update.node, error)
+            continue
+        if update.samples:
+            own[update.node] = update.state.clone()
+    return own
+
+
+@dataclass
+class Clusters:
+    """Who is in which cluster, and the clusters' models, as they are kept from round to round."""
+
+    federation: Federation
+    members: dict[str, list[Node]]
+    models: States
+
+    @classmethod
+    def of(cls, federation: Federation) -> Clusters:
+        server = federation.server
+        members = {cluster: [*nodes] for cluster, nodes in server.notes.get(NOTE, {}).items()}
+        return cls(federation, members, {cluster: server.memory[cluster] for cluster in members})
+
+    def keep(self) -> None:
+        server = self.federation.server
+        for cluster in server.notes.get(NOTE, {}):
+            del server.memory[cluster]
+        server.memory |= self.models
+        server.notes[NOTE] = {cluster: [*nodes] for cluster, nodes in self.members.items()}
+        self.federation.groups(self.members)
+
+    @property
+    def home(self) -> dict[Node, str]:
+        return {node: cluster for cluster, members in self.members.items() for node in members}
+
+    def move(self, states: States) -> None:
+        """Each of these clients to the nearest model; one whose state is not finite stays, or takes the first."""
+        if not states:
+            return
+        home, clusters = self.home, [*self.models]
+        for node, away in zip(states, self.distances(states, self.models).tolist(), strict=True):
+            known = [
+                (distance, cluster) for distance, cluster in zip(away, clusters, strict=True) if distance < math.inf
+            ]
+            home[node] = min(known)[1] if known else home.get(node, clusters[0])
+        order = self.federation.experiment.nodes
+        self.members = {cluster: [n for n in order if home.get(n) == cluster] for cluster in clusters}
+        for cluster in [cluster for cluster, members in self.members.items() if not members]:
+            del self.members[cluster], self.models[cluster]
+
+    def unite(self, clusters: Sequence[str]) -> None:
+        """The first of them takes all members, and the mean of the models."""
+        first, *others = clusters
+        self.models[first] = self.mean(clusters)
+        for cluster in others:
+            self.members[first] += self.members.pop(cluster)
+            del self.models[cluster]
+        self.members[first].sort(key=self.federation.experiment.nodes.index)
+
+    def mean(self, clusters: Sequence[str]) -> Tensor:
+        """Of the clusters' models, weighted by their members' samples."""
+        total = Averaging(self.models[clusters[0]], lambda mean: mean)
+        for cluster in clusters:
+            samples = sum(self.federation.site.samples(node) for node in self.members[cluster])
+            total.add(self.models[cluster], float(samples), cluster)
+        return total.finish()
+
+    def distances(self, rows: States, columns: States) -> Tensor:
+        """Euclidean, [rows, columns], in float64; NaN where a state is not finite."""
+        states = [*rows.values(), *columns.values()]
+        products = gram(states, states[0].new_zeros(len(states[0])), self.federation.site.layout.weights)
+        lengths = products.diagonal()
+        squared = lengths[:, None] + lengths[None, :] - 2 * products
+        return squared.clamp(min=0).sqrt()[: len(rows), len(rows) :]
+
+
+def connected(names: Sequence[str], distances: Tensor, threshold: float) -> list[list[str]]:
+    """Groups whose members are linked by steps of at most `threshold`, each in the names' order."""
+    near = (distances <= threshold).tolist()
+    groups: list[list[int]] = []
+    for place in range(len(names)):
+        touching = [group for group in groups if any(near[place][other] for other in group)]
+        groups = [group for group in groups if group not in touching]
+        groups.append(sorted([*itertools.chain(*touching), place]))
+    return [[names[place] for place in group] for group in sorted(groups)]

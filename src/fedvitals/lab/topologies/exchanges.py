@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What members of a group pass to each other between two local iterations: of one group, or of all groups at once.
+
+Group by group is what a CPU does. On a device each call costs more than what it computes, and there are as many calls
+as groups in every iteration; so there all groups of a stack are exchanged by a few operations, prepared once a round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fedvitals.lab.aggregators.averages import refuse_nothing, weighted_mean
+from fedvitals.lab.engines.work import Exchange
+
+AT_ONCE = 1 << 28  # numbers in float64 of one mean: 2 GB
+
+Together = Callable[[Tensor], None]
+"""Exchanges the states of a whole stack, [clients, size], in place. It never waits for the device."""
+
+
+def average(states: Tensor, samples: Tensor) -> Tensor:
+    """Everybody goes on from the members' mean, weighted by their samples."""
+    return weighted_mean(states, samples).expand_as(states)
+
+
+def pass_on(states: Tensor, samples: Tensor) -> Tensor:  # noqa: ARG001 - an exchange's signature
+    """Each member's model goes to the next one in the ring."""
+    return states.roll(1, 0)
+
+
+def together(
+    exchange: Exchange, groups: Sequence[slice], samples: Tensor, device: torch.device | str
+) -> Together | None:
+    """The same exchange in all groups at once; None for one that is not known here: call it group by group.
+
+    `groups`: the rows of a stack that belong together; the others stay as they are. `samples`: of all rows. Where it
+    lies does not matter: it is read now, and whatever the exchange needs later lies on the device.
+    """
+    counts = [float(count) for count in samples.tolist()]
+    rows = [range(*group.indices(len(counts))) for group in groups]
+    rows = [members for members in rows if len(members)]
+    if exchange is average and rows:
+        return _averaging(rows, counts, device)
+    if exchange is pass_on and rows:
+        return _passing(rows, device)
+    return None
+
+
+def _averaging(groups: Sequence[range], counts: Sequence[float], device: torch.device | str) -> Together:
+    heard = [[row for row in members if counts[row] > 0] for members in groups]  # weight 0: its NaN is not heard
+    for members, own in zip(groups, heard, strict=True):
+        refuse_nothing(len(members), len(own))
+    widest = max(map(len, heard))
+    # Short groups are filled up with a member of their own, of which nothing is taken: not even NaN.
+    padded = [own + own[:1] * (widest - len(own)) for own in heard]
+    weights = [[counts[row] for row in own] + [0.0] * (widest - len(own)) for own in heard]
+    one_by_one = [row for members in groups for row in members]
+    in_order = padded == [[*members] for members in groups] and one_by_one == [*range(len(one_by_one))]
+    places = torch.tensor(padded, dtype=torch.int64, device=device).flatten()
+    share = torch.tensor(weights, dtype=torch.float64, device=device)[:, :, None]
+    total, filled = share.sum(1), share == 0
+    uneven = any(len(own) < widest for own in heard)
+    receivers = torch.tensor(one_by_one, dtype=torch.int64, device=device)
+    group_of = [place for place, members in enumerate(groups) for _ in members]
+    source = torch.tensor(group_of, dtype=torch.int64, device=device)
+
+    def exchange(states: Tensor) -> None:
+        stretch = max(1, AT_ONCE // (len(groups) * widest))
+        for part in states.split(stretch, dim=1):
+            own = part[: len(places)] if in_order else part.index_select(0, places)
+            weighted = own.unflatten(0, (len(groups), widest)) * share
+            if uneven:
+                weighted.masked_fill_(filled, 0.0)
+            mean = (weighted.sum(1) / total).to(states.dtype)
+            if in_order:
+                own.unflatten(0, (len(groups), widest)).copy_(mean[:, None])
+            else:
+                part.index_copy_(0, receivers, mean.index_select(0, source))
+
+    return exchange
+
+
+def _passing(groups: Sequence[range], device: torch.device | str) -> Together:
+    receivers = torch.tensor([row for members in groups for row in members], dtype=torch.int64, device=device)
+    senders = itertools.chain.from_iterable((members[-1], *members[:-1]) for members in groups)
+    source = torch.tensor([*senders], dtype=torch.int64, device=device)
+
+    def exchange(states: Tensor) -> None:
+        states.index_copy_(0, receivers, states.index_select(0, source))
+
+    return exchange

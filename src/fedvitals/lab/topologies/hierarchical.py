@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hierarchical: clients average at their edge node after each local iteration, the server averages the edges.
+
+After the paper (5 edges of 20 clients). Clients of similar label distribution are dealt out over the edges, so that
+each edge resembles the whole (after Mhaisen et al. 2022).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedvitals.lab.description import Description, require
+from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.topologies.exchanges import average
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.lab.federation import Federation
+
+
+class Hierarchical(Description, frozen=True):
+    edges: int = 5
+
+    def check(self, experiment: Experiment) -> None:
+        allowed = f"from 1 to the number of clients, {experiment.clients}"
+        require(1 <= self.edges <= experiment.clients, "number of edges", self.edges, allowed)
+
+    def round(self, federation: Federation) -> Tensor:
+        edges = deal_out(federation.site.labels, self.edges)
+        there = set(federation.cohort())
+        present = {edge: tuple(n for n in members if n in there) for edge, members in edges.items()}
+        federation.groups(edges)
+
+        model = federation.server.model
+        tasks = [
+            Task(federation.round, members, model, group=edge, exchange=average, parent=edge)
+            for edge, members in present.items()
+        ]
+        return federation.aggregate(self._edges(federation, federation.train(tasks)))
+
+    def _edges(self, federation: Federation, updates: Iterable[Update]) -> Iterable[Update]:
+        """Each edge's own average, as it is sent to the server."""
+        for edge, members in itertools.groupby(updates, key=lambda update: update.group):
+            federation.passed("server", edge or "")
+            gathered = Mean(edge or "")
+            for update in members:
+                gathered.add(update)
+                # All iterations but the last: that one was announced with the update itself.
+                federation.passed(update.node, edge or "", update.steps - 1, kind="update")
+                federation.passed(edge or "", update.node, update.steps - 1)
+            federation.passed(edge or "", "server", kind="update")
+            yield gathered.update()
+
+
+class Mean:
+    """A group's weighted mean, member by member."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._samples = node, 0
+        self._sum: Tensor | None = None
+
+    def add(self, update: Update) -> None:
+        weighted = update.state.double() * update.samples
+        self._sum = weighted if self._sum is None else self._sum.add_(weighted)
+        self._samples += update.samples
+        self._last = update
+
+    def update(self) -> Update:
+        assert self._sum is not None  # noqa: S101 - a group has members
+        state = (self._sum / self._samples).to(torch.float32)
+        return Update(self._node, state, self._last.start, self._samples, self._node)
+
+
+def deal_out(labels: Mapping[Node, Tensor], edges: int) -> dict[str, tuple[Node, ...]]:
+    """Who belongs to which edge: the largest clients first, each to the edge that then looks most like the whole."""
+    whole = torch.stack([*labels.values()]).sum(0).double()
+    room = -(-len(labels) // edges)
+    totals = torch.zeros(edges, len(whole), dtype=torch.float64)
+    members: list[list[Node]] = [[] for _ in range(edges)]
+    for node in sorted(labels, key=lambda n: -int(labels[n].sum())):
+        # How far each edge would be from its fair share of every class, were this client there.
+        distance = (totals + labels[node] - whole / edges).clamp(min=0).square().sum(1)
+        before = (totals - whole / edges).clamp(min=0).square().sum(1)
+        cost = distance - before + torch.tensor([len(m) for m in members]) * 1e-9
+        cost[[i for i, m in enumerate(members) if len(m) >= room]] = torch.inf
+        fewest = min(len(m) for m in members)
+        cost[[i for i, m in enumerate(members) if len(m) > fewest]] = torch.inf  # one each in turn: equal sizes
+        chosen = int(cost.argmin())
+        members[chosen].append(node)
+        totals[chosen] += labels[node]
+    order = {node: i for i, node in enumerate(labels)}
+    return {f"edge-{i}": tuple(sorted(m, key=lambda n: order[n])) for i, m in enumerate(members)}

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hybrid STAR-rings (Tornadoes, Lee et al. 2020): models go round in small rings, then the server averages them all.
+
+In each local iteration every member trains the model it holds and passes it to the next one. Clients within a ring do
+not differ strongly: training in turns forgets where their distributions vary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedvitals.lab import streams
+from fedvitals.lab.description import Description, require
+from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.topologies.exchanges import pass_on
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.lab.federation import Federation
+
+
+class Rings(Description, frozen=True):
+    rings: int | None = None  # by default a third of the clients: the paper has 33 of 100
+
+    def check(self, experiment: Experiment) -> None:
+        allowed = f"from 1 to the number of clients, {experiment.clients}"
+        require(1 <= self._count(experiment) <= experiment.clients, "number of rings", self.rings, allowed)
+
+    def _count(self, experiment: Experiment) -> int:
+        return max(1, experiment.clients // 3) if self.rings is None else self.rings
+
+    def round(self, federation: Federation) -> Tensor:
+        e = federation.experiment
+        rings = close_rings(federation.site.labels, self._count(e), streams.stream(e.seed, "rings"))
+        there = set(federation.cohort())
+        present = {ring: tuple(n for n in members if n in there) for ring, members in rings.items()}
+        federation.groups(rings)
+
+        model = federation.server.model
+        tasks = [Task(federation.round, m, model, group=ring, exchange=pass_on) for ring, m in present.items()]
+        return federation.aggregate(self._announced(federation, present, federation.train(tasks)))
+
+    def _announced(
+        self, federation: Federation, rings: Mapping[str, tuple[Node, ...]], updates: Iterable[Update]
+    ) -> Iterable[Update]:
+        for update in updates:
+            ring = rings[update.group or ""]
+            following = ring[(ring.index(update.node) + 1) % len(ring)]
+            if following != update.node:
+                federation.passed(update.node, following, update.steps - 1)
+            yield update
+
+
+def close_rings(labels: Mapping[Node, Tensor], rings: int, stream: torch.Generator) -> dict[str, tuple[Node, ...]]:
+    """Rings of differing length: a path from each client to the most similar one left, cut at random places."""
+    nodes = [*labels]
+    shares = torch.stack([labels[node] / labels[node].sum().clamp(min=1) for node in nodes]).double()
+    left = set(range(1, len(nodes)))
+    path = [0]
+    while left:
+        rest = sorted(left)
+        nearest = rest[int((shares[rest] - shares[path[-1]]).abs().sum(1).argmin())]
+        path.append(nearest)
+        left.remove(nearest)
+    cuts = sorted((torch.randperm(len(nodes) - 1, generator=stream)[: rings - 1] + 1).tolist())
+    bounds = [0, *cuts, len(nodes)]
+    return {
+        f"ring-{i}": tuple(nodes[j] for j in path[first:last])
+        for i, (first, last) in enumerate(itertools.pairwise(bounds))
+    }

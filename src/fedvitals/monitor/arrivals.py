@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads of clients that train in other processes or on other machines, as the parent or the server takes them in."""
+
+from __future__ import annotations
+
+import functools
+import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
+import threading
+import time
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fedvitals.errors import ConfigError, RecordError
+from fedvitals.monitor.chart import Chart
+from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
+from fedvitals.probes.cohort import SENDER, WORKER, Cohort
+from fedvitals.probes.presets import Planned, Preset
+from fedvitals.probes.results import Results
+from fedvitals.protocols import Node
+from fedvitals.records import (
+    AnyName,
+    Event,
+    LayerStats,
+    Metric,
+    Record,
+    Run,
+    Span,
+    Transfer,
+    node_name,
+)
+from fedvitals.resources.capture import Capture
+from fedvitals.resources.time_ledger import Ledger
+from fedvitals.scope import Scope
+from fedvitals.stats import FAMILIES
+from fedvitals.store.deliveries import Intervals, fresh
+from fedvitals.time_parts import CLIENT, edge_span
+from fedvitals.transport.payload_buffer import LOST
+from fedvitals.transport.payload_check import (
+    SOURCES,
+    SOURCES_OF_SENDER,
+    NameQuota,
+    TableQuota,
+    is_claim,
+    is_empty,
+    is_possible,
+    tables_of_payload,
+    within_quota,
+)
+from fedvitals.transport.privacy import Policy
+from fedvitals.transport.sender import Sender, as_seen
+from fedvitals.transport.wire.payload import decode
+
+if TYPE_CHECKING:
+    from fedvitals.probes.backends import Kit
+
+
+class Arrivals:
+    """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
+
+    def __init__(
+        self, chart: Chart, kit: Kit, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
+    ) -> None:
+        self._chart, self._kit, self.policy, self._ledger = chart, kit, policy, ledger
+        self._lock = threading.Lock()
+        self._capture = capture
+        self._delivered: dict[Node | None, dict[tuple[str, str], Intervals]] = {}  # by sender; None: our own workers
+        self._quota, self._names = TableQuota(), NameQuota()
+        self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
+        self._expected: dict[Node, None] = {}
+        self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
+
+    def observer(self) -> WorkerObserver:
+        """For a child process; it knows what is known now."""
+        chart, kit = self._chart, self._kit
+        here, initial = chart.round, kit.initial
+        if initial is not None:
+            small = initial.nbytes <= INITIAL_BYTES and str(initial.dtype) == "torch.float32"
+            initial = initial.cpu() if small else None
+        return WorkerObserver(
+            run=chart.run.id,
+            name=chart.run.name,
+            preset=self._sendable(kit.preset),
+            policy=self.policy,
+            strict=chart.strict,
+            round=None if here is None else here.round,
+            trace=chart.trace,
+            span=None if here is None else here.span,
+            known=frozenset(chart.own_tables),
+            trained=kit.trained,
+            initial=None if initial is None else initial.numpy().tobytes(),
+            profile=self._ledger is not None,
+            capture=self._capture,
+        )
+
+    def expect(self, nodes: Iterable[AnyName]) -> None:
+        self._expected.update(dict.fromkeys(map(node_name, nodes)))
+
+    def take(self, payload: bytes, cohort: Cohort | None, sender: Sender | None = None) -> None:
+        """Into the queues with their own identity; clients that finished into the cohort of the open round."""
+        if payload == b"":
+            return
+        with self._lock:  # a pool's callbacks come on a thread of their own
+            new = self._read(payload, sender)
+            if sender is not None:
+                new = self._of_sender(new, sender)
+            now = time.time()
+            # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
+            new = [record if record.at <= now else replace(record, at=now) for record in new]
+            new = self._without_known_labels(new)
+            if sender is None or cohort is None:
+                self._chart.admit(new)
+            else:
+                self._held.setdefault(sender.node, []).extend(
+                    r for r in new if isinstance(r, LayerStats) or is_claim(r)
+                )
+                self._chart.admit(r for r in new if not (isinstance(r, LayerStats) or is_claim(r)))
+                new = [record for record in new if not is_claim(record)]
+            self._join(new, cohort, sender)
+            self._tell_size(new, len(payload))
+
+    def _read(self, payload: bytes, sender: Sender | None) -> list[Any]:
+        """The records of a payload that have not come before, in their round; its layer tables are then known."""
+        records: Sequence[Record] = ()
+        try:
+            records = decode(payload)
+            if sender is not None:
+                records = [sender.own(record, self._chart.run.id) for record in records]
+            tables = tables_of_payload(records, self._chart.run.id, self._chart.tables)
+            self._quota.charge(sender, tables, self._chart.tables, self._chart.own_tables)
+        except RecordError as error:
+            self._chart.missed += 1
+            nodes = dict.fromkeys(r.where.node for r in records if not isinstance(r, Run) and r.where.node is not None)
+            if sender is not None or not nodes:
+                raise
+            raise RecordError(f"{error} Its records are of {', '.join(nodes)[:200]}.") from error
+        self._chart.know(tables, own=sender is None)
+        node, most = (None, SOURCES) if sender is None else (sender.node, SOURCES_OF_SENDER)
+        delivered = self._delivered.setdefault(node, {})
+        new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run) and not is_empty(r)]
+        while len(delivered) > most:
+            delivered.pop(next(iter(delivered)))
+        return new
+
+    def _of_sender(self, records: list[Any], sender: Sender) -> list[Any]:
+        """At times that the server saw, and no more of them than one sender may bring."""
+        seen = None if self._ledger is None else self._ledger.seen(sender.node)
+        seen = seen or (self._chart.run.started, time.time())
+        kept = [r for r in within_quota(records) if is_possible(r) and self._names.admits(sender, r)]
+        if len(kept) < len(records):
+            gone, here = len(records) - len(kept), self._chart.round or self._chart.here()
+            self._chart.missed += gone
+            text = (
+                f"{gone} of {len(records)} records of '{sender.node}' were left out: too many, or impossible numbers."
+            )
+            self._chart.record.event(replace(here, node=sender.node), "warning", LOST, text, {"records": gone})
+        return [as_seen(record, seen) for record in kept]
+
+    def _tell_size(self, records: Sequence[Record], size: int) -> None:
+        """What watching itself has added to the way of each client's message."""
+        own = (r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None)
+        spans = {span.where.node: span for span in own}
+        for span in spans.values() if self._ledger is not None else ():
+            share, node = size // len(spans), span.where.node or ""
+            at = span.at + span.seconds
+            self._chart.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
+
+    def forget(self) -> None:
+        """Nobody is expected any more, and what was kept back is dropped."""
+        self._expected, self._held = {}, {}
+
+    def take_held(self) -> dict[Node, list[Record]]:
+        """What the senders of the open round said of layers and updates, by node; the round's end decides on it.
+
+        Where the server has an update itself, what it measures stands alone; and a run's layers are called what most
+        clients call them.
+        """
+        with self._lock:
+            held, self._held = self._held, {}
+        return held
+
+    def close_round(self, scope: Scope, cohort: Cohort) -> None:
+        """Clients that were handed out and did not come home, each with a word of it."""
+        missing, self._expected = [*self._expected], {}
+        for node in missing:
+            self._chart.guard(
+                "noting who is missing", functools.partial(self._tell_missing, scope, node, cohort), scope
+            )
+
+    def _tell_missing(self, scope: Scope, node: Node, cohort: Cohort) -> None:
+        self._chart.missed += 1
+        text = f"The worker of client '{node}' did not bring its records home."
+        self._chart.record.event(replace(scope, node=node), "warning", LOST, text)
+        if node not in cohort:
+            cohort.add(node, None, Results(), failed=True)
+
+    def _placed(self, record: Record) -> Record:
+        """In the round that is open, where the worker did not know it."""
+        here = self._chart.round
+        if self._ledger is not None:
+            record = _by_our_clock(record, self._ledger)
+        if isinstance(record, Run) or here is None or record.where.round is not None:
+            return record
+        if isinstance(record, Span) and record.parent is None:
+            group = record.where.group
+            record = replace(record, parent=here.span if group is None else edge_span(here.span, group))
+        return replace(record, where=replace(record.where, round=here.round))
+
+    def _without_known_labels(self, records: list[Record]) -> list[Record]:
+        """A process that meets a client for the first time tells its labels; told once by another, that is enough."""
+        known: set[Node | None] = set()
+        for record in records:
+            if isinstance(record, Event) and record.name == "labels" and record.where.node is not None:
+                histogram = record.data.get("histogram")
+                if self._labels.get(record.where.node) == histogram:
+                    known.add(record.where.node)
+                self._labels[record.where.node] = histogram
+        return [r for r in records if not known or not _about_labels(r, known)]
+
+    def _join(self, records: Sequence[Record], cohort: Cohort | None, sender: Sender | None) -> None:
+        finished: dict[Node, tuple[Span, Results]] = {}
+        for record in records:
+            if isinstance(record, Span) and record.name == "client" and record.where.node is not None:
+                finished[record.where.node] = (record, Results(tables={}))
+        for record in records:
+            if isinstance(record, Event) and record.name == LOST:
+                lost = record.data.get("records")
+                self._chart.missed += lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1
+            elif isinstance(record, Transfer) and cohort is not None:
+                cohort.count_traffic(record.sender, record.receiver, record.bytes)
+            elif isinstance(record, Metric | LayerStats) and record.where.node in finished:
+                _gather(finished[record.where.node][1], record)
+        for node, (span, results) in finished.items():
+            self._expected.pop(node, None)
+            self._compare(span, results)
+            if self._ledger is not None:
+                self._ledger.trained(span)
+            if cohort is not None:
+                kind = WORKER if sender is None else SENDER
+                cohort.add(node, span.where.group, results, failed=bool(span.attributes.get("failed")), origin=kind)
+                cost = sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+                # A sender's word for it, as far as it can be: the round's cost is not one client's to make up.
+                cohort.cost += cost if sender is None else min(cost, span.seconds) if cost > 0 else 0.0
+
+    def _compare(self, span: Span, results: Results) -> None:
+        """`gradient.change_round`, which a worker cannot know: the client's last round may have been elsewhere."""
+        node = span.where.node or ""
+        norm = next((value for name, value, _ in results.metrics if name == "gradient.norm"), None)
+        if norm is None:
+            return
+        before, self._kit.norms[node] = self._kit.norms.get(node), norm
+        if before:
+            change = abs(norm - before) / before
+            self._chart.emit(Metric(span.where, span.at + span.seconds, "gradient.change_round", change))
+
+    def _sendable(self, preset: Preset) -> Preset:
+        """Without the user's own probes that cannot be sent to another process."""
+        going = functools.partial(self._chart.guard, "for_worker()")
+        probes = tuple(planned for planned in preset.probes if going(functools.partial(_goes, planned)))
+        return preset if len(probes) == len(preset.probes) else replace(preset, probes=probes)
+
+
+def _by_our_clock(record: Record, ledger: Ledger) -> Record:
+    """With the times of the server's clock, and inside of the client's journey, where the host told of one."""
+    if isinstance(record, Run):
+        return record
+    node = record.where.node
+    if isinstance(record, Span) and record.name == CLIENT and node is not None:
+        record = replace(record, parent=ledger.journey(node) or record.parent)
+    ahead = ledger.ahead(node)
+    return replace(record, at=record.at - ahead) if ahead else record
+
+
+def _goes(planned: Planned) -> bool:
+    try:
+        pickle.dumps(planned)
+    except Exception as error:
+        name = getattr(planned.probe, "__name__", str(planned.probe))
+        raise ConfigError(
+            f"The probe '{name}' or its schedule cannot go to a worker process ({error}). "
+            "Make it a function of a module; workers measure without it until then."
+        ) from error
+    return True
+
+
+def _about_labels(record: Record, nodes: Container[Node | None]) -> bool:
+    if not isinstance(record, Event | Metric) or record.where.node not in nodes:
+        return False
+    return record.name in ("labels", "label.entropy")
+
+
+def _gather(results: Results, record: Metric | LayerStats) -> None:
+    if isinstance(record, Metric):
+        results.metrics.append((record.name, record.value, record.where.step))
+    else:
+        results.matrices.append((record.family, record.matrix, record.where.step))
+        results.tables = {**results.tables, FAMILIES[record.family].rows: record.table}

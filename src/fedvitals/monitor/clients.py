@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clients that are training in this process: opened, watched and closed, each on whatever thread it runs.
+
+The same for a monitor and for a worker process; who uses it says what becomes of a client's update and results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import Token
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fedvitals.catalog import public_name
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.monitor.chart import Chart
+from fedvitals.probes.results import Results
+from fedvitals.protocols import Node, Stack
+from fedvitals.records import AnyName, Span, Transfer, group_name, node_name
+from fedvitals.resources.capture import OPERATORS, Capture, Captures, Recording
+from fedvitals.resources.memory import resident_bytes
+from fedvitals.resources.turns import turn_over
+from fedvitals.scope import Scope
+from fedvitals.stats import Array
+from fedvitals.time_parts import CLIENT, edge_span
+from fedvitals.transport.logs import bounded
+from fedvitals.transport.recorder import where
+from fedvitals.transport.timing import new_span_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.instruments import Instruments
+    from fedvitals.probes.session import ClientSession
+    from fedvitals.probes.stacked.fit import StackFit
+    from fedvitals.probes.stacked.session import StackSession
+    from fedvitals.resources.client_memory import ClientMemory, OpenMemory
+    from fedvitals.resources.phases import Clocks, StepClock
+
+LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
+
+
+@dataclass(slots=True)
+class OpenClient:
+    """How to close it again, and what it has gathered."""
+
+    scope: Scope
+    token: Token[Scope | None]
+    began: float = field(default_factory=time.perf_counter)
+    at: float = field(default_factory=time.time)
+    session: ClientSession | None = None  # of a client with a model
+    clock: StepClock | None = None
+    memory: OpenMemory | None = None
+    recording: Recording | None = None  # of single operators
+    tables: Mapping[str, str] = field(default_factory=dict)
+    logged: set[str] = field(default_factory=set)
+    results: Results = field(default_factory=Results)
+    told: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
+    found: Mapping[str, float] | None = None  # of its memory
+
+
+@dataclass(slots=True)
+class OpenStack:
+    """Clients that train as one batch: one stretch of time, and one session for all."""
+
+    stack: Stack
+    scope: Scope
+    token: Token[Scope | None]
+    session: StackSession | None = None
+    device: Any = None  # of CUDA, if they train there and memory is watched
+    tables: Mapping[str, str] = field(default_factory=dict)
+    logged: set[tuple[Node, str]] = field(default_factory=set)
+    at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.perf_counter)
+
+
+class Clients:
+    """`sent` takes a client's update as one vector with its nine sums per layer, `joined` its scope and results.
+
+    `profile`: whether to tell what its time and memory went to. `capture`: whose operators to record.
+    """
+
+    def __init__(
+        self,
+        chart: Chart,
+        kit: Callable[[], Any],
+        sent: Callable[[Node, Any, Array | None], Any],
+        joined: Callable[[Span, Results], None],
+        *,
+        profile: bool,
+        capture: Capture | None = None,
+    ) -> None:
+        self._chart, self._kit_of_run, self._sent, self._joined = chart, kit, sent, joined
+        self._profile, self._captures = profile, Captures(capture)
+        self._open: dict[Node, OpenClient] = {}
+        self._stack: OpenStack | None = None
+        self._told_unmeasured = False
+
+    # What watches a model imports torch. It is made for the first model: a client may have none, nor torch.
+
+    @property
+    def _kit(self) -> Instruments:
+        kit: Instruments = self._kit_of_run()
+        return kit
+
+    @functools.cached_property
+    def _clocks(self) -> Clocks:
+        from fedvitals.resources.phases import Clocks  # noqa: PLC0415
+
+        return Clocks()
+
+    @functools.cached_property
+    def _memory(self) -> ClientMemory:
+        from fedvitals.resources.client_memory import ClientMemory  # noqa: PLC0415
+
+        return ClientMemory()
+
+    @functools.cached_property
+    def _stack_fit(self) -> StackFit:
+        from fedvitals.probes.stacked.fit import StackFit  # noqa: PLC0415
+
+        return StackFit(self._kit.preset.fit_percent)
+
+    def __len__(self) -> int:
+        return len(self._open) + (self._stack is not None)
+
+    @contextlib.contextmanager
+    def scope(self, opened: OpenClient | None) -> Iterator[None]:
+        """The stretch in which a client that `begin` gave trains; closed however it is left."""
+        outcome: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            outcome = error
+            raise
+        finally:
+            self.end(opened, outcome)
+
+    def begin(
+        self,
+        name: AnyName,
+        model: Any = None,
+        data: Any = None,
+        group: AnyName | None = None,
+        loss: Callable[..., Any] | None = None,
+        *,
+        inside: Scope | None = None,
+    ) -> OpenClient | None:
+        """What was opened, to be closed by whoever opened it; None if that name is open already, or is none."""
+
+        def begin() -> OpenClient:
+            node = node_name(name)
+            if node in self._open:
+                raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
+            entered = self._chart.enter(node, group=group_name(group), client=True, inside=inside)
+            opened = self._open[node] = OpenClient(*entered)
+            self._chart.guard("taping a client", lambda: self._chart.loop.client_begin(node, model, entered[0].group))
+            if model is not None:
+                watch = functools.partial(self._watch, opened, model, data, loss)
+                self._chart.guard("watching a client", watch, opened.scope)
+            return opened
+
+        opened: OpenClient | None = self._chart.guard("opening a client", begin)
+        return opened
+
+    @contextlib.contextmanager
+    def watching(
+        self, node: AnyName, model: Any, data: Any = None, loss: Callable[..., Any] | None = None
+    ) -> Iterator[None]:
+        """The stretch in which the model of a client trains that was opened without one; of several, the first."""
+        opened = self._opened(node)
+        if opened is None or opened.session is not None or opened.told:
+            yield
+            return
+        watch = functools.partial(self._watch, opened, model, data, loss)
+        self._chart.guard("watching a client", watch, opened.scope)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._chart.guard("measuring a client", lambda: self._measure(opened, failed=failed), opened.scope)
+
+    def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
+        from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
+        from fedvitals.probes.session import ClientSession  # noqa: PLC0415 - imports torch
+
+        node = opened.scope.node or ""
+        view = self._kit.view(model, round=opened.scope.round, node=node, data=data, loss=loss)
+        if not self._kit.preset.brief:
+            tables = tables_of(self._kit, view)
+            self._chart.know(tables)
+            opened.tables = {rows: table.digest for rows, table in tables.items()}
+        report = functools.partial(self._chart.report, scope=opened.scope)
+        # Who measures nothing at steps has no hooks there, which the clock would need.
+        opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
+        opened.session = ClientSession(self._kit, view, report, opened.clock)
+        if self._profile:
+            opened.memory = self._memory.begin(model, view.parameters, node, opened.scope.round)
+        opened.recording = self._captures.begin(node, opened.scope.round, model, report)
+
+    def end(self, opened: OpenClient | None, outcome: BaseException | None) -> None:
+        def end(opened: OpenClient) -> None:
+            self._open.pop(opened.scope.node or "", None)
+            try:
+                if outcome is not None:
+                    self._chart.exception(opened.scope, "client.failed", outcome)
+                self._finish(opened, failed=outcome is not None)
+            finally:
+                self._chart.guard("taping a client", lambda: self._tape(opened, outcome), opened.scope)
+                self._let_go(opened)
+                self._chart.leave(opened.scope, opened.token)
+
+        if opened is not None and self._open.get(opened.scope.node or "") is opened:
+            self._chart.guard("closing a client", lambda: end(opened), opened.scope)
+
+    def _tape(self, opened: OpenClient, outcome: BaseException | None) -> None:
+        self._chart.loop.client_end(opened.scope.node or "", opened.results.metrics, outcome)
+
+    def end_of(self, node: AnyName, outcome: BaseException | None = None) -> None:
+        self.end(self._opened(node), outcome)
+
+    def _opened(self, node: AnyName) -> OpenClient | None:
+        """The client of that name that is open; None where there is none, as for what is no name."""
+        name: str | None = self._chart.guard("naming a client", lambda: node_name(node))
+        return None if name is None else self._open.get(name)
+
+    def end_all(self) -> None:
+        for node in list(self._open):
+            self.end_of(node)
+        self.end_stack({})
+
+    def _let_go(self, opened: OpenClient) -> None:
+        """Nothing of the profiling stays behind, however the client was closed."""
+        if opened.memory is not None:
+            self._memory.close(opened.memory)
+        if opened.recording is not None:
+            opened.recording.close()
+
+    # -- clients that train as one batch ------------------------------------------------------------------------------
+
+    def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
+        stack = self._chart.guard("naming a stack of clients", lambda: _with_names(stack)) or stack
+
+        def watch(opened: OpenStack) -> None:
+            from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
+            from fedvitals.probes.stacked.session import StackSession  # noqa: PLC0415
+            from fedvitals.probes.view import View  # noqa: PLC0415
+
+            if not self._kit.preset.brief:
+                tables = tables_of(self._kit, View(stack.module))
+                self._chart.know(tables)
+                opened.tables = {rows: table.digest for rows, table in tables.items()}
+            report = functools.partial(self._chart.report, scope=opened.scope)
+            opened.device = self._memory.begin_stack(stack.states) if self._profile else None
+            opened.session = StackSession(self._kit, self._stack_fit, stack, opened.scope.round, report)
+
+        def begin() -> None:
+            if self._stack is not None:
+                text = f"A stack of {len(self._stack.stack.nodes)} clients was still open."
+                self._chart.record.event(self._stack.scope, "warning", "stack.unclosed", text)
+                self.end_stack({})
+            # As a client: whatever is said in here, without a node, was said by the code of clients.
+            opened = self._stack = OpenStack(stack, *self._chart.enter(None, client=True, inside=inside))
+            self._tell_unmeasured(opened.scope)
+            self._chart.guard("watching a stack of clients", lambda: watch(opened), opened.scope)
+
+        self._chart.guard("opening a stack of clients", begin)
+
+    def step_stack(self, step: int, gradients: Tensor) -> None:
+        if self._stack is not None and self._stack.session is not None:
+            self._stack.session.step(step, gradients)
+
+    def end_stack(self, failed: Mapping[Any, BaseException]) -> None:
+        opened, self._stack = self._stack, None
+        if opened is None:
+            return
+        try:
+            self._chart.guard("closing a stack of clients", lambda: self._finish_stack(opened, failed), opened.scope)
+        finally:
+            self._chart.leave(opened.scope, opened.token)
+
+    def _finish_stack(self, opened: OpenStack, failed: Mapping[Any, BaseException]) -> None:
+        stack, failed = opened.stack, {node_name(node): error for node, error in failed.items()}
+        found = [Results() for _ in stack.nodes]
+        cost = 0.0
+        if opened.session is not None:
+            found, updates, rows = opened.session.finish()
+            started = time.perf_counter()
+            for i, node in enumerate(stack.nodes):
+                if node not in stack.silent:
+                    self._sent(node, updates[i], None if rows is None else rows[i])
+            cost = opened.session.cost + time.perf_counter() - started
+            for results in found:
+                results.take({"monitor.cost": cost / len(found)})
+        resident = resident_bytes()
+        memory = self._memory.end_stack(opened.device, len(found))
+        if resident is not None:
+            memory["memory.resident"] = resident
+        self._tell_growth(opened.scope, resident)
+        seconds = time.perf_counter() - opened.began
+        for node, group, results in zip(stack.nodes, stack.groups, found, strict=True):
+            if node in stack.silent:
+                continue
+            parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
+            scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
+            results.tables = opened.tables
+            results.take({"time.client": seconds / len(found), **memory})
+            _tell_loss(results, logged=(node, "loss") in opened.logged)
+            if node in failed:
+                self._chart.exception(scope, "client.failed", failed[node])
+            self._chart.tell(scope, results)
+            parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
+            told = {"failed": node in failed, "stacked": len(found), **parts}
+            self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
+
+    def _tell_unmeasured(self, scope: Scope) -> None:
+        """Once: what a preset measures of clients that train alone, and not of these."""
+        from fedvitals.probes.stacked.session import unmeasured  # noqa: PLC0415 - imports torch
+
+        names = () if self._told_unmeasured else unmeasured(self._kit)
+        self._told_unmeasured = True
+        if names:
+            text = f"Not measured of clients that train as one batch: {', '.join(names)}."
+            self._chart.record.event(scope, "info", "stack.unmeasured", text, {"probes": names})
+
+    def abandon(self) -> None:
+        """Close all without a word."""
+        for opened in self._open.values():
+            if opened.session is not None:
+                opened.session.abandon()
+            self._let_go(opened)
+            self._chart.leave(opened.scope, opened.token)
+        self._open.clear()
+        if self._stack is not None:
+            self._chart.leave(self._stack.scope, self._stack.token)
+        self._stack = None
+
+    def at(self, name: AnyName | None) -> Scope:
+        """The scope of a node that the host names, as far as it is open here; None: where the caller stands."""
+        if name is None:
+            return self._chart.here()
+        node = node_name(name)
+        client = self._open.get(node)
+        if client is not None:
+            return client.scope
+        if self._stack is not None and node in self._stack.stack.nodes:
+            group = self._stack.stack.groups[self._stack.stack.nodes.index(node)]
+            return replace(self._stack.scope, node=node, group=group)
+        outer = self._chart.round or self._chart.here()
+        return replace(outer, node=node, group=None)
+
+    def log(self, values: Mapping[str, float], node: AnyName | None = None) -> None:
+        """Metrics of the user's own, for a node, or for the client or the round that is open (or was open last)."""
+
+        def emit() -> None:
+            scope = self.at(node)
+            client = self._open.get(scope.node or "")
+            for name, value in values.items():
+                number = value.detach() if hasattr(value, "detach") else value
+                self._chart.record.metric(scope, public_name(name), float(number))
+                self._chart.loop.logged(scope.node, name, float(number))
+                if client is not None:
+                    client.logged.add(name)
+                elif self._stack is not None and scope.node is not None:
+                    self._stack.logged.add((scope.node, name))
+
+        self._chart.guard("log()", emit)
+
+    def span(
+        self,
+        node: AnyName | None,
+        name: str,
+        began: float,
+        seconds: float,
+        parent: str | None,
+        attributes: Mapping[str, Any],
+    ) -> str:
+        """A stretch of the host's own clock, which stood at 0 when the run began. Gives its id."""
+        self._chart.open()  # which then knows its start
+        scope, own = self.at(node), new_span_id()
+        place = where(scope) if "group" not in attributes else replace(where(scope), group=str(attributes["group"]))
+        kept = {key: value for key, value in attributes.items() if key != "group"}
+        at = self._chart.run.started + float(began)
+        self._chart.emit(Span(place, at, name, float(seconds), scope.trace, own, parent or scope.span, kept))
+        return own
+
+    def event(self, level: str, name: str, message: str, node: AnyName | None, data: Mapping[str, Any] | None) -> None:
+        if level not in LEVELS:
+            raise ConfigError(unknown("level of an event", level, LEVELS))
+        self._chart.record.event(self.at(node), level, name, bounded(message), data)
+
+    def transfer(
+        self, sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
+    ) -> tuple[Node, Node]:
+        """Tell of a message between two nodes; their names as they are recorded."""
+        sender, receiver = node_name(sender), node_name(receiver)
+        scope = replace(self._chart.here(), node=receiver if sender == "server" else sender)
+        before = size if raw is None else raw
+        self._chart.emit(Transfer(where(scope), time.time(), sender, receiver, int(size), int(before), seconds, kind))
+        return sender, receiver
+
+    def _finish(self, opened: OpenClient, *, failed: bool) -> None:
+        self._measure(opened, failed=failed)
+        results, scope, told = opened.results, opened.scope, {**opened.told, "failed": failed}
+        guard = functools.partial(self._chart.guard, scope=scope)
+        seconds = time.perf_counter() - opened.began
+        results.take({"time.client": seconds})
+        found = opened.found
+        if found is None:
+            found = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
+        results.take(found)
+        _tell_loss(results, logged="loss" in opened.logged)
+        self._chart.tell(scope, results)
+        self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
+        turn_over()
+
+    def _measure(self, opened: OpenClient, *, failed: bool) -> None:
+        """What is to be known of its model, which has been trained; once."""
+        session, opened.session = opened.session, None
+        guard = functools.partial(
+            self._chart.guard, scope=opened.scope
+        )  # of each part its own: none may cost the client
+        guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
+        if session is None:
+            return
+        results, update, rows = session.finish()
+        opened.results = results
+        results.tables = opened.tables
+        started = time.perf_counter()
+        self._sent(opened.scope.node or "", update, rows)
+        cost = session.cost + time.perf_counter() - started
+        results.take({"monitor.cost": cost})
+        opened.told = {"failed": failed}
+        if self._profile and not self._kit.preset.brief:
+            opened.told |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
+        found = guard("measuring memory", lambda: self._memory_of(opened, session, failed=failed))
+        opened.found = found or {}
+        recorded = guard("recording operators", lambda: opened.recording and opened.recording.finish())
+        if recorded is not None:
+            results.remarks.append((OPERATORS, *recorded))
+
+    def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
+        """What a client's Span tells of its time; its throughput goes to the results."""
+        seconds = time.perf_counter() - opened.began
+        told = self._clocks.end(opened.scope.node or "", opened.clock, seconds, cost)
+        training = seconds - sum(told.get("parts", {}).get(name, 0.0) for name in ("measure", "wait"))
+        if told.get("samples") and training > 0:
+            results.take({"throughput.samples": told["samples"] / training})
+        if opened.clock is not None and opened.clock.error is not None:
+            self._chart.report(opened.clock.error, "timing a model", opened.scope)
+        return told
+
+    def _memory_of(
+        self, opened: OpenClient, session: ClientSession | None = None, *, failed: bool
+    ) -> Mapping[str, float]:
+        scope = opened.scope
+        if opened.memory is None or session is None:
+            resident = resident_bytes()
+            return {} if resident is None else {"memory.resident": resident}
+        own = (opened.memory, scope.node or "", scope.round, session.optimizers, session.held_bytes)
+        found = self._memory.end(*own, failed=failed)
+        self._tell_growth(scope, found.get("memory.resident"))
+        return found
+
+    def _tell_growth(self, scope: Scope, resident: float | None) -> None:
+        """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""
+        from fedvitals.resources.leaks import CENSUS  # noqa: PLC0415 - imports torch
+
+        grown = self._memory.grown(scope.round, resident) if self._profile else None
+        if grown is not None:
+            self._chart.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
+
+
+def _with_names(stack: Stack) -> Stack:
+    """The same stack, its nodes and groups by their texts."""
+    nodes, silent = (tuple(map(node_name, names)) for names in (stack.nodes, stack.silent))
+    return replace(stack, nodes=nodes, silent=silent, groups=tuple(map(group_name, stack.groups)))
+
+
+def _tell_loss(results: Results, *, logged: bool) -> None:
+    """`loss` of a client that logged none: what was measured on its own samples."""
+    after = [value for name, value, _ in results.metrics if name == "fit.loss_after"]
+    if after and not logged:
+        results.take({"loss": after[0]})

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The round that is open: what its clients bring, and what is told of it when it closes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import Token
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fedvitals.catalog import public_name
+from fedvitals.monitor.arrivals import Arrivals
+from fedvitals.monitor.chart import Chart
+from fedvitals.probes.attempts import Attempt
+from fedvitals.probes.backends import as_array
+from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
+from fedvitals.probes.results import Results
+from fedvitals.protocols import Node
+from fedvitals.records import AnyName, LayerStats, Span, node_name, round_index
+from fedvitals.resources.memory import peak_bytes, resident_bytes
+from fedvitals.resources.time_ledger import Ledger, Told
+from fedvitals.scope import Scope
+from fedvitals.stats import Array
+from fedvitals.time_parts import EDGE, JOURNEY, ROUND, SERVER
+from fedvitals.transport.payload_check import is_claim
+from fedvitals.transport.timing import new_span_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.backends import Kit
+
+# Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
+TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
+
+
+@dataclass(slots=True)
+class OpenScope:
+    """A round or an edge: how to close it again, and what it has gathered."""
+
+    scope: Scope
+    token: Token[Scope | None]
+    began: float = field(default_factory=time.perf_counter)
+    at: float = field(default_factory=time.time)
+    cohort: Cohort = field(default_factory=Cohort)  # of a round
+    sent: dict[Node, Array] = field(default_factory=dict)  # nine sums per layer of the updates that the host gave
+
+
+class Rounds:
+    """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
+
+    def __init__(self, chart: Chart, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
+        self._chart, self._kit, self._arrivals, self._ledger, self._least = chart, kit, arrivals, ledger, least
+        self._record = chart.record
+        self.open: OpenScope | None = None
+
+    def begin(self, number: object, model: Any) -> None:
+        """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
+        self._chart.last_round = None
+        number = round_index(number)
+        self.open = OpenScope(*self._chart.enter_round(number))
+        if self._ledger is not None:
+            self._ledger.begin(self.open.scope.span, self.open.at)
+        self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
+        if model is None:
+            return
+        self._kit.updates.begin_round(number, self._kit.parameters(model))
+        # A run that goes on does not begin anew with the model that it happens to have now.
+        if self._kit.initial is None and not self._chart.continued:
+            self._first_model(model)
+        elif not self._chart.own_tables:  # a run that goes on: the store does not say which of its tables are ours
+            self._know_layers(model)
+
+    def joined(self, span: Span, results: Results) -> None:
+        """A client has finished in this process."""
+        if self.open is None:
+            return
+        cohort, node = self.open.cohort, span.where.node or ""
+        cohort.add(node, span.where.group, results, failed=bool(span.attributes["failed"]))
+        cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+        if self._ledger is not None:
+            self._ledger.trained(span)
+
+    def close(self) -> OpenScope | None:
+        """The open round, which from now on is none: to be told of by `finish`, or forgotten."""
+        opened, self.open, self._chart.round = self.open, None, None
+        return opened
+
+    def finish(self, opened: OpenScope, model: Any, metrics: Mapping[str, float]) -> None:
+        """Tell of a round that is over. Each step is done by itself: what fails costs what it would have told."""
+        attempt = self._attempts(opened.scope)
+        try:
+            for name, value in metrics.items():
+                attempt("noting a metric", partial(self._tell_metric, opened.scope, name, value))
+            self._tell(opened, model, attempt)
+        finally:
+            self._chart.leave(opened.scope, opened.token)
+
+    def _tell_metric(self, scope: Scope, name: str, value: Any) -> None:
+        self._record.metric(scope, public_name(name), float(value))
+
+    def _attempts(self, scope: Scope) -> Attempt:
+        """Does pieces of work, each for itself; what fails is told of the node that it is about."""
+        return partial(self._chart.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
+
+    def _tell(self, opened: OpenScope, model: Any, attempt: Attempt) -> None:
+        started = time.perf_counter()
+        scope, cohort = opened.scope, opened.cohort
+        if model is not None:
+            attempt("reading a model's layers", lambda: self._know_layers(model))
+        self._tell_updates(opened, attempt)
+        attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
+        attempt("reading layers", lambda: self._kit.updates.know(self._chart.own_tables.values()))
+        closing = partial(cohort.close, self._kit, model, self._least, attempt)
+        self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
+        attempt("measuring memory", lambda: self._tell_memory(scope))
+        cost = cohort.cost + time.perf_counter() - started
+        self._chart.record_lost(scope)
+        self._record.metric(scope, "monitor.cost", cost)
+        if self._ledger is not None:
+            self._ledger.spent("measure", time.perf_counter() - started, "server")
+        seconds = time.perf_counter() - opened.began
+        attempt("telling what time went to", lambda: self._tell_time(scope, opened.at + seconds))
+        self._record.span(scope, ROUND, opened.at, seconds, {})
+        self._record.metric(scope, "time.round", seconds)  # last: it marks the round as complete
+
+    def _tell_updates(self, opened: OpenScope, attempt: Attempt) -> None:
+        """What the server measured of the updates that it got. A sender's own word counts only where there is none."""
+        cohort, sent = opened.cohort, opened.sent
+        held = self._arrivals.take_held()
+        claims = {
+            node: [r for r in own if isinstance(r, LayerStats) and r.family == "update" and r.where.step is None]
+            for node, own in held.items()
+        }
+        found = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
+        if found is None:  # because of somebody: each by itself, so that it costs nobody else
+            apart = [(node, partial(cohort.receive, {node: rows}, claims)) for node, rows in sent.items()]
+            found = [one for node, work in apart for one in attempt("measuring an update", work, node) or ()]
+        others = [r for own in held.values() for r in own if isinstance(r, LayerStats) and not is_claim(r)]
+        attempt("taking in statistics of layers", lambda: self._chart.admit(self._by_acceptance(others)))
+        for node, own in held.items():
+            stands = filter(is_claim, own) if node not in sent else self._usable(claims[node], sent[node])
+            attempt("taking in what a client tells of its update", partial(self._chart.admit, stands), node)
+        self._tell_all(opened.scope, found, attempt)
+
+    def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:
+        """Statistics by senders, those last whose layer table the server or most of them have.
+
+        A history calls a family's layers what the newest table does: no client may rename them for all.
+        """
+        nodes: dict[tuple[str, str], set[Node | None]] = defaultdict(set)
+        for record in statistics:
+            nodes[record.family, record.table].add(record.where.node)
+        own = self._chart.own_tables
+        return sorted(statistics, key=lambda r: (r.table in own, len(nodes[r.family, r.table])))
+
+    def _usable(self, claims: Sequence[LayerStats], rows: Array) -> Sequence[LayerStats]:
+        """A sender's own sums, where ours are of layers that we have no names for and its are the same."""
+        return () if self._chart.table_for("parameter", len(rows)) else agreeing_claims(claims, rows)
+
+    def _tell_all(self, scope: Scope, found: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
+        for (node, group), results in found:
+            own = replace(scope, node=node, group=group)
+            attempt("telling what was measured", partial(self._chart.tell, own, results), node)
+
+    def _tell_memory(self, scope: Scope) -> None:
+        for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
+            if size is not None:
+                self._record.metric(scope, name, size)
+
+    def _tell_time(self, scope: Scope, ended: float) -> None:
+        """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
+        attempt = self._attempts(scope)
+        for told in () if self._ledger is None else self._ledger.close(ended):
+            attempt("telling what time went to", partial(self._tell_parts, scope, told), told.node)
+
+    def _tell_parts(self, scope: Scope, told: Told) -> None:
+        own = replace(scope, node=told.node, group=told.group, span=told.id or new_span_id(), parent=told.parent)
+        self._record.span(own, told.name, told.began, told.seconds, {"parts": told.parts, **told.attributes})
+        for part in TOLD_PARTS.get(told.name, ()):
+            if part in told.parts:
+                self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
+
+    def stats(self, node: Any, family: str, array: Any) -> None:
+        """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""
+        matrices = as_array(array)
+        nodes, matrices = ([node], matrices[None]) if matrices.ndim < 3 else (node, matrices)
+        for name, matrix in zip(map(node_name, nodes), matrices, strict=True):
+            results = Results(matrices=[(family, matrix, None)])
+            self._chart.tell(replace(self._chart.here(), node=name), results)
+            if self.open is not None:
+                self.open.cohort.add(name, None, results, failed=False)
+
+    @contextmanager
+    def edge(self, name: AnyName, model: Any) -> Iterator[None]:
+        """The stretch in which an edge node, cluster or ring does its share."""
+        guard = self._chart.guard
+
+        def begin() -> OpenScope:
+            node = node_name(name)
+            return OpenScope(*self._chart.enter(node, group=node))
+
+        opened: OpenScope | None = guard("opening an edge", begin)
+        before = None if model is None else guard("reading a model", lambda: self._vector(model))
+        try:
+            yield
+        except BaseException as error:
+            self._chart.exception(self._chart.here(), "edge.failed", error)
+            raise
+        finally:
+            if opened is not None:
+                guard("closing an edge", lambda: self._leave_edge(opened, model, before))
+
+    def _leave_edge(self, opened: OpenScope, model: Any, before: Tensor | None) -> None:
+        self._chart.leave(opened.scope, opened.token)
+        if before is not None:
+            change = (self._vector(model) - before).double()
+            results = Results(clients=0 if self.open is None else self.open.cohort.clients_of(opened.scope.node))
+            results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
+            self._chart.tell(opened.scope, results)
+            if self.open is not None:
+                self.open.cohort.measured_edges.add(opened.scope.node or "")
+        if self._ledger is not None:
+            self._ledger.told_edges.add(opened.scope.node or "")
+        self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
+
+    def _vector(self, model: Any) -> Tensor:
+        """All parameters of a PyTorch model that are measured, as one vector."""
+        from fedvitals.probes.view import flatten  # noqa: PLC0415 - imports torch
+
+        return flatten(self._kit.parameters(model))
+
+    def _know_layers(self, model: Any) -> None:
+        for tables in self._kit.tables(model):
+            self._chart.know(tables)
+
+    def _first_model(self, model: Any) -> None:
+        """The run's first global model: what all drift is measured from, and how well it was initialised."""
+        self._know_layers(model)
+        for layer, remark in self._kit.first_model(model):
+            self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
+        zero = self._kit.zero_layers(model)
+        if zero:  # detectors must know: the gradients beside such a matrix begin at 0, or nearly so
+            text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."
+            self._record.event(self._chart.here(), "info", "initialisation.zero", text, {"layers": zero})

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient scale of stacked clients as a recorded CUDA graph: for hosts that measure it at every step.
+
+Some eighty small operations cost the host more than the device, if they are begun one by one: twenty times a round,
+that is longer than the training. Recorded once for each shape, they are begun together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fedvitals.probes.stacked.model import StackModel
+from fedvitals.probes.stacked.scale import measured, scale_samples
+from fedvitals.probes.stacked.signs import KeptSigns
+from fedvitals.probes.view import modes_kept
+
+_WARM_UP = 3
+_MOST = 4  # graphs, each of which keeps memory for all its activations; other shapes go the ordinary way
+
+
+class ScaleGraph:
+    """`scale_samples`, and the same numbers, quicker from the second call of a shape on. Kept over the rounds of a run.
+
+    `failures`: why a shape could not be recorded; it is then measured the ordinary way, as is all on a processor.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[tuple[object, ...], _Recording | None] = {}
+        self.failures: list[str] = []
+
+    def __call__(self, model: StackModel, x: Tensor, seeds: Sequence[int], *, exact: bool = False) -> Tensor:
+        """GSC and sensitivity, [2, clients, samples] in float64, on the device."""
+        if not x.is_cuda or not x.is_floating_point():
+            return scale_samples(model, x, seeds, exact=exact)
+        # A recording keeps its module alive, so that no other can have its id.
+        key = (id(model.module), tuple(model.states.shape), tuple(x.shape), x.dtype, x.device, exact)
+        if key not in self._recorded and len(self._recorded) < _MOST:
+            self._recorded[key] = self._record(model, x, exact=exact)
+        recording = self._recorded.get(key)
+        if recording is None:
+            return scale_samples(model, x, seeds, exact=exact)
+        return recording.replay(model, x, seeds)
+
+    def _record(self, model: StackModel, x: Tensor, *, exact: bool) -> _Recording | None:
+        stream = torch.cuda.current_stream(x.device)
+        try:
+            return _Recording(model, x, exact=exact)
+        except RuntimeError as error:  # an operation that waits, or no memory for a pool of its own
+            torch.cuda.set_stream(stream)  # a recording that breaks off leaves its own stream behind
+            self.failures.append(f"{tuple(x.shape)}: {error}")
+            return None
+
+
+class _Recording:
+    """One shape's graph, with states, samples and signs in buffers that it reads from."""
+
+    def __init__(self, model: StackModel, x: Tensor, *, exact: bool) -> None:
+        self._model, self._x = model.with_states(model.states.detach().clone()), x.detach().clone()
+        self._signs = KeptSigns(x.device)
+        self._graph = torch.cuda.CUDAGraph()
+        self._model.together(x.device)  # asked before, since the driver need not answer while it records
+        now, side = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
+        with modes_kept(model.module):
+            side.wait_stream(now)
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP):
+                    self._measure(exact=exact)
+                with _waiting_refused():
+                    self._measure(exact=exact)
+            now.wait_stream(side)
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._found = self._measure(exact=exact)
+
+    def _measure(self, *, exact: bool) -> Tensor:
+        self._signs.rewind()
+        return measured(self._model, self._x, self._signs, exact=exact)
+
+    def replay(self, model: StackModel, x: Tensor, seeds: Sequence[int]) -> Tensor:
+        self._model.states.copy_(model.states.detach())
+        self._x.copy_(x.detach())
+        self._signs.fill(seeds)
+        self._graph.replay()
+        return self._found.clone()  # the next replay writes there again
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """A rehearsal: an operation that waits for the device would spoil a recording, and torch's allocator with it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that train as one batch, watched: the same numbers as each would give alone, for all of them at once.
+
+The sibling of `ClientSession`. What a client costs here is arithmetic on arrays [clients, ...]: the samples, the
+allowances and the waiting for a device are those of the whole stack. Timings are a client's share of the stack's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.catalog import CATALOG
+from fedvitals.kernels import sums
+from fedvitals.kernels.cuda.sums import upload
+from fedvitals.probes.fit import label_entropy, labels_of
+from fedvitals.probes.full_gradient import full_gradient
+from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient, summarise
+from fedvitals.probes.instruments import Instruments
+from fedvitals.probes.nonlinearity import nonlinearity
+from fedvitals.probes.presets import Planned
+from fedvitals.probes.results import Results
+from fedvitals.probes.scale import scale, seed_of
+from fedvitals.probes.session import LABEL_ROUNDS, Report
+from fedvitals.probes.stacked.fit import Batch, StackFit
+from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
+from fedvitals.probes.stacked.model import StackModel
+from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
+from fedvitals.probes.stacked.recorder import HostSums, StackHistogram, StackRecorder
+from fedvitals.probes.stacked.scale import stacked_scale
+from fedvitals.probes.view import View
+from fedvitals.probes.weights import weights
+from fedvitals.protocols import Moment, Stack
+from fedvitals.schedule import always, at_exit
+from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
+
+
+class StackSession:
+    """Begins when it is made; `step` before each optimiser step; `finish` gives the clients' results in their order."""
+
+    def __init__(self, kit: Instruments, fit: StackFit, stack: Stack, number: int | None, report: Report) -> None:
+        began = time.perf_counter()
+        self._kit, self._fit, self._stack, self._report = kit, fit, stack, report
+        self._model = StackModel(stack)
+        self._view = View(stack.module, round=number)
+        self._results = [Results() for _ in stack.nodes]
+        self._steps = 0
+        self._step_began = self._step_seconds = 0.0
+        self._batch: Batch | None = None
+        self._fit_cost = 0.0
+        self._before = self._last = self._model.matrix.detach().clone()
+        self._changes: list[Tensor] = []  # [2, clients] of each step: signed and absolute
+        size = (self._model.clients, self._model.sizes, self._model.trained)
+        host = None if stack.sums is None else HostSums(stack.sums, every=True)
+        self._recorder = next(((i, p, self._recorder_of(p, host)) for i, p in self._at_steps(gradients)), None)
+        self._histogram = next(((i, p, StackHistogram(*size)) for i, p in self._at_steps(gradient_histogram)), None)
+        plan = enumerate(kit.preset.probes)
+        self._scaled = [(i, p, p.probe) for i, p in plan if isinstance(p.probe, scale) and p.when is not at_exit]
+        closing = any(p.probe is last_gradient for p in kit.preset.probes)
+        self._closing = (host or StackRecorder(*size, keep=stack.steps is not None)) if closing else None
+        self._host = host
+        self._own_numbers: Tensor | None = None  # of steps, where the gradients lie
+        self._guarded("fit", self._fit_before)
+        self._began = self._step_began = time.perf_counter()
+        self.cost = self._began - began
+
+    def _at_steps(self, probe: Any) -> list[tuple[int, Planned]]:
+        found = enumerate(self._kit.preset.probes)
+        return [(i, planned) for i, planned in found if planned.probe is probe and planned.when is not at_exit]
+
+    def _recorder_of(self, planned: Planned, host: HostSums | None) -> StackRecorder | HostSums:
+        if host is None or self._stack.sums is None:
+            return StackRecorder(self._model.clients, self._model.sizes, self._model.trained)
+        return host if planned.when is always else HostSums(self._stack.sums, every=False)
+
+    def step(self, step: int, gradients: Tensor) -> None:
+        """Measure before an optimiser step; nothing waits for a device."""
+        now = time.perf_counter()
+        self._step_seconds, self._step_began = now - self._step_began, now
+        try:
+            gradients = gradients.detach()
+            if self._kit.preset.difference_each_step and step == self._steps > 0:
+                self._difference()
+            self._steps = max(self._steps, step + 1)
+            if self._closing is not None:
+                self._closing.record(step, gradients)
+            if self._recorder is not None:
+                index, planned, recorder = self._recorder
+                self._measure(step, index, planned, functools.partial(recorder.record, step, gradients))
+            if self._histogram is not None:
+                index, planned, histogram = self._histogram
+                self._measure(step, index, planned, lambda: histogram.record(self._of_active(gradients, step)))
+            for index, planned, probe in self._scaled:
+                self._view.step = step
+                self._measure(step, index, planned, functools.partial(self._scale, probe, step))
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            self._report(error, "measuring a step")
+        self.cost += time.perf_counter() - now
+
+    def finish(self) -> tuple[list[Results], Tensor, Array | None]:
+        """The clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is brief."""
+        ended = time.perf_counter()
+        training = ended - self._began - self.cost
+        kit, model = self._kit, self._model
+        if self._host is not None:  # who records by himself need not call us at each step
+            self._guarded("the host's sums", self._count_host_steps)
+        own = self._own_steps()
+        self._put("steps", [float(count) for count in own])
+        if self._steps and not kit.preset.brief:
+            self._put("time.step", [(ended - self._began) / sum(own)] * model.clients)
+        if any(planned.when is not at_exit for planned in kit.preset.probes):
+            self._view.step = max(0, self._steps - 1)  # else nobody counts along with a client that trains alone
+        if kit.preset.difference_each_step and self._steps:
+            self._guarded("weight differences", self._tell_differences)
+        self._guarded("merging gradients", self._merge)
+        for index, planned in enumerate(kit.preset.probes):
+            if planned.when is at_exit:
+                self._run_at_exit(index, planned, training)
+        update = model.matrix.detach() - self._before
+        rows = None
+        if not kit.preset.brief:
+            rows = model.trained_rows(_home(sums(model.layers(update), clients=True)))
+            self._move(rows)
+        update = model.trained_columns(update)
+        if self._batch is not None:
+            self._guarded("fit", self._fit_after)
+        self._fit.settle(self._fit_cost, training)
+        self.cost += time.perf_counter() - ended
+        return self._results, update, rows
+
+    # -- at each step -------------------------------------------------------------------------------------------------
+
+    def _measure(self, step: int, index: int, planned: Planned, work: Callable[[], None]) -> None:
+        """Do it if its schedule grants this step, and book what it cost."""
+        started, costs = time.perf_counter(), self._kit.costs
+        if planned.when is always or planned.when(
+            Moment(self._view.round, None, step, self._step_seconds, costs[index])
+        ):
+            work()
+            costs[index] += time.perf_counter() - started
+
+    def _count_host_steps(self) -> None:
+        assert self._host is not None  # noqa: S101 - asked by the caller
+        self._steps = max(self._steps, len(self._host.steps))
+
+    def _own_steps(self) -> list[int]:
+        """How many steps each client took so far."""
+        given = self._stack.steps
+        return [self._steps] * self._model.clients if given is None else [min(self._steps, own) for own in given]
+
+    def _last_steps(self) -> list[int]:
+        return [max(0, count - 1) for count in self._own_steps()]
+
+    def _of_active(self, gradients: Tensor, step: int) -> Tensor:
+        """The same with zeros, which no histogram counts, for those who rest at this step."""
+        if self._stack.steps is None or min(self._stack.steps) > step:
+            return gradients
+        if self._own_numbers is None:
+            self._own_numbers = upload(torch.tensor(self._stack.steps), gradients.device)
+        return torch.where((self._own_numbers > step)[:, None], gradients, 0.0)
+
+    def _difference(self) -> None:
+        """`weight.difference` of one iteration, taken before the next one."""
+        now = self._model.matrix.detach().clone()
+        change = now - self._last
+        if change.is_cuda:  # the same sums, but nobody writes all numbers out in float64 first
+            absolute = torch.linalg.vector_norm(change, 1, dim=1, dtype=torch.float64)
+            self._changes.append(torch.stack([change.sum(1, dtype=torch.float64), absolute]))
+        else:
+            change = change.double()
+            self._changes.append(torch.stack([change.sum(1), change.abs().sum(1)]))
+        self._last = now
+
+    def _tell_differences(self) -> None:
+        self._difference()
+        for step, (signed, absolute) in enumerate(torch.stack(self._changes).tolist()):
+            self._put("weight.difference", signed, step)
+            self._put("weight.difference_absolute", absolute, step)
+
+    # -- at the end ---------------------------------------------------------------------------------------------------
+
+    def _put(self, name: str, values: Sequence[float | None], step: int | None = None) -> None:
+        """One metric of every client; None: this one has none, nor has one of a step that it did not take."""
+        for results, value, took in zip(self._results, values, self._took(step), strict=True):
+            if value is not None and took:
+                results.metrics.append((name, value, step))
+
+    def _took(self, step: int | None) -> list[bool]:
+        given = self._stack.steps
+        return [True] * self._model.clients if step is None or given is None else [step < own for own in given]
+
+    def _put_all(self, found: Mapping[str, Array], step: int | None = None) -> None:
+        for name, values in found.items():
+            absent = name in CATALOG and CATALOG[name].rare  # NaN says that this client has none
+            self._put(name, [None if absent and math.isnan(value) else value for value in values.tolist()], step)
+
+    def _put_matrices(self, family: str, matrices: Array, step: int | None = None) -> None:
+        for results, matrix, took in zip(self._results, matrices, self._took(step), strict=True):
+            if took:
+                results.matrices.append((family, matrix, step))
+
+    def _merge(self) -> None:
+        if self._recorder is not None and self._recorder[2].steps:
+            _, planned, recorder = self._recorder
+            rows = recorder.take()
+            if planned.each:
+                for step, matrices in zip(recorder.steps, rows, strict=True):
+                    self._put_matrices("gradient", self._model.trained_rows(matrices), step)
+            own = np.asarray(self._own_steps())
+            for count in np.unique(own[own > 0]).tolist():
+                steps = [step for step in recorder.steps if step < count]
+                if steps:
+                    members = np.flatnonzero(own == count)
+                    every = slice(None) if len(members) == len(own) else members  # a view, where it can be one
+                    self._gradient(steps, rows[: len(steps), every], members.tolist())
+        counts = None if self._histogram is None else self._histogram[2].take()
+        if counts is not None:
+            self._put_matrices("gradient.histogram", self._model.trained_rows(counts))
+
+    def _gradient(self, steps: list[int], rows: Array, members: list[int]) -> None:
+        """A client-round of its steps: `summarise` for all these clients at once. rows: [steps, clients, layers, 9]."""
+        count, clients, layers, _ = rows.shape
+        merged, _ = summarise(steps, rows.reshape(count, clients * layers, -1))
+        whole = np.sqrt(rows[..., SUM_SQUARES].sum(axis=2))  # [steps, clients]
+        mean, largest = whole.mean(axis=0).tolist(), whole.argmax(axis=0)
+        lost = (rows[..., NANS] + rows[..., INFS]).sum(axis=(0, 2)).tolist()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            relative = np.abs(whole[1:] - whole[:-1]) / whole[:-1]
+        change = np.where(whole[1:] == whole[:-1], 0.0, relative)
+        known = self._kit.norms
+        for i, member in enumerate(members):
+            results, node = self._results[member], self._stack.nodes[member]
+            for family, matrix in merged.items():
+                own = self._model.trained_rows(matrix.reshape(clients, layers, -1)[i])
+                results.matrices.append((family, own, None))
+            results.metrics += [
+                ("gradient.norm", mean[i], None),
+                ("gradient.norm_max", float(whole[largest[i], i]), steps[largest[i]]),
+                ("gradient.norm_last", float(whole[-1, i]), steps[-1]),
+                ("gradient.nonfinite", lost[i], None),
+            ]
+            if count > 1:
+                most = int(change[:, i].argmax())
+                results.metrics.append(("gradient.change", float(change[most, i]), steps[1:][most]))
+            before = known.get(node)
+            if before:
+                results.metrics.append(("gradient.change_round", abs(mean[i] - before) / before, None))
+            known[node] = mean[i]
+
+    def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
+        """Run a probe of the end, if it is its round and the whole stack's training has paid for it."""
+        allowance, spent = self._kit.allowances[index], 0.0
+        if (self._view.round or 0) % planned.rounds == 0 and allowance.due(None):
+            started = time.perf_counter()
+            self._guarded(f"the probe '{name_of(planned)}'", functools.partial(self._run, planned))
+            spent = time.perf_counter() - started
+            self._kit.costs[index] += spent
+        allowance.settle(spent, training)
+
+    def _run(self, planned: Planned) -> None:
+        probe = planned.probe
+        if probe is weights:
+            self._weights()
+        elif probe is last_gradient and self._closing is not None and self._closing.steps:
+            taken = self._closing.take()
+            # Of everybody the own last step; the only one that is kept, where all are equal.
+            rows = taken[np.minimum(self._last_steps(), len(taken) - 1), np.arange(self._model.clients)]
+            self._put("gradient.norm_last", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
+            self._put("gradient.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
+        elif isinstance(probe, scale):
+            self._scale(probe)
+        elif probe is full_gradient:
+            self._full_gradient()
+        elif isinstance(probe, nonlinearity) and probe.images != "all":
+            self._nonlinearity(int(probe.images))
+
+    def _scale(self, probe: scale, step: int | None = None) -> None:
+        images = self._fewest() if probe.images == "all" else int(probe.images)
+        x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
+        if x.shape[1]:
+            self._put_all(stacked_scale(probe, self._model, x, self._seeds()), step)
+
+    def _full_gradient(self) -> None:
+        if self._stack.loss is None:
+            return
+        x, y = (torch.as_tensor(part).to(self._model.states.device) for part in self._stack.samples(self._fewest()))
+        rows = [_home(part) for part in stacked_full_gradient(self._model, x, y, self._stack.loss)]
+        self._put_matrices("gradient.full", self._model.trained_rows(np.concatenate(rows)))
+
+    def _fewest(self) -> int:
+        """How many samples every client has: all of them, where they were dealt out equally."""
+        return min((len(own) for own in self._stack.labels or ()), default=0)
+
+    def _seeds(self) -> list[int]:
+        """Every client's own, at this step; who was done before had its own last one."""
+        now, seeds = self._view.step, []
+        for node, own in zip(self._stack.nodes, self._last_steps(), strict=True):
+            self._view.node, self._view.step = node, min(now, own)
+            seeds.append(seed_of(self._view))
+        self._view.step = now
+        return seeds
+
+    def _weights(self) -> None:
+        model = self._model
+        rows = model.trained_rows(_home(sums(model.layers(model.matrix.detach()), clients=True)))
+        self._put_matrices("weight", rows)
+        self._put("weight.norm", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
+        self._put("weight.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
+        if model.buffers:
+            self._put_matrices("buffer", _home(sums(model.buffer_tensors(), clients=True)))
+
+    def _nonlinearity(self, images: int) -> None:
+        x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
+        found = stacked_nonlinearity(self._model, x, self._seeds())
+        self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in found.tolist()])
+
+    def _move(self, rows: Array) -> None:
+        """How far the weights moved: `weights.movement` for all clients."""
+        self._put_matrices("update", rows)
+        drift = np.sqrt(rows[..., SUM_SQUARES].sum(axis=1))
+        initial, now = self._kit.initial, self._model.trained_columns(self._model.matrix.detach())
+        norms = [torch.linalg.vector_norm(self._model.trained_columns(self._before), dim=1)]
+        if initial is not None and initial.shape == now.shape[1:]:
+            norms.append(torch.linalg.vector_norm(now - initial.to(now.device), dim=1))
+        start, *far = torch.stack(norms).tolist()
+        self._put("weight.drift", drift.tolist())
+        self._put("weight.difference", rows[..., SUM].sum(axis=1).tolist())
+        self._put("weight.difference_absolute", rows[..., SUM_MAGNITUDES].sum(axis=1).tolist())
+        pairs = zip(drift.tolist(), start, strict=True)
+        self._put("weight.update_ratio", [moved / norm if norm > 0 else None for moved, norm in pairs])
+        for values in far:
+            self._put("weight.drift_init", values)
+
+    def _fit_before(self) -> None:
+        started = time.perf_counter()
+        labels = self._stack.labels
+        if labels is not None:
+            self._put("samples", [float(len(own)) for own in labels])
+        found, self._batch = self._fit.received(self._stack, self._model)
+        self._put_all(found)
+        if labels is not None and not self._kit.preset.brief:
+            self._tell_labels(labels)
+        if self._batch is not None:
+            self._fit_cost = time.perf_counter() - started
+
+    def _tell_labels(self, labels: Sequence[Any]) -> None:
+        """Which labels each client holds: when first seen, and again when a look every few rounds finds a change."""
+        known = self._kit.labels
+        for node, own, results in zip(self._stack.nodes, labels, self._results, strict=True):
+            if (self._view.round or 0) % LABEL_ROUNDS and node in known:
+                continue
+            histogram = labels_of((own, torch.as_tensor(own)))
+            if histogram is None or histogram == known.get(node):
+                continue
+            known[node] = histogram
+            results.take({"label.entropy": label_entropy(histogram)})
+            text = ", ".join(f"{label}: {count}" for label, count in histogram.items())
+            data = {"histogram": {str(label): count for label, count in histogram.items()}}
+            results.remarks.append(("labels", text[:1000], data))
+
+    def _fit_after(self) -> None:
+        started = time.perf_counter()
+        assert self._batch is not None  # noqa: S101 - asked by the caller
+        self._put_all(self._fit.trained(self._stack, self._model, self._batch))
+        self._fit_cost += time.perf_counter() - started
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            self._report(error, what)
+
+
+def unmeasured(kit: Instruments) -> list[str]:
+    """The preset's probes that need a module of the client's own, by name: stacked clients do without them."""
+    return [name_of(planned) for planned in kit.preset.probes if not _measured(planned)]
+
+
+def _measured(planned: Planned) -> bool:
+    probe = planned.probe
+    if planned.when is not at_exit:
+        return probe in (gradients, gradient_histogram) or isinstance(probe, scale)
+    if isinstance(probe, nonlinearity):
+        return probe.images != "all"
+    return isinstance(probe, scale) or probe in (weights, last_gradient, full_gradient)
+
+
+def name_of(planned: Planned) -> str:
+    return str(getattr(planned.probe, "__name__", type(planned.probe).__name__))
+
+
+def _home(rows: Array | Tensor) -> Array:
+    return rows.cpu().numpy() if isinstance(rows, Tensor) else rows

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which clients, and since which round: the smallest set whose removal brings the good path back, by true re-runs.
+
+Delta debugging, with a good first guess. The recorded rounds tell who became another one, and whom each round's model
+would have been better off without (`evidence.py`). Those are left out together; then each is let in again, and stays in
+unless that does harm; then whoever else stands out is left out, and stays out if that helps. Every distinct re-run
+counts, the one of the recorded rounds too.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.actions import Ward
+from fedvitals.lab.engines.engine import one_thread
+from fedvitals.lab.federation import Federation, Server
+from fedvitals.lab.run import one_round
+from fedvitals.protocols import History
+from fedvitals.records import Metric, Run, Where
+from fedvitals.replay.counterfactual.change import Change, check_restores
+from fedvitals.replay.counterfactual.evidence import Evidence, gather, log_loss
+from fedvitals.replay.debugger.conditions import Condition
+from fedvitals.replay.player.player import Player
+from fedvitals.replay.player.reused_updates import Steering, copied
+from fedvitals.replay.tape.journal import spans
+from fedvitals.store.in_memory import MemoryStore
+
+METRICS = ("loss", "accuracy")
+SHARE = 0.1  # of what can be won back: a set that wins this much less than the best one is not enough
+LEAST = 0.04  # and of the logarithm of the loss (or of accuracy, as a share): less is chance
+BACK = 0.7  # of the way back to the good round's metric, where it was better there: the least that is good
+CLEAR = 12.0  # half the squares that a client's change explains, from which on it stands out
+FAINT = 3.0  # from which on it is worth a try
+NEAR = 0.3  # of the most suspicious one's: who is left out with it in the first try
+LAST = 3  # rounds up to the bad one in which paths are compared: a single one may be well by chance
+BEFORE = 9  # rounds up to the good one that a client is compared with
+Metrics = dict[int, dict[str, float]]  # by round
+Levels = dict[tuple[int, str], float]  # by round and metric: the higher, the better
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One re-run: without whom, from which round on, and what came of it. `value`: of the metric in the bad round."""
+
+    without: tuple[str, ...]
+    first: int
+    value: float
+
+
+@dataclass
+class Culprit:
+    """What was found. No `clients`: leaving out clients brings the good path back in no way that was tried."""
+
+    run: str
+    good: int
+    bad: int
+    metric: str
+    criterion: str  # what counts as restored
+    recorded: float  # in the bad round
+    clients: tuple[str, ...] = ()
+    round: int | None = None  # the first in which they did harm
+    restored: float | None = None  # the metric in the bad round without them
+    onsets: dict[str, int] = field(default_factory=dict)  # since when each of them is another one than before
+    unusual: dict[str, int] = field(default_factory=dict)  # the same of all who stand out, harmful or not
+    reruns: int = 0
+    allowed: float = 0.0  # 2·log2(rounds) + clients
+    tries: list[Try] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.clients:
+            known = ", ".join(f"{node} (since round {number})" for node, number in self.unusual.items())
+            return (
+                f"No set of clients was found whose removal after round {self.good} restores the {self.metric} of "
+                f"round {self.bad} ({self.recorded:.4g}): the cause may lie in the server or in the settings. "
+                f"Who behaves otherwise than before: {known or 'nobody'}."
+            )
+        them = "them" if len(self.clients) > 1 else "it"
+        return (
+            f"Since round {self.round}: {', '.join(self.clients)}. Without {them} the {self.metric} of round "
+            f"{self.bad} is {self.restored:.4g}, recorded {self.recorded:.4g} ({self.reruns} re-runs)."
+        )
+
+
+def bisect(
+    player: Player,
+    good: int,
+    bad: int,
+    *,
+    metric: str | None = None,
+    until: Condition | None = None,
+    suspects: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Culprit:
+    """The culprits of what went wrong after round `good`, seen in round `bad`.
+
+    `metric`: «loss» or «accuracy»; by default both count, and the one that became worse is shown. `until`: what holds
+    in the bad round where all is well, such as parse("accuracy >= 0.8"); by default a set of clients is enough if
+    without it almost all is won back that can be. `suspects`: whom findings name; `progress` hears of each try.
+    """
+    tape, _ = player.tape, player.experiment  # a plain loop has none, and says so
+    _check(player, good, bad, metric)
+    check_restores(tape, good + 1, bad)
+    judged = METRICS if metric is None else (metric,)
+    metric = _worse(player, good, bad) if metric is None else metric
+    began = time.perf_counter()
+    search = _Search(player, good, bad, metric, judged, until, progress)
+    found = gather(player, _from(player, good), good, bad, lambda number: progress(f"recorded round {number}"))
+    search.count("the recorded rounds, as they were")
+    culprit, order = search.culprit, _ordered(found, suspects)
+    culprit.unusual = {node: number for node, gain in order if gain >= CLEAR and (number := found.onset(node)[0])}
+    clients = search.smallest(order, [node for node in found.nodes if found.harm(node) > 0])
+    if clients:
+        culprit.clients = tuple(sorted(clients, key=found.nodes.index))
+        culprit.restored = search.shown(culprit.clients)
+        culprit.round = search.first(culprit.clients, found)
+    culprit.seconds = time.perf_counter() - began
+    return culprit
+
+
+class _Search:
+    def __init__(
+        self,
+        player: Player,
+        good: int,
+        bad: int,
+        metric: str,
+        judged: Sequence[str],
+        until: Condition | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._player, self._good, self._bad, self._metric = player, good, bad, metric
+        self._judged, self._until, self._progress = judged, until, progress
+        self._begins: dict[int, tuple[Server, dict[str, Tensor]]] = {}  # and the clients' optimisers, where they last
+        self._known: dict[tuple[frozenset[str], int], Metrics] = {}
+        recorded = {number: _finite(player.tape.entry(number).metrics) for number in player.tape.rounds}
+        at_bad = recorded[bad].get(metric, math.nan)
+        self._recorded = recorded
+        self._last = [number for number in recorded if max(good, bad - LAST) < number <= bad and recorded[number]]
+        self._worst = self.levels(())
+        marks = {name: [_level(recorded[r], name) for r in (good, bad)] for name in METRICS}
+        self._least = {
+            name: after + BACK * (before - after) for name, (before, after) in marks.items() if before > after + LEAST
+        }
+        self.culprit = Culprit(player.tape.setting.run, good, bad, metric, self._criterion(), at_bad)
+        self.culprit.allowed = 2 * math.log2(max(2, bad - good)) + player.experiment.clients
+
+    def _criterion(self) -> str:
+        if self._until is not None:
+            return f"«{self._until}» holds in round {self._bad}"
+        fallen = " and ".join(self._least)
+        back = f", and {BACK:.0%} of the way back to the {fallen} of round {self._good}" if fallen else ""
+        return (
+            f"at least {1 - SHARE:.0%} of what leaving out clients can win back of {' and '.join(self._judged)} in the "
+            f"last rounds up to {self._bad}{back}"
+        )
+
+    # -- re-runs ------------------------------------------------------------------------------------------------------
+
+    def count(self, what: str) -> None:
+        self.culprit.reruns += 1
+        self._progress(f"re-run {self.culprit.reruns}: {what}")
+
+    def run(self, without: Sequence[str], first: int | None = None) -> Metrics:
+        """The metrics by round, up to the bad one; each distinct re-run once."""
+        first = self._good + 1 if first is None else first
+        key = frozenset(without), first
+        if key not in self._known:
+            self._known[key] = self._rerun(tuple(without), first)
+            value = self._known[key].get(self._bad, {}).get(self._metric, math.nan)
+            self.culprit.tries.append(Try(tuple(without), first, value))
+            names = ", ".join(without) or "nobody"
+            self.count(f"without {names} from round {first} on: {self._metric} {value:.4g} in round {self._bad}")
+        return self._known[key]
+
+    def _rerun(self, without: tuple[str, ...], first: int) -> Metrics:
+        player = self._player
+        if first not in self._begins:
+            server = player.server(first)
+            kept = {name: tensor.clone() for name, tensor in player.engine().optimizers().items()}
+            self._begins[first] = server, kept
+        server, kept = self._begins[first]
+        player.engine().restore_optimizers({name: tensor.clone() for name, tensor in kept.items()})
+        observer = Steering(player.tape, first, Change(drop=without))
+        federation = Federation(player.site, player.engine(), observer, copied(server))
+        ward, model = Ward(player.experiment, observer), copy.deepcopy(player.site.module)
+        metrics: Metrics = {}
+        for number in range(first, self._bad + 1):
+            with one_thread():
+                one_round(federation, ward, number, model, examined=False)
+            if number in self._last or self._until is not None:
+                losses, hits = player.engine().examine(federation.server.model)
+                metrics[number] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
+        return metrics
+
+    # -- judgement ----------------------------------------------------------------------------------------------------
+
+    def levels(self, without: Sequence[str], first: int | None = None) -> Levels:
+        """Of a path, in the last rounds up to the bad one; before a re-run begins, they are the recorded ones."""
+        path = self._recorded | self.run(without, first) if without else self._recorded
+        return {(number, name): _level(path[number], name) for number in self._last for name in self._judged}
+
+    def shown(self, without: Sequence[str]) -> float:
+        return self.run(without)[self._bad][self._metric]
+
+    def enough(self, without: Sequence[str], best: Levels, first: int | None = None) -> bool:
+        """Something is won back, and in none of the last rounds, by no metric, much less than can be."""
+        if not without:
+            return False
+        if self._until is not None:
+            return self._until.holds(_history(self.run(without, first)), (), self._bad) is not None
+        there = self.run(without, first)[self._bad]
+        if any(_level(there, name) < least for name, least in self._least.items()):
+            return False
+        got = self.levels(without, first)
+        won = max(got[self._bad, name] - self._worst[self._bad, name] for name in self._judged)
+        return won >= LEAST and not self._better(best, got)
+
+    def _better(self, one: Levels, other: Levels) -> bool:
+        """By more than chance, in some round and metric."""
+        return any(one[at] > other[at] + max(SHARE * (one[at] - self._worst[at]), LEAST) for at in one)
+
+    # -- the search ---------------------------------------------------------------------------------------------------
+
+    def smallest(self, order: Sequence[tuple[str, float]], harmful: Sequence[str]) -> list[str]:
+        """`order`: clients, most suspicious first, with how much each stands out."""
+        nodes = [node for node, _ in order]
+        most = max(1, len(nodes) // 2)
+        near = [node for node, gain in order if gain >= max(CLEAR, NEAR * order[0][1])][:most]
+        clients = self._sufficient(nodes, near or nodes[:1])
+        if not clients:
+            return []
+        kept = self._shrunk(clients)
+        others = [node for node, gain in order if gain >= FAINT and node in harmful and node not in clients]
+        return self._grown(kept, others) if self._until is None else kept
+
+    def _sufficient(self, nodes: Sequence[str], clients: Sequence[str]) -> list[str]:
+        """The first guess, or the shortest beginning of the list, by doubling, that is enough."""
+        tried = list(clients)
+        while True:
+            if self.enough(tried, self.levels(tried)):
+                return tried
+            if len(tried) >= len(nodes) - 1:
+                return []
+            tried = list(nodes[: min(len(nodes) - 1, max(2 * len(tried), 2))])
+
+    def _shrunk(self, clients: Sequence[str]) -> list[str]:
+        """Everybody who may come back without harm does, the least suspicious first."""
+        kept, best = list(clients), self.levels(clients)
+        for node in reversed(clients):
+            rest = [one for one in kept if one != node]
+            if rest and self.enough(rest, best):
+                kept, best = rest, _highest(best, self.levels(rest))
+        return kept
+
+    def _grown(self, clients: Sequence[str], others: Sequence[str]) -> list[str]:
+        """Whoever else stands out goes, too, if that wins back more than chance; while there are re-runs left."""
+        kept, left = list(clients), 2 * math.log2(max(2, self._bad - self._good))
+        for node in others:
+            if self.culprit.reruns + left > self.culprit.allowed:
+                break
+            now, more = self.levels(kept), self.levels([*kept, node])
+            if self._better(more, now) and not self._better(now, more):
+                kept.append(node)
+        return kept
+
+    def first(self, clients: Sequence[str], found: Evidence) -> int:
+        """The first round in which they did harm: since when they are others, if leaving them out from there is enough.
+
+        If it is not, they did harm before: the last round from which on it is, by halves.
+        """
+        self.culprit.onsets = {node: number for node in clients if (number := found.onset(node)[0]) is not None}
+        joint, best = found.onset_of_all(clients), self.levels(clients)
+        number = self._good + 1 if joint is None else joint
+        if number == self._good + 1 or self.enough(clients, best, number):
+            return number
+        low, high = self._good + 1, number  # enough from low on, not from high on
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.enough(clients, best, middle) else (low, middle)
+        return low
+
+
+def _check(player: Player, good: int, bad: int, metric: str | None) -> None:
+    for number in (good, bad):
+        player.tape.entry(number)  # an error that says which rounds there are
+    if good >= bad:
+        raise ConfigError(f"The good round comes before the bad one; got good {good} and bad {bad}.")
+    for number in (good, bad):
+        if "loss" not in player.tape.entry(number).metrics:
+            known = [r for r in player.tape.rounds if "loss" in player.tape.entry(r).metrics]
+            raise ConfigError(f"The model of round {number} was not tested. Rounds that were: {spans(known)}.")
+    if metric not in (None, *METRICS):
+        raise ConfigError(f"The metric is one of {', '.join(METRICS)}; got '{metric}'.")
+
+
+def _highest(one: Levels, other: Levels) -> Levels:
+    return {name: max(one[name], other[name]) for name in one}
+
+
+def _level(metrics: Mapping[str, float], name: str) -> float:
+    """The higher, the better."""
+    return -log_loss(metrics.get("loss")) if name == "loss" else metrics.get(name, 0.0)
+
+
+def _worse(player: Player, good: int, bad: int) -> str:
+    """Which metric tells of the trouble: the loss, unless it has fallen while the accuracy has, too."""
+    before, after = (_finite(player.tape.entry(number).metrics) for number in (good, bad))
+    if log_loss(after.get("loss")) > log_loss(before.get("loss")) + LEAST or "accuracy" not in after:
+        return "loss"
+    return "accuracy" if after["accuracy"] < before.get("accuracy", 0.0) - LEAST else "loss"
+
+
+def _from(player: Player, good: int) -> int:
+    """Where the evidence begins: some rounds before the good one, as far as they can be had."""
+    rounds = [r for r in player.tape.rounds if good - BEFORE < r <= good]
+    return next((r for r in rounds if player.tape.nearest(r) is not None), good)
+
+
+def _ordered(found: Evidence, suspects: Sequence[str]) -> list[tuple[str, float]]:
+    """By how much they stand out; who does no harm counts less, and whom findings name counts more."""
+    gains = {}
+    for node in found.nodes:
+        _, gain = found.onset(node)
+        gains[node] = gain * (1.0 if found.harm(node) > 0 else 0.25) * (2.0 if node in suspects else 1.0)
+    return sorted(gains.items(), key=lambda one: -one[1])
+
+
+def _history(metrics: Metrics) -> History:
+    """Of a re-run, for conditions."""
+    store = MemoryStore()
+    store.write([Run("bisect", "bisect", "lab")])
+    store.write(
+        [
+            Metric(Where("bisect", number), float(number), name, value)
+            for number, values in metrics.items()
+            for name, value in values.items()
+        ]
+    )
+    return store.history("bisect")
+
+
+def _finite(metrics: dict[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in metrics.items()}

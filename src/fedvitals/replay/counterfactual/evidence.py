@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who behaved differently in recorded rounds, since when, and whom the model would have been better off without.
+
+Of every client and round: how long its change is, how it points, its loss and its weight, all against the cohort; and
+its harm: how much lower the new model's loss would have been without it in this very round, which is exact and needs no
+training. A client is compared with itself up to the round that is known to be good.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedvitals.lab.federation import Server
+from fedvitals.replay.counterfactual.change import Change
+from fedvitals.replay.counterfactual.reaggregate import Recorded
+from fedvitals.replay.player.player import Player
+from fedvitals.replay.player.reused_updates import Answers, Reused, Steering, copied
+from fedvitals.replay.tape.journal import Entry
+from fedvitals.replay.tape.retention import losses_of
+
+FEATURES = ("length", "direction", "loss", "weight", "harm")
+FLOORS = np.array((0.15, 0.1, 0.15, 0.05, 0.02))  # of a feature's usual spread
+CLIP = 4.0  # spreads: beyond this, more is not more telling
+TOGETHER = 2  # rounds between the beginnings of what may be one trouble
+TRIED = 64  # clients of a round whose harm is computed: those that stand out most
+COLUMNS = 1 << 16  # of the clients' changes at a time
+WORST = math.log(1e6)  # of a loss that is not finite
+Matrix = NDArray[np.float64]
+
+
+@dataclass
+class Evidence:
+    rounds: list[int]
+    nodes: tuple[str, ...]
+    good: int
+    values: Matrix  # [rounds, nodes, features]; NaN where a client took no part
+
+    @functools.cached_property
+    def _deviations(self) -> Matrix:
+        """In spreads, from what a client was up to the good round; [rounds, nodes, features]."""
+        usual = self.values[[place for place, number in enumerate(self.rounds) if number <= self.good]]
+        with np.errstate(all="ignore"), _quiet():
+            middle = np.nanmedian(usual, axis=0)
+            middle = np.where(np.isnan(middle), np.nanmedian(usual, axis=(0, 1)), middle)  # one that was never there
+            middle = np.where(np.isnan(middle), 0.0, middle)
+            spread = 1.5 * np.nanmedian(np.abs(usual - middle), axis=(0, 1))
+        found: Matrix = np.clip((self.values - middle) / np.fmax(FLOORS, np.nan_to_num(spread)), -CLIP, CLIP)
+        return found
+
+    def onset(self, node: str) -> tuple[int | None, float]:
+        """Since when the client is another one than before, and how clearly: half the squares that this explains."""
+        gains = self._gains(node)
+        return self._first(gains), float(gains.max(0, initial=0.0).sum())
+
+    def onset_of_all(self, nodes: Sequence[str]) -> int | None:
+        """Of those that became others first: they are taken together, since what struck them may be one thing."""
+        own = {node: number for node in nodes if (number := self.onset(node)[0]) is not None}
+        early = [node for node, number in own.items() if number <= min(own.values()) + TOGETHER]
+        return self._first(np.sum([self._filled(node) for node in early], axis=0)) if early else None
+
+    def _filled(self, node: str) -> Matrix:
+        """The gains, where a client that was not asked has those of its next round: it may have changed before."""
+        gains, there = self._gains(node), ~np.isnan(self.values[:, self.nodes.index(node), 0])
+        for place in range(len(gains) - 2, -1, -1):
+            if not there[place] and self.rounds[place] > self.good:
+                gains[place] = gains[place + 1]
+        return gains
+
+    def _first(self, gains: Matrix) -> int | None:
+        """The round from which on a change explains most, over all features; of equals the last one."""
+        explained = gains.sum(1)[::-1]
+        return self.rounds[len(explained) - 1 - int(explained.argmax())] if explained.max(initial=0.0) > 0 else None
+
+    def _gains(self, node: str) -> Matrix:
+        """What a change explains that begins in a round, and lasts as long as suits it best: [rounds, features]."""
+        place = self.nodes.index(node)
+        own = np.nan_to_num(self._deviations[:, place])
+        own[:, -1] = np.minimum(own[:, -1], 0)  # who does more good than before is no suspect
+        there = ~np.isnan(self.values[:, place, 0])
+        places = [i for i, number in enumerate(self.rounds) if number > self.good and there[i]]
+        found = np.zeros((len(self.rounds), len(FEATURES)))
+        for i, first in enumerate(places):
+            sums = np.cumsum(own[places[i:]], axis=0)
+            explained = sums**2 / (2 * np.arange(1, len(sums) + 1)[:, None])
+            explained[:-1] -= math.log(len(places) + 1)  # one that ends again has to be worth its end
+            found[first] = np.maximum(explained.max(0), 0.0)
+        return found
+
+    def harm(self, node: str) -> float:
+        """Of the rounds since the good one: how much lower, by its logarithm, the loss would be without the client."""
+        later = [place for place, number in enumerate(self.rounds) if number > self.good]
+        return -float(np.nansum(self.values[later, self.nodes.index(node), -1]))
+
+
+def gather(player: Player, first: int, good: int, bad: int, progress: Callable[[int], None]) -> Evidence:
+    """From the recorded rounds `first` to `bad`; where the tape has no updates any more, they are computed again."""
+    nodes = player.experiment.nodes
+    rows, numbers = [], []
+    for number, before, answers, after in Recorded(player, first, bad, player.server(first)):
+        rows.append(_observed(player, number, before, answers, after))
+        numbers.append(number)
+        progress(number)
+    return Evidence(numbers, nodes, good, np.array(rows).reshape(len(numbers), len(nodes), len(FEATURES)))
+
+
+def _observed(player: Player, number: int, before: Server, answers: Answers, after: Tensor) -> Matrix:
+    nodes, entry = player.experiment.nodes, player.tape.entry(number)
+    found = np.full((len(nodes), len(FEATURES)), np.nan)
+    if not answers or not bool(torch.isfinite(before.model).all()):
+        return found  # from a model that is no model everybody sends the like
+    weights = player.site.layout.weights
+    there = [node for node in nodes if node in answers]
+    changes = torch.stack([(answers[n].state - answers[n].start)[:weights] for n in there])
+    rows = [nodes.index(node) for node in there]
+    found[rows, 0] = _against(_log(torch.linalg.vector_norm(changes, dim=1, dtype=torch.float64).numpy()))
+    found[rows, 1] = _directions(changes)
+    found[rows, 2] = _against(np.array([_loss(entry, node) for node in there]))
+    found[rows, 3] = _against(_log(np.array([float(answers[node].samples) for node in there])))
+    found[rows, 4] = _harms(player, number, before, answers, after, found[rows])
+    return found
+
+
+def _harms(player: Player, number: int, before: Server, answers: Answers, after: Tensor, seen: Matrix) -> Matrix:
+    """log loss without the client − log loss with all; 0 for those of a large cohort who do not stand out."""
+    there = [node for node in player.experiment.nodes if node in answers]
+    harms, whole = np.zeros(len(there)), _value(player, after)
+    if len(there) < 2 or any("restore" in a["arguments"] for a in player.tape.entry(number).notes.get("actions", ())):
+        return harms
+    apart = np.nan_to_num(np.abs(seen[:, :4])).sum(1)
+    for place in sorted(range(len(there)), key=lambda i: -apart[i])[:TRIED]:
+        observer = Steering(player.tape, number, Change(drop=(there[place],)))
+        without = Reused(player.site, player.engine(), observer, copied(before))
+        without.play(number, answers, examined=False)
+        harms[place] = _value(player, without.server.model) - whole
+    return harms
+
+
+def _value(player: Player, model: Tensor) -> float:
+    return log_loss(float(player.engine().examine(model)[0].double().mean()))
+
+
+def log_loss(loss: float | None) -> float:
+    """Bounded, so that two that are not finite can be compared."""
+    if loss is None or not math.isfinite(loss):
+        return WORST
+    return min(WORST, math.log(max(loss, 1e-6)))
+
+
+def _directions(changes: Tensor) -> Matrix:
+    """Cosine of each change with the coordinate-wise median of all, which a few cannot turn."""
+    products, lengths, whole = torch.zeros(len(changes)).double(), torch.zeros(len(changes)).double(), 0.0
+    for part in changes.split(COLUMNS, dim=1):
+        finite = torch.nan_to_num(part, 0.0, 0.0, 0.0).double()
+        middle = finite.median(0).values
+        products += finite @ middle
+        lengths += finite.square().sum(1)
+        whole += float(middle @ middle)
+    found: Matrix = (products / (lengths * whole).sqrt().clamp(min=1e-30)).numpy()
+    return found
+
+
+def _loss(entry: Entry, node: str) -> float:
+    """Of its first local steps, by its logarithm: how the model that it was given suits its data."""
+    came = entry.of(node)
+    losses = losses_of(came) if came is not None else np.empty(0)
+    if not len(losses):
+        return math.nan
+    return log_loss(float(np.mean(losses[: max(1, len(losses) // 3)], dtype=np.float64)))
+
+
+def _quiet() -> warnings.catch_warnings[None]:
+    """A median of nothing is NaN, and meant."""
+    return warnings.catch_warnings(action="ignore", category=RuntimeWarning)
+
+
+def _log(values: Matrix) -> Matrix:
+    with np.errstate(all="ignore"):
+        found: Matrix = np.clip(np.nan_to_num(np.log(values), nan=WORST, posinf=WORST, neginf=-WORST), -WORST, WORST)
+    return found
+
+
+def _against(values: Matrix) -> Matrix:
+    """Minus the cohort's median."""
+    with _quiet():
+        found: Matrix = values - np.nanmedian(values)
+    return found

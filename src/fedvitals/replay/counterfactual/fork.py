@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""«What if», truly: the lab trains again from a recorded round on, with the change, as a new run beside the old one.
+
+What the monitor prescribed at the time holds again, so that a fork without a change is the recorded run, bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.engines.engine import Engine
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.federation import Server
+from fedvitals.lab.run import rounds
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.records import Action, Finding
+from fedvitals.replay.counterfactual.change import Change, check_restores
+from fedvitals.replay.player.player import Player
+from fedvitals.replay.player.reused_updates import Steering, groups_of
+from fedvitals.replay.tape.tape import Tape
+from fedvitals.store import open_reader
+from fedvitals.store.read import queries
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a run's detectors said of a round or later: an issue, and of whom."""
+
+    issue: str
+    node: str | None
+    first: int | None
+
+
+@dataclass
+class Fork:
+    run: str  # the new one
+    parent: str
+    at: int
+    change: str
+    recorded: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics of the parent, by round
+    forked: dict[int, dict[str, float]] = field(default_factory=dict)
+    gone: list[Found] = field(default_factory=list)  # findings that only the parent has
+    new: list[Found] = field(default_factory=list)  # and only the fork
+    both: list[Found] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def differences(self, metric: str = "accuracy") -> dict[int, float]:
+        """By round: how much higher the metric is in the fork."""
+        there = [r for r in self.forked if metric in self.forked[r] and metric in self.recorded.get(r, {})]
+        return {r: self.forked[r][metric] - self.recorded[r][metric] for r in there}
+
+
+def fork(
+    player: Player,
+    at: int,
+    change: Change,
+    *,
+    store: str | Path,
+    until: int | None = None,
+    name: str | None = None,
+    progress: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
+) -> Fork:
+    """Run again from the beginning of round `at` on, with a change. `until`: the last round, by default the run's own.
+
+    `progress` hears of every round and its metrics.
+    """
+    tape, told = player.tape, player.tape.setting
+    tape.entry(at)
+    last = player.experiment.rounds - 1 if until is None else until
+    if not at <= last < player.experiment.rounds:
+        raise ConfigError(f"A fork at round {at} ends in round {at} to {player.experiment.rounds - 1}; got {last}.")
+    change.check(player.experiment, groups_of(tape, at))
+    check_restores(tape, at, last)
+    experiment = change.experiment(player.described)
+    began, server = time.perf_counter(), player.server(at)
+    kept = {key: tensor.clone() for key, tensor in player.engine().optimizers().items()}
+
+    def engine(site: Site) -> Engine:
+        where = (str(told.told.get("device", "cpu")), str(told.told.get("precision", "float32")))
+        made = Engine(site, str(told.told["engine"]), player.workers, *where)
+        made.restore_optimizers(kept)
+        return made
+
+    done: dict[int, dict[str, float]] = {}
+    start: tuple[int, Server] | None = None if at == 0 and change.no_faults else (at, server)
+    with _monitor(player, at, change, store, name) as monitor:
+        going = rounds(experiment, monitor, engine=engine, data=player.data, start=start)
+        with contextlib.closing(going):  # type: ignore[type-var]
+            for result in going:
+                one = result.rounds[-1]
+                done[one.number] = one.metrics
+                progress(one.number, one.metrics)
+                if one.number >= last:
+                    break
+    found = Fork(monitor.run.id, told.run, at, change.text, forked=done)
+    found.recorded = {number: _recorded(player, number) for number in done if number in tape.rounds}
+    _compare_findings(found, store, last)
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+class Forking(Monitor):
+    """A monitor that also prescribes what was in force at the time, and the change."""
+
+    steering: Steering
+
+    def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002 - the domain's word
+        return [*super().prescribed(round), *self.steering.prescribed(round)]
+
+    def updates(self, round: int, updates: Mapping[str, Any]) -> Sequence[Action]:  # noqa: A002
+        return [*super().updates(round, updates), *self.steering.updates(round, updates)]
+
+    def refused(self, action: Action, why: str) -> None:
+        self.steering.refused(action, why)
+
+
+def _monitor(player: Player, at: int, change: Change, store: str | Path, name: str | None) -> Forking:
+    """Watching as the parent was watched, and taped as it was."""
+    told, experiment = player.tape.setting, player.described
+    parent = _config_of(store, told.run)
+    ours = parent.get("fedvitals", {})
+    config = {"parent": told.run, "forked_at": at, "change": change.text}
+    with contextlib.suppress(ConfigError):  # objects of the user's own
+        config["experiment"] = msgspec.structs.replace(change.experiment(experiment), faults=()).to_toml()
+    kept = {key: told.kept[key] for key in ("every", "updates", "budget", "durable") if key in told.kept}
+    preset = ours.get("probes")
+    monitor = Forking(
+        store,
+        run=name or f"{told.name} (fork)",
+        probes=preset if preset in ("light", "standard", "deep") else "standard",
+        privacy=ours.get("privacy"),
+        host="lab",
+        seed=experiment.seed,
+        topology=type(experiment.topology).__name__.lower(),
+        config=config,
+        tape=Tape(**kept),
+    )
+    monitor.steering = Steering(player.tape, at, change)
+    return monitor
+
+
+def _config_of(store: str | Path, run: str) -> Mapping[str, Any]:
+    """Of the parent; nothing, where it lies in another store."""
+    with contextlib.suppress(ConfigError), open_reader(store) as reader:
+        return queries.get_run(reader, run).config
+    return {}
+
+
+def _recorded(player: Player, number: int) -> dict[str, float]:
+    found = player.tape.entry(number).metrics
+    return {name: float("nan") if value is None else value for name, value in found.items()}
+
+
+def _compare_findings(found: Fork, store: str | Path, last: int) -> None:
+    with open_reader(store) as reader:
+        parent = _findings(queries.records(reader, found.parent, Finding), found.at, last)
+        child = _findings(queries.records(reader, found.run, Finding), found.at, last)
+    found.gone = [one for key, one in parent.items() if key not in child]
+    found.new = [one for key, one in child.items() if key not in parent]
+    found.both = [one for key, one in child.items() if key in parent]
+
+
+def _findings(told: Sequence[Finding], first: int, last: int) -> dict[tuple[str, str | None], Found]:
+    """Each trouble once, from the round of the fork on."""
+    kept: dict[tuple[str, str | None], Found] = {}
+    for finding in told:
+        number = finding.where.round
+        if number is None or first <= number <= last:
+            key = finding.issue, finding.where.node or finding.where.group
+            kept.setdefault(key, Found(finding.issue, key[1], number))
+    return kept

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a person wants to stop, and what they want to be told of: numbered, as in other debuggers."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fedvitals.errors import ConfigError
+from fedvitals.protocols import History
+from fedvitals.records import Finding
+from fedvitals.replay.debugger.cached_history import Remembered
+from fedvitals.replay.debugger.conditions import Condition, parse, parse_quantity
+from fedvitals.replay.debugger.quantities import Quantity
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A breakpoint, which stops, or a watchpoint, which only tells."""
+
+    number: int
+    what: Condition | Quantity
+    stops: bool
+    hits: int = 0
+
+    def __str__(self) -> str:
+        times = f", hit {self.hits} time{'s' * (self.hits != 1)}" if self.hits else ""
+        return f"{self.number}: {'break' if self.stops else 'watch'} {self.what}{times}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A breakpoint's condition held in a round, or what a watchpoint looks at has changed; 0: a person asked for it."""
+
+    number: int
+    round: int
+    text: str
+    said: str  # what was seen, with numbers
+    stops: bool = True
+
+    def __str__(self) -> str:
+        if not self.number:
+            return f"Round {self.round}: {self.said}"
+        return f"{'Breakpoint' if self.stops else 'Watchpoint'} {self.number}, round {self.round}: {self.said}"
+
+
+Hits = list[Hit]
+
+
+class Breakpoints:
+    """Those of one session."""
+
+    def __init__(self, *texts: str) -> None:
+        self._points: dict[int, Point] = {}
+        self._next = 1
+        self._lock = threading.Lock()  # a live run is looked at from another thread
+        for text in texts:
+            self.add(text)
+
+    def add(self, text: str, history: History | None = None) -> int:
+        """Stop where this holds; its number. With the history of a run that has ended, names are checked against it."""
+        condition = parse(text)
+        if history is not None:
+            condition.check(history)
+        return self._put(condition, stops=True)
+
+    def watch(self, text: str, history: History | None = None) -> int:
+        """Tell when a number («accuracy», «update.norm of c7») changes, or when a condition begins or ends to hold."""
+        what: Condition | Quantity
+        try:
+            what = parse_quantity(text)
+        except ConfigError as no_number:
+            try:
+                what = parse(text)
+            except ConfigError:
+                raise no_number from None
+        if history is not None:
+            what.check(history)
+        return self._put(what, stops=False)
+
+    def remove(self, number: int) -> None:
+        with self._lock:
+            if self._points.pop(number, None) is None:
+                known = ", ".join(map(str, self._points)) or "none"
+                raise ConfigError(f"There is no breakpoint or watchpoint {number}. There are: {known}.")
+
+    def clear(self) -> None:
+        with self._lock:
+            self._points.clear()
+
+    def list(self) -> tuple[Point, ...]:
+        with self._lock:
+            return tuple(self._points.values())
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.list())
+
+    def __len__(self) -> int:
+        return len(self.list())
+
+    def check(
+        self,
+        history: History,
+        findings: Sequence[Finding],
+        round: int,  # noqa: A002 - the domain's word
+        *,
+        but: Collection[int] = (),
+    ) -> Hits:
+        """What is to be said of this round, in the order of the numbers; `but`: of these, it was said already."""
+        found = (_hit(point, history, findings, round) for point in self.list() if point.number not in but)
+        hits = [hit for hit in found if hit is not None]
+        with self._lock:
+            for hit in hits:
+                if hit.number in self._points:
+                    point = self._points[hit.number]
+                    self._points[hit.number] = replace(point, hits=point.hits + 1)
+        return hits
+
+    def first(self, history: History, findings: Sequence[Finding], rounds: Iterable[int]) -> Hit | None:
+        """The first breakpoint that is hit in any of these rounds of a run that has ended, in their order."""
+        known, by_round = Remembered(history), dict[int | None, list[Finding]]()
+        for finding in findings:
+            by_round.setdefault(finding.where.round, []).append(finding)
+        stopping = [point for point in self.list() if point.stops]
+        for number in rounds:
+            for point in stopping:
+                hit = _hit(point, known, by_round.get(number, ()), number)
+                if hit is not None:
+                    return hit
+        return None
+
+    def _put(self, what: Condition | Quantity, *, stops: bool) -> int:
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._points[number] = Point(number, what, stops)
+        return number
+
+
+def _hit(point: Point, history: History, findings: Sequence[Finding], round_: int) -> Hit | None:
+    if point.stops and isinstance(point.what, Condition):
+        said = point.what.holds(history, findings, round_)
+    elif isinstance(point.what, Condition):
+        said = _turned(point.what, history, findings, round_)
+    else:
+        said = _changed(point.what, history, round_)
+    return None if said is None else Hit(point.number, round_, str(point.what), said, point.stops)
+
+
+def _turned(condition: Condition, history: History, findings: Sequence[Finding], round_: int) -> str | None:
+    """Whether it holds and did not in the round before, or the other way round."""
+    before = max((r for r in history.rounds() if r < round_), default=None)
+    now = condition.holds(history, findings, round_)
+    was = None if before is None else condition.holds(history, findings, before)
+    if (now is None) == (was is None):
+        return None
+    return now if now is not None else f"no longer: {condition}"
+
+
+def _changed(quantity: Quantity, history: History, round_: int) -> str | None:
+    told = []
+    for reading in quantity.readings(history, round_):
+        past = reading.past()
+        if not past:
+            told.append(f"{reading.label} is {reading.value:.6g}")
+        elif not _same(past[-1][1], reading.value):
+            told.append(f"{reading.label} is {reading.value:.6g}, was {past[-1][1]:.6g} in round {past[-1][0]}")
+    return "; ".join(told) or None
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

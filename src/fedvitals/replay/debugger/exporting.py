@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on the screen, or a whole state, into a file for other programs: .safetensors, .csv, .json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+
+from fedvitals.errors import ConfigError
+from fedvitals.replay.debugger.printing import matching, printed, wanted
+from fedvitals.replay.tape.digests import Tensors
+
+if TYPE_CHECKING:
+    from fedvitals.replay.debugger.session import Session
+
+TENSORS, TABLES = (".safetensors",), (".csv", ".json")
+
+
+def write(session: Session, path: Path, words: Sequence[str]) -> Path:
+    if path.suffix not in (*TENSORS, *TABLES):
+        known = ", ".join((*TENSORS, *TABLES))
+        raise ConfigError(f"A file to export to ends in one of {known}; got '{path.name}'.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"There is no folder '{path.parent}' to write {path.name} into.")
+    try:
+        if path.suffix in TENSORS:
+            path.write_bytes(safetensors.torch.save(_tensors(session, list(words) or ["state"])))
+        else:
+            path.write_text(_text(session, words, path.suffix), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {error}") from error
+    return path
+
+
+def _text(session: Session, words: Sequence[str], suffix: str) -> str:
+    one = printed(session, words) if words and words != ["table"] else session.last
+    if one is None:
+        raise ConfigError("Nothing has been shown yet. Say what:  export update c7 update.csv.")
+    if suffix == ".csv":
+        return one.as_csv()
+    return json.dumps(_plain(one.as_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
+    """By name: all of them, or a layer's."""
+    asked = wanted(session, words[1:], free=False)
+    found = _found(session, words[0], asked.node)
+    names = found if asked.layer is None else matching(asked.layer, found)
+    if not names:
+        raise ConfigError(f"There is nothing of '{asked.layer}' here. There is: {', '.join(found)}.")
+    # safetensors refuses tensors that share memory, and such as have holes
+    return {name.strip("/"): found[name].detach().cpu().contiguous().clone() for name in names}
+
+
+def _found(session: Session, noun: str, node: str | None) -> Tensors:
+    """All parts of a state, each under its own name; else the tensors of a model, an update, a gradient."""
+    if noun == "state":
+        parts = session.material.state(session.round)
+        return {f"{part}/{name}": t for part, held in parts.items() for name, t in held.items()}
+    if noun == "weight" and node is None:
+        return session.material.model(session.round)
+    if node is None:
+        raise ConfigError(f"Whose {noun}? Name a client:  export {noun} c7 FILE.safetensors.")
+    if noun == "update":
+        found = session.material.update(session.round, node)
+    elif noun in ("weight", "gradient"):
+        one = session.at(node)
+        found = dict((one.weights if noun == "weight" else one.gradients) or {})
+    else:
+        raise ConfigError(f"A {noun} is no tensor. To .safetensors go: state, weight, update, gradient.")
+    if found is None:
+        raise ConfigError(f"Nothing of use came from {node} in round {session.round}.")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+    return value

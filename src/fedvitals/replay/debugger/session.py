@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A debugger for federations: a place in a recorded run, and everything that can be asked and done from there.
+
+    with fv.open_replay("digits") as r:
+        r.goto(12)
+        r.into("c7")
+        r.step(3)
+        print(r.show("gradient conv1"))
+
+A place is a round; inside it, maybe, a client; and in a client, one of its local steps. The state of a round is the one
+at its beginning. What the tape does not have is run again when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from fedvitals.diagnosis.cases import cases
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.protocols import History, Replayable
+from fedvitals.records import Finding, Run
+from fedvitals.replay.debugger import differences, overview, shown
+from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
+from fedvitals.replay.debugger.cached_history import Remembered
+from fedvitals.replay.debugger.conditions import Condition, parse
+from fedvitals.replay.debugger.exporting import write
+from fedvitals.replay.debugger.printing import printed
+from fedvitals.replay.debugger.running import Running
+from fedvitals.replay.debugger.shown import Shown
+from fedvitals.replay.player import proof
+from fedvitals.replay.player.loops import LoopPlayer, loop_player
+from fedvitals.replay.player.player import Player
+from fedvitals.replay.player.states import Material, Progress
+from fedvitals.replay.player.trace import Step
+from fedvitals.replay.tape.journal import spans
+from fedvitals.replay.tape.reader import TapeReader, open_tape
+from fedvitals.store import Reader, Target, open_reader, store_target
+from fedvitals.store.read import queries
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.replay.counterfactual.bisect import Culprit
+    from fedvitals.replay.counterfactual.fork import Fork
+    from fedvitals.replay.counterfactual.reaggregate import WhatIf
+
+
+def open_replay(
+    run: str,
+    store: Target = None,
+    *,
+    experiment: Experiment | None = None,
+    data: str | Path | None = None,
+    workers: int | None = 1,
+    loop: Replayable | str | None = None,
+) -> Session:
+    """A session on a run's tape: closed by leaving its `with`.
+
+    `run`: an id, the beginning of one, or a name (its newest run). `experiment`: needed again where parts of it are
+    objects of the user's own. `data`: the folder of its data set, if it lies elsewhere now. `loop`: of a
+    plain loop's run, what has `restore` and `train` (see `replay.player.loops`), or its name, "module:name".
+    """
+    reader = open_reader(store)
+    try:
+        chosen = queries.find_run(reader, run)
+        tape = open_tape(store, chosen)
+        described = queries.get_run(reader, chosen)
+    except BaseException:
+        reader.close()
+        raise
+
+    def make() -> Player | LoopPlayer:
+        if loop is not None:
+            return loop_player(tape, loop)
+        if tape.setting.host != "lab":
+            raise ConfigError(overview.how_again(tape))
+        return Player(tape, experiment=experiment, data=data, workers=workers)
+
+    return Session(described, tape, reader, make, store)
+
+
+class Session:
+    """`round`, `node` and `step` are where it is. `progress` hears of each round that is run again."""
+
+    def __init__(
+        self,
+        run: Run,
+        tape: TapeReader,
+        reader: Reader,
+        player: Callable[[], Player | LoopPlayer],
+        store: Target = None,
+    ) -> None:
+        if not tape.rounds:
+            raise ConfigError(f"The tape of '{run.name}' has no finished round yet: there is nothing to replay.")
+        self.run, self.tape, self.store, self._reader = run, tape, store, reader
+        self.progress: Progress = lambda *_: None
+        self.material = Material(tape, player, self._told_of)
+        self.breakpoints, self.running = Breakpoints(), Running(self)
+        self.round: int = tape.rounds[0]
+        self.node: str | None = None
+        self.step_number = 0
+        self.last: Shown | None = None  # what was shown last
+        self.told: list[Hit] = []  # by watchpoints, when it last ran on
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.running.close()
+        self.material.close()
+        self._reader.close()
+
+    def _told_of(self, number: int, first: int, last: int) -> None:
+        self.progress(number, first, last)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def player(self) -> Any:
+        return self.material.player
+
+    @property
+    def history(self) -> History:
+        return self._reader.history(self.run.id)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return self.tape.setting.layers
+
+    @property
+    def nodes(self) -> list[str]:
+        """All clients of the run, as far as the tape knows them."""
+        told = self.tape.setting.told.get("nodes")
+        here = [came.node for came in self.tape.entry(self.round).came]
+        return list(dict.fromkeys([*(told or ()), *here]))
+
+    def described(self) -> Run:
+        """The run as it is now: it may end meanwhile."""
+        self.run = queries.get_run(self._reader, self.run.id)
+        return self.run
+
+    def metric_names(self) -> list[str]:
+        return queries.metric_names(self._reader, self.run.id)
+
+    def found(self, number: int | None = None) -> list[Finding]:
+        """What the detectors said, up to a round."""
+        all_of_it = queries.records(self._reader, self.run.id, Finding)
+        return [f for f in all_of_it if number is None or (f.where.round is not None and f.where.round <= number)]
+
+    def suspects(self, number: int) -> list[str]:
+        """Whom the findings up to a round name."""
+        found = self.found(number)
+        named = [f.where.node for f in found] + [one.node for f in found for one in f.suspects]
+        return [node for node in dict.fromkeys(named) if node in self.nodes]
+
+    def overview(self) -> Shown:
+        """What can be replayed, and how."""
+        return self.kept(overview.of_run(self.described(), self.tape, self.found()))
+
+    def rounds(self) -> Shown:
+        """The rounds on the tape."""
+        return self.kept(overview.of_rounds(self.tape, self.found(), self.round))
+
+    def clients(self) -> Shown:
+        """Who took part in this round."""
+        return self.kept(overview.of_clients(self.tape, self.history, self.round))
+
+    def findings(self) -> Shown:
+        """What had been found by the end of this round, worst first."""
+        attended = queries.attendance(self._reader, self.run.id, {f.where.node for f in self.found(self.round)})
+        attended = {who: [number for number in rounds if number <= self.round] for who, rounds in attended.items()}
+        rows = [
+            (case.severity, case.issue, case.place, case.course, case.newest.message)
+            for case in cases(self.found(self.round), attended)
+        ]
+        columns = ("severity", "issue", "where", "since", "what")
+        return self.kept(shown.table(f"findings up to round {self.round}", columns, rows))
+
+    def how(self, number: int) -> str:
+        """How the state of a round is had."""
+        if self.tape.has_state(number):
+            return "Read from the tape."
+        since = self.tape.nearest(number)
+        if since == number:  # of a run that goes on, it may have come just now
+            return "Read from the tape."
+        return "Digests only." if since is None else f"Run again from round {since}."
+
+    # -- where it is --------------------------------------------------------------------------------------------------
+
+    def where(self) -> Shown:
+        """Where the session is, and what is there."""
+        return self.kept(overview.of_place(self))
+
+    def goto(self, number: int) -> Shown:
+        if number not in self.tape.rounds:
+            raise ConfigError(f"Round {number} is not on the tape. It has: {spans(self.tape.rounds)}.")
+        self.round, self.node, self.step_number = number, None, 0
+        return self.where()
+
+    def next(self) -> Shown:
+        """To the next round; of a run that is held, the one that it does now."""
+        return self._beside(1)
+
+    def back(self) -> Shown:
+        """To the round before."""
+        return self._beside(-1)
+
+    def _beside(self, by: int) -> Shown:
+        others = [n for n in self.tape.rounds if (n > self.round if by > 0 else n < self.round)]
+        if not others and by > 0 and self.running.held is not None:
+            self.running.one_more()
+            others = [n for n in self.tape.rounds if n > self.round]
+        if not others:
+            raise ConfigError(f"Round {self.round} is the {'last' if by > 0 else 'first'} one on the tape.")
+        return self.goto(others[0] if by > 0 else others[-1])
+
+    def into(self, node: str) -> Shown:
+        """Into a client's local training of this round: it is run again, and watched."""
+        if node not in self.nodes:
+            raise ConfigError(unknown("client", node, self.nodes))
+        self.material.trace(self.round, node)
+        self.node, self.step_number = node, 0
+        return self.where()
+
+    def step(self, count: int = 1) -> Shown:
+        """Forward in a client's local training, or back where `count` is negative; it stops at the ends."""
+        if self.node is None:
+            raise ConfigError("Steps are a client's: go into one first (into c7).  next  goes to the next round.")
+        last = len(self.material.trace(self.round, self.node).steps) - 1
+        wanted = self.step_number + count
+        self.step_number = max(0, min(last, wanted))
+        told = self.where()
+        if wanted > last:
+            text = f"{told.text}\n  That was its last step: it has sent its update (print update; out)."
+            return self.kept(shown.said(told.title, text, told.note))
+        return told
+
+    def out(self) -> Shown:
+        """Out of a client, back to its round."""
+        if self.node is None:
+            raise ConfigError(f"The session is in no client, but at round {self.round}.")
+        self.node, self.step_number = None, 0
+        return self.where()
+
+    def step_of(self, node: str) -> int:
+        return self.step_number if node == self.node else 0
+
+    def at(self, node: str) -> Step:
+        """The client's step that the session is at, with its tensors; of a client that it is not in, the first."""
+        number = self.step_of(node)
+        found = self.material.trace(self.round, node, number)
+        if not found.steps:
+            raise ConfigError(f"{node} took no step in round {self.round}: {found.error or 'it was asked for none'}.")
+        return found.steps[number]
+
+    def exactness(self, node: str) -> str:
+        """Whether a client's steps, as they are shown, are what happened."""
+        exact = self.material.trace(self.round, node, self.step_of(node)).exact
+        if exact is None:
+            return ""
+        return "Bit for bit as recorded." if exact else "Run again, it sent other bits than recorded: see  verify."
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def show(self, *what: str) -> Shown:
+        """One of gradient, weight, update, loss, metric, batch, state; of a layer, client or metric: "update c7"."""
+        return self.kept(printed(self, " ".join(what).split()))
+
+    def diff(self, one: str | int, other: str | int) -> Shown:
+        """Of two clients, of a client and its «cohort», or of the models at the beginnings of two rounds."""
+        if isinstance(one, int) and isinstance(other, int):
+            return self.kept(differences.of_rounds(self, one, other))
+        for name in (one, other):
+            if name != differences.COHORT and name not in self.nodes:
+                raise ConfigError(unknown("client", str(name), [*self.nodes, differences.COHORT]))
+        return self.kept(differences.of_clients(self, str(one), str(other)))
+
+    def export(self, path: str | Path, *what: str) -> Path:
+        """To .safetensors (a state, update, gradient), .csv or .json (what is named; else what was shown last)."""
+        return write(self, Path(path), " ".join(what).split())
+
+    def kept(self, one: Shown) -> Shown:
+        """As what was shown last."""
+        self.last = one
+        return one
+
+    # -- stopping -----------------------------------------------------------------------------------------------------
+
+    def break_(self, text: str) -> int:
+        """A condition at which `run_until` stops; its number."""
+        return self.breakpoints.add(text, self._checked())
+
+    def watch(self, text: str) -> int:
+        """A value of which `run_until` tells whenever it changes; its number."""
+        return self.breakpoints.watch(text, self._checked())
+
+    def _checked(self) -> History | None:
+        """What names are held against: of a run that goes on, they may come yet."""
+        return None if self.running.goes_on else self.history
+
+    def run_until(self, text: str | None = None, *, timeout: float | None = None) -> Hit | None:
+        """Forward to the first round in which a condition holds, or a breakpoint is hit; None: to the last round.
+
+        Of a run that is still running, forward leads on: it is let go, and held where it is hit (on Flower it is only
+        told). `timeout`: for how many seconds. What watchpoints saw on the way is in `told`.
+        """
+        wanted = None if text is None else parse(text)
+        goes_on = self.running.goes_on
+        if wanted is None and not len(self.breakpoints):
+            raise ConfigError("There is no breakpoint yet:  run until accuracy drops by 3 points, or  break any NaN.")
+        if wanted is not None and not goes_on:
+            wanted.check(self.history)
+        if goes_on:
+            self.running.attach()  # before the tape is read: no round is missed between the two
+        ahead = [number for number in self.tape.rounds if number > self.round]
+        if not ahead and not goes_on:
+            first = self.tape.rounds[0]
+            raise ConfigError(f"Round {self.round} is the last one on the tape: go back first (goto {first}).")
+        self.told = []
+        hit = self._first(wanted, ahead)
+        if hit is None and goes_on:
+            hit = self._on(text, timeout)
+        known = self.tape.rounds
+        self.goto(hit.round if hit is not None and hit.round in known else known[-1])
+        return hit
+
+    def _on(self, text: str | None, timeout: float | None) -> Hit | None:
+        number = None if text is None else self.breakpoints.add(text)
+        try:
+            hit = self.running.until_hit(timeout)
+            return replace(hit, number=0) if hit is not None and hit.number == number else hit
+        finally:
+            if number is not None:
+                self.breakpoints.remove(number)
+
+    def _first(self, wanted: Condition | None, rounds: list[int]) -> Hit | None:
+        known, findings = Remembered(self.history), self.found()
+        for number in rounds:
+            hits = self.breakpoints.check(known, findings, number)
+            self.told += [hit for hit in hits if not hit.stops]
+            seen = None if wanted is None else wanted.holds(known, findings, number)
+            if seen is not None:
+                return Hit(0, number, str(wanted), seen)
+            stopping = [hit for hit in hits if hit.stops]
+            if stopping:
+                return stopping[0]
+        return None
+
+    def pause(self, *, timeout: float | None = None) -> Shown:
+        """Hold a run that is still running after the round that it is in, and go there."""
+        hit = self.running.pause(timeout)
+        known = self.tape.rounds
+        return self.goto(hit.round if hit is not None and hit.round in known else known[-1])
+
+    # -- doing --------------------------------------------------------------------------------------------------------
+
+    def verify(self, first: int | None = None, last: int | None = None, *, node: str | None = None) -> proof.Proof:
+        """Run rounds again and compare all digests."""
+        numbers = [n for n in self.tape.rounds if (first is None or n >= first) and (last is None or n <= last)]
+        if first is not None and last is not None and first > last:
+            raise ConfigError(f"The last round, {last}, lies before the first, {first}.")
+        if node is not None and numbers:  # else nothing would be compared, and nothing would differ
+            asked = {came.node for number in numbers for came in self.tape.entry(number).came}
+            if node not in asked:
+                raise ConfigError(f"{unknown('client', node, asked)} These took part in rounds {spans(numbers)}.")
+        ends = (numbers[0], numbers[-1]) if numbers else (self.round, self.round)
+        return proof.verify(self.player, first, last, node=node, progress=lambda number: self.progress(number, *ends))
+
+    def whatif(
+        self, text: str | None = None, *, first: int | None = None, last: int | None = None, **change: Any
+    ) -> WhatIf:
+        """Aggregate recorded updates again with a change, from this round to the last: no client trains.
+
+        In words ("drop c7"), or as `whatif(drop=("c7",), clip=1.5)`.
+        """
+        from fedvitals.replay.counterfactual.change import change_of  # noqa: PLC0415 - what a session seldom needs
+        from fedvitals.replay.counterfactual.reaggregate import reaggregate  # noqa: PLC0415
+
+        ends = self.round if first is None else first, self.tape.rounds[-1] if last is None else last
+        return reaggregate(
+            self.player, *ends, change_of(text, **change), progress=lambda number: self.progress(number, *ends)
+        )
+
+    def fork(
+        self, text: str | None = None, *, until: int | None = None, name: str | None = None, **change: Any
+    ) -> Fork:
+        """Truly run on from this round with a change, as a new run in the store."""
+        from fedvitals.replay.counterfactual.change import change_of  # noqa: PLC0415
+        from fedvitals.replay.counterfactual.fork import fork  # noqa: PLC0415
+
+        last = self.tape.rounds[-1] if until is None else until
+        return fork(
+            self.player,
+            self.round,
+            change_of(text, **change),
+            store=store_target(self.store),
+            until=until,
+            name=name,
+            progress=lambda number, _: self.progress(number, self.round, last),
+        )
+
+    def bisect(self, good: int, bad: int, until: str | None = None) -> Culprit:
+        """The first bad round between two, and the smallest set of clients whose removal restores the good path."""
+        from fedvitals.replay.counterfactual.bisect import bisect  # noqa: PLC0415
+
+        condition = None if until is None else parse(until)
+        return bisect(self.player, good, bad, until=condition, suspects=self.suspects(bad))

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One client's local training of one round, step by step: the round is run again in this process, and watched.
+
+The engine is the one that was recorded, and the client's update is compared with the tape's digest: `exact` says
+whether what is shown is, to the last bit, what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.federation import Server
+from fedvitals.protocols import Message, NullObserver, Stack, WorkerObserver
+from fedvitals.replay.player.player import Playback, Player
+from fedvitals.replay.tape.digests import Tensors, mark_of
+from fedvitals.replay.tape.reader import TapeReader
+
+MEMORY = 512 << 20  # bytes of weights and gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`weights`: before it. `gradients`: what the optimiser is given, clipped and spoiled as they may be.
+
+    Both are None where they were not kept. `rows`: which of the client's own samples make up the batch.
+    """
+
+    number: int
+    loss: float | None
+    weights: Tensors | None
+    gradients: Tensors | None
+    rows: Tensor
+
+
+@dataclass
+class Trace:
+    node: str
+    round: int
+    steps: list[Step] = field(default_factory=list)
+    start: Tensors | None = None  # the model as it was handed out
+    message: Message | None = None  # what arrived in the end
+    exact: bool | None = None  # whether that has the recorded bits; None: there is nothing to compare with
+    samples: tuple[Tensor, Tensor] | None = None  # the client's own, as it trained on them in this round
+
+    @property
+    def kept(self) -> range:
+        """The steps whose tensors are here."""
+        numbers = [step.number for step in self.steps if step.weights is not None]
+        return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+    @property
+    def error(self) -> str | None:
+        return None if self.message is None else self.message.error
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of a step."""
+        assert self.samples is not None  # noqa: S101 - `trace` gives them
+        rows = self.steps[step].rows
+        return self.samples[0][rows], self.samples[1][rows]
+
+
+def trace(
+    player: Player,
+    round: int,  # noqa: A002 - the domain's word
+    node: str,
+    *,
+    first: int = 0,
+    memory: int = MEMORY,
+    begin: tuple[int, Server] | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Trace:
+    """Tensors are kept from the step `first` on, for as long as they fit into `memory`: at least of one.
+
+    `begin`: an earlier round, and all that is known before it, if the caller has it already. `on_step` is called before
+    each of the client's optimiser steps: for a debugger.
+    """
+    came = player.tape.entry(round).of(node)
+    if came is None:
+        asked = ", ".join(one.node for one in player.tape.entry(round).came) or "nobody"
+        raise ConfigError(f"{node} took no part in round {round}. These did: {asked}.")
+    number, server = begin if begin is not None else (player.start(round), None)
+    server = player.stored(number) if server is None else server
+    room = max(1, memory // max(1, 8 * player.site.layout.size))  # two vectors of float32 for each step
+    watcher = _Watcher(player.site, node, range(first, first + room), on_step)
+    playback = _UntilSent(player.tape, watcher, round, node)
+    with contextlib.suppress(_Sent):
+        for _ in player.rounds(number, round, server, examined=False, observer=playback, workers=1):
+            pass
+    message = playback.sent
+    if message is None:
+        raise ConfigError(f"{node} did not train when round {round} was run again: that is not what was recorded.")
+    if not watcher.seen:
+        raise ConfigError(
+            f"{node}'s steps in round {round} cannot be watched: its telemetry is switched off, by a planted fault of "
+            "this experiment. Its update is there:  print update."
+        )
+    return _assembled(player, watcher, message, came.mark)
+
+
+def _assembled(player: Player, watcher: _Watcher, message: Message, recorded: Any) -> Trace:
+    site, node, number = player.site, watcher.node, watcher.round
+    found = Trace(node, number, start=watcher.start, message=message)
+    if recorded is not None and message.tensors is not None:
+        found.exact = mark_of(message.tensors).digest == recorded.digest
+    found.samples = site.tensors(node, number)
+    losses = [] if message.losses is None else [float(loss) for loss in message.losses]
+    order = site.order(node, number, max(1, watcher.count), watcher.batch, len(found.samples[1]))
+    for step in range(watcher.count):
+        weights, gradients = watcher.kept.get(step, (None, None))
+        loss = losses[step] if step < len(losses) else None
+        found.steps.append(Step(step, loss, weights, gradients, order[step]))
+    if message.error is not None:
+        _cut_rest(found)
+    return found
+
+
+def _cut_rest(found: Trace) -> None:
+    """A client that failed rests while the others of its stack go on: steps after which nothing changes are not its."""
+    while len(found.steps) > 1:
+        before, last = found.steps[-2].weights, found.steps[-1].weights
+        if before is None or last is None or any(not torch.equal(before[k], last[k]) for k in last):
+            return
+        found.steps.pop()
+
+
+class _Sent(BaseException):
+    """The client has sent its update: the rest of the round is of no interest."""
+
+
+class _UntilSent(Playback):
+    """Plays up to a client's update of one round."""
+
+    def __init__(self, tape: TapeReader, watcher: _Watcher, number: int, node: str) -> None:
+        super().__init__(tape, watcher)
+        self._number, self._node, self._silent = number, node, NullObserver()
+        self.sent: Message | None = None
+
+    def for_worker(self) -> WorkerObserver:
+        """In the rounds before, nobody is watched."""
+        return super().for_worker() if self.played.number == self._number else self._silent
+
+    def messages(self, number: int, messages: Sequence[Message]) -> None:
+        super().messages(number, messages)
+        if number == self._number:
+            self.sent = self.played.message(self._node)
+            if self.sent is not None:
+                raise _Sent
+
+    def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+        super().begin(number, state, notes)
+        if isinstance(self._watcher, _Watcher):
+            self._watcher.round = number
+
+
+class _Watcher(NullObserver):
+    """Copies a client's weights and gradients before each of its steps, whichever engine takes them."""
+
+    def __init__(self, site: Site, node: str, wanted: range, on_step: Callable[[int], None] | None) -> None:
+        self.site, self.node, self.wanted, self._on_step = site, node, wanted, on_step
+        self.round, self.count, self.batch, self.seen = -1, 0, site.experiment.local.batch, False
+        self.start: Tensors | None = None
+        self.kept: dict[int, tuple[Tensors, Tensors]] = {}
+        self._hooks: list[Any] = []
+        self._stack: Stack | None = None
+
+    def client_begin(self, node: str, model: Any = None, optimizer: Any = None, *_: Any, **__: Any) -> None:
+        if node != self.node or self.seen:
+            return
+        self.seen, self.start = True, _copies(dict(model.named_parameters()) | dict(model.named_buffers()))
+
+        def forward(_module: Any, inputs: tuple[Any, ...]) -> None:
+            self.batch = len(inputs[0])
+
+        def stepping(*_: Any) -> None:
+            held = dict(model.named_parameters())
+            gradients = {name: p.grad for name, p in held.items() if p.grad is not None}
+            self._note(held | dict(model.named_buffers()), gradients)
+
+        self._hooks = [model.register_forward_pre_hook(forward), optimizer.register_step_pre_hook(stepping)]
+
+    def client_end(self, node: str, *_: Any) -> None:
+        if node == self.node:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    def stack_begin(self, stack: Stack) -> None:
+        if self.node in stack.nodes and not self.seen:
+            self._stack, self.seen = stack, True
+            self.start = _copies(self.site.layout.views(stack.states[self._row]))
+
+    def stack_step(self, step: int, gradients: Any, _losses: Any) -> None:
+        if self._stack is None or (self._stack.steps is not None and step >= self._stack.steps[self._row]):
+            return
+        views = self.site.layout.views
+        self._note(views(self._stack.states[self._row]), views(gradients[self._row]))
+
+    def stack_end(self, *_: Any) -> None:
+        self._stack = None
+
+    @property
+    def _row(self) -> int:
+        return 0 if self._stack is None else [*self._stack.nodes].index(self.node)
+
+    def _note(self, weights: Tensors, gradients: Tensors) -> None:
+        step, self.count = self.count, self.count + 1
+        if step in self.wanted:
+            self.kept[step] = (_copies(weights), _copies(gradients))
+        if self._on_step is not None:
+            self._on_step(step)
+
+
+def _copies(tensors: Tensors) -> dict[str, Tensor]:
+    """Contiguous: engines may hold images' weights in another order."""
+    return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of chosen clients on the tape, as the optimiser was about to use them: on request, at privacy level 4.
+
+    tape = fv.Tape()
+    fv.Monitor("runs.db", privacy=4, tape=tape, probes=["standard", tape.gradients(nodes=["c7"], rounds=5)])
+
+A probe: it runs where the client trains, which may be another process, and writes there. Clients that train stacked
+have no model of their own to look at; the replay computes their gradients again instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedvitals.protocols import Moment
+from fedvitals.replay.tape.digests import Tensors, digest_of
+from fedvitals.replay.tape.objects import Objects, replace_file
+from fedvitals.replay.tape.unpack_limits import read_note
+
+LEVEL = 4  # of privacy: tensors, on the site where they were made
+FOLDER = "gradients"
+
+
+@dataclass
+class Place:
+    """Where the tape lies, once it is open; goes along to worker processes."""
+
+    folder: str | None = None
+    budget: int = 0
+
+
+@dataclass
+class GradientTape:
+    """The probe; its schedule is `wants`, with `steps` inside."""
+
+    place: Place
+    nodes: Collection[str] | None  # None: all
+    rounds: int  # every so many
+    steps: Callable[[Moment], bool]
+    _objects: Objects | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_objects": None}
+
+    def wants(self, moment: Moment) -> bool:
+        chosen = (self.nodes is None or moment.node in self.nodes) and (moment.round or 0) % self.rounds == 0
+        return chosen and self.place.folder is not None and self.steps(moment)
+
+    def __call__(self, view: Any) -> Mapping[str, Any]:
+        """No number comes of it: the tensors go to the tape of this site. What is over the budget is left out."""
+        named = zip(view.named_parameters, view.gradients, strict=True)
+        tensors = {name: gradient.detach() for (name, _), gradient in named if gradient is not None}
+        if self.place.folder is None or not tensors:
+            return {}
+        folder = Path(self.place.folder)
+        if self._objects is None:
+            self._objects = Objects(folder / "objects")
+        if self._objects.bytes < self.place.budget:
+            digest = digest_of(tensors)
+            self._objects.put(digest, tensors)
+            index = folder / FOLDER
+            index.mkdir(exist_ok=True)
+            told = {"round": view.round, "node": view.node, "step": view.step, "digest": digest}
+            replace_file(index / f"{digest}-{view.round}-{view.step}.json", msgspec.json.encode(told))
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One gradient on the tape."""
+
+    round: int
+    node: str
+    step: int
+    digest: str
+
+
+def kept(folder: Path) -> list[Kept]:
+    """What the tape has, in order."""
+    found = []
+    for file in (folder / FOLDER).glob("*.json"):
+        try:
+            found.append(msgspec.json.decode(read_note(file), type=Kept))
+        except (OSError, ValueError, msgspec.MsgspecError):  # half written, or not ours
+            continue
+    return sorted(found, key=lambda one: (one.round, one.node, one.step))
+
+
+def read(folder: Path, round: int, node: str, step: int) -> Tensors | None:  # noqa: A002 - the domain's word
+    """The gradients of one client's local step, if the tape has them."""
+    for one in kept(folder):
+        if (one.round, one.node, one.step) == (round, node, step):
+            return Objects(folder / "objects").get(one.digest)
+    return None

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tape that is read: rounds, states, updates, and what can still be replayed of them, and how."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedvitals.errors import StoreError
+from fedvitals.replay.tape.digests import Mark, Tensors, bytes_of
+from fedvitals.replay.tape.journal import Entry, Journal, Setting, spans
+from fedvitals.replay.tape.objects import Objects
+from fedvitals.replay.tape.unpack_limits import SMALL_ROUND, too_large
+from fedvitals.store import Target
+from fedvitals.store.tapes import tape_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What can be done with one round. `stored`: its state is on the tape; `since`: from where it is run again."""
+
+    round: int
+    stored: bool
+    since: int | None  # the nearest earlier whole state; None: there is none
+    updates: int  # whole ones on the tape
+    answers: int
+    trouble: str | None = None  # why the round cannot be read
+
+    @property
+    def how(self) -> str:
+        if self.trouble is not None:
+            return "cannot be read"
+        if self.stored:
+            return "stored"
+        if self.since is None:
+            return "digests only"
+        return f"run again from round {self.since}" if self.since else "run again from the beginning"
+
+
+class TapeReader:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.journal, self._objects = Journal(folder), Objects(folder / "objects")
+        self.setting: Setting = self.journal.setting()
+        self._sealed: frozenset[str] = frozenset()
+        self._entries: dict[int, tuple[int | None, Entry]] = {}
+
+    @property
+    def rounds(self) -> list[int]:
+        return self.journal.rounds()
+
+    @property
+    def bytes(self) -> int:
+        return Objects(self.folder / "objects").bytes + self.journal.bytes()
+
+    def entry(self, number: int) -> Entry:
+        """Kept once it was read: it changes only when its run goes on from an earlier round, and is written anew."""
+        written = self.journal.written(number)
+        if number not in self._entries or self._entries[number][0] != written:
+            self._entries[number] = (written, self.journal.read(number))
+        return self._entries[number][1]
+
+    @property
+    def begins_from_seed(self) -> bool:
+        """Whether the very first state can be made again without the tape: a lab run that has its first round."""
+        return self.setting.host == "lab" and self.rounds[:1] == [0]
+
+    def whole(self) -> frozenset[str]:
+        """All states and updates that are stored at this moment, by their digests."""
+        return frozenset(Objects(self.folder / "objects"))
+
+    def has(self, digest: str) -> bool:
+        return digest in self._objects and digest not in self._sealed
+
+    def size(self, digest: str) -> int:
+        """Bytes on disk; 0 where it is not there."""
+        return self._objects.size(digest)
+
+    def tensors(self, digest: str) -> Tensors:
+        if digest in self._sealed:
+            raise StoreError(f"The state {digest} is under test, and out of reach while it is proved.")
+        return self._objects.get(digest)
+
+    def has_state(self, number: int) -> bool:
+        """Whether all of a round's beginning is stored; of one round after the last, too."""
+        return self._stored(self.marks(number))
+
+    def state(self, number: int) -> dict[str, Tensors]:
+        """All tensors of a round's beginning. Equal states share their tensors.
+
+        Raises StoreError where together they would unpack to more than is plausible on this tape.
+        """
+        total, limit = 0, SMALL_ROUND
+        found: dict[str, Tensors] = {}
+        by_digest: dict[str, Tensors] = {}
+        for name, mark in self.marks(number).items():
+            if mark.digest not in by_digest:
+                by_digest[mark.digest] = self.tensors(mark.digest)
+            found[name] = by_digest[mark.digest]
+            total += bytes_of(found[name])
+            if total > limit:
+                limit = Objects(self.folder / "objects").limit_together()  # a run that still trains adds to them
+            if total > limit:
+                raise StoreError(f"The state of round {number} cannot be read: {too_large(total, limit)}.")
+        return found
+
+    def notes(self, number: int) -> dict[str, object]:
+        return self.entry(number).notes if number in self.rounds else self.entry(number - 1).after_notes
+
+    def update(self, number: int, node: str) -> Tensors | None:
+        """A client's whole update, where the tape has it."""
+        came = self.entry(number).of(node)
+        if came is None or came.mark is None or not self.has(came.mark.digest):
+            return None
+        return self.tensors(came.mark.digest)
+
+    def nearest(self, number: int) -> int | None:
+        """The latest round up to this one from whose beginning everything can be run again."""
+        known = [r for r in self.rounds if r <= number]
+        if number - 1 in self.rounds and number not in self.rounds and self.has_state(number):
+            return number
+        start = next((r for r in reversed(known) if self.has_state(r)), None)
+        if start is None:
+            return 0 if self.begins_from_seed and known[:1] == [0] else None
+        return self._before_restores(start, number)
+
+    def coverage(self) -> list[Coverage]:
+        """In one pass, for runs of many rounds; a correction that went back costs a second look.
+
+        A round that cannot be read says why in `trouble`; those after it are run again from the next stored state.
+        """
+        found: list[Coverage] = []
+        since = 0 if self.begins_from_seed else None
+        back = False
+        for number in self.journal.rounds():
+            try:
+                entry = self.journal.read(number)
+            except StoreError as error:
+                since = None
+                found.append(Coverage(number, stored=False, since=None, updates=0, answers=0, trouble=str(error)))
+                continue
+            stored = self._stored(entry.state)
+            since = entry.round if stored else since
+            back = back or any("restore" in a.get("arguments", {}) for a in entry.notes.get("actions", ()))
+            marks = [came.mark for came in entry.came if came.mark is not None]
+            here = sum(self.has(mark.digest) for mark in marks)
+            start = self.nearest(entry.round) if back else since
+            found.append(Coverage(entry.round, stored, start, here, len(entry.came)))
+        return found
+
+    def _stored(self, marks: Mapping[str, Mark]) -> bool:
+        return bool(marks) and all(self.has(mark.digest) for mark in marks.values())
+
+    @contextlib.contextmanager
+    def sealed(self, first: int, last: int) -> Iterator[None]:
+        """Nothing that was recorded of these rounds can be read meanwhile but their digests.
+
+        The beginning of the first is what a proof may start from; a proof of round 0 starts from the seed.
+        """
+        before = set() if first == 0 and self.begins_from_seed else self._digests_of_state(first)
+        within: set[str] = set()
+        for number in self.rounds:
+            if first <= number <= last:
+                entry = self.entry(number)
+                within |= {mark.digest for mark in (*entry.state.values(), *entry.after.values())}
+                within |= {came.mark.digest for came in entry.came if came.mark is not None}
+        self._sealed = frozenset(within - before)
+        try:
+            yield
+        finally:
+            self._sealed = frozenset()
+
+    def _before_restores(self, start: int, number: int) -> int:
+        """A round that went back to an earlier state needs that one to be passed again."""
+        for later in [r for r in self.rounds if start <= r <= number]:
+            for action in self.entry(later).notes.get("actions", ()):
+                target = action.get("arguments", {}).get("restore")
+                if target is not None and later > start and int(target) + 1 < start:
+                    earlier = self.nearest(int(target) + 1)
+                    return start if earlier is None else earlier
+        return start
+
+    def _digests_of_state(self, number: int) -> set[str]:
+        return {mark.digest for mark in self.marks(number).values()}
+
+    def marks(self, number: int) -> dict[str, Mark]:
+        rounds = self.rounds
+        if number in rounds:
+            return self.entry(number).state
+        if number - 1 in rounds:
+            return self.entry(number - 1).after
+        raise StoreError(f"Round {number} is not on the tape. It has: {spans(rounds)}.")
+
+
+def open_tape(store: Target, run: str) -> TapeReader:
+    folder = tape_folder(store, run)
+    if not (folder / "tape.json").exists():
+        raise StoreError(
+            f"The run '{run}' has no tape ({folder} is not there). Runs of `fedvitals lab` have one unless they were "
+            "started with --no-tape; in Python:  fv.Monitor(..., tape=fv.Tape())."
+        )
+    return TapeReader(folder)

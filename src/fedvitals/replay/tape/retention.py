@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a run is kept whole, and what goes when there is no room: the tape's own thread, with files and no locks."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedvitals.protocols import Message
+from fedvitals.records import Finding, Snapshot, Where
+from fedvitals.replay.tape.digests import Mark, Tensors, bytes_of, mark_of
+from fedvitals.replay.tape.journal import Came, Entry, Journal, Setting
+from fedvitals.replay.tape.objects import Objects
+
+if TYPE_CHECKING:
+    from fedvitals.replay.tape.tape import Tape
+
+STATE, UPDATE = "state", "update"
+KINDS = {"model": "global"}  # what the store's list calls it
+ROUNDS_OF_GRACE = 3  # findings come a little later than the rounds that they speak of
+
+
+@dataclass
+class _Open:
+    """A round that is being recorded."""
+
+    number: int
+    state: dict[str, Mark]
+    notes: dict[str, Any]
+    came: list[Came] = field(default_factory=list)
+    lost: int = 0
+
+
+class Keeper:
+    def __init__(
+        self,
+        journal: Journal,
+        setting: Setting,
+        tape: Tape,
+        tell: Callable[[str, str, str], None],
+        file: Callable[[Snapshot], None],
+    ) -> None:
+        self.journal, self.setting, self._tape, self._tell, self._file = journal, setting, tape, tell, file
+        self.objects = Objects(journal.folder / "objects")
+        self._open: _Open | None = None
+        self._recent: OrderedDict[tuple[int, str, str], tuple[Mark, Tensors]] = OrderedDict()  # not on disk (yet)
+        self._recent_bytes = 0
+        self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
+        self.flagged: set[int] = set()  # rounds that a finding speaks of
+        self.suspects: dict[str, tuple[int, int]] = {}  # and the first and the newest round in which they were
+        self._stopped = self._thinned = self._optimizers_told = False
+        self._bytes = self.objects.bytes
+        self._known: list[int] = []  # rounds in the journal
+        for entry in journal.entries():
+            self._note(entry)
+
+    # -- what the tape hands over -------------------------------------------------------------------------------------
+
+    def describe(self, told: dict[str, Any]) -> None:
+        self.setting.told, self.setting.host = told, str(told.get("host", self.setting.host))
+        self.journal.set(self.setting)
+
+    def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+        if number <= self._last():
+            self.journal.forget_from(number)
+            self._known = [known for known in self._known if known < number]
+        marks = {name: mark_of(tensors) for name, tensors in state.items()}
+        if not self.setting.layers and "model" in state:
+            self.setting.layers = tuple(state["model"])
+            self.journal.set(self.setting)
+        self._tell_optimizers(state)
+        self._open = _Open(number, marks, dict(notes))
+        whole = self._whole(number)
+        for name, tensors in state.items():
+            if whole:
+                self._write(marks[name], tensors, STATE, number, name)
+            else:
+                self._hold(number, STATE, name, marks[name], tensors)
+
+    def _tell_optimizers(self, state: Mapping[str, Tensors]) -> None:
+        """Once: what it costs that clients keep their optimisers from round to round."""
+        kept = [tensors for name, tensors in state.items() if name.startswith("optimizer/")]
+        if kept and not self._optimizers_told:
+            self._optimizers_told = True
+            whole, theirs = bytes_of(*state.values()) / 1e6, bytes_of(*kept) / 1e6
+            self._tell(
+                "info",
+                "tape.optimizers",
+                f"Clients keep their optimisers, which are part of each whole state on the tape: {theirs:.1f} of its "
+                f"{whole:.1f} MB. Tape(every=...) says how often one is kept.",
+            )
+
+    def messages(self, number: int, messages: Sequence[Message]) -> None:
+        opened = self._of(number)
+        for message in messages:
+            mark = None if message.tensors is None else mark_of(message.tensors)
+            if mark is not None and message.tensors is not None:
+                if self._wanted(message.node, number) or (self._tape.durable and self._tape.updates):
+                    self._write(mark, message.tensors, UPDATE, number, message.node)
+                elif self._tape.updates:
+                    self._hold(number, UPDATE, message.node, mark, message.tensors)
+            opened.came.append(came_of(message, mark))
+
+    def _wanted(self, node: str, number: int) -> bool:
+        """A suspect's first rounds, and from then on where a whole state lies: what is between can be run again."""
+        if node not in self.suspects:
+            return False
+        return number - self.suspects[node][0] < ROUNDS_OF_GRACE or self._whole(number)
+
+    def _whole(self, number: int) -> bool:
+        return (number - self._first()) % self._tape.every == 0
+
+    def missed(self, number: int, count: int) -> None:
+        self._of(number).lost += count
+
+    def end(
+        self, number: int, state: Mapping[str, Tensors], notes: dict[str, Any], metrics: Mapping[str, float]
+    ) -> None:
+        opened, self._open = self._of(number), None
+        after = {name: mark_of(tensors) for name, tensors in state.items()}
+        entry = Entry(
+            number, opened.state, opened.notes, tuple(opened.came), after, notes, finite(metrics), opened.lost
+        )  # fmt: skip
+        self.journal.write(entry)
+        self._note(entry)
+        for name, tensors in state.items():  # the next round's beginning; the last one's is kept at the close
+            self._hold(number + 1, STATE, name, after[name], tensors)
+        self._let_go(number)
+        self._thin()
+
+    def findings(self, found: Sequence[Finding]) -> None:
+        """What is around a finding is kept: the states that are at hand, and its suspects' updates."""
+        for finding in found:
+            last = self._open.number if self._open is not None else self._last()
+            self.flagged.add(last if finding.where.round is None else finding.where.round)
+            for suspect in finding.suspects:
+                self.suspects[suspect.node] = (self.suspects.get(suspect.node, (last, last))[0], last)
+        nodes = {suspect.node for finding in found for suspect in finding.suspects}
+        for key in [*self._recent]:
+            number, kind, name = key
+            if kind == STATE or (name in nodes and self._wanted(name, number)):
+                mark, tensors = self._recent.pop(key)
+                self._recent_bytes -= bytes_of(tensors)
+                self._write(mark, tensors, kind, number, name)
+        healed = [node for node, (_, seen) in self.suspects.items() if self._last() - seen > self._tape.every]
+        for node in healed:
+            del self.suspects[node]
+
+    def close(self) -> None:
+        """The last state, and the last rounds' updates with the states that they began from, held until now."""
+        last = self._last()
+        for (number, kind, name), (mark, tensors) in [*self._recent.items()]:
+            if kind == UPDATE or number > last - self._tape.updates:
+                self._write(mark, tensors, kind, number, name)
+        self._recent.clear()
+        self._thin()
+
+    def failed(self, error: Exception) -> None:
+        if not self._stopped:
+            self._tell("warning", "tape.failed", f"A part of the tape is lost: {type(error).__name__}: {error}")
+
+    # -- on disk ------------------------------------------------------------------------------------------------------
+
+    def _write(self, mark: Mark, tensors: Tensors, kind: str, number: int, name: str) -> None:
+        """`name`: of the state, or of the client."""
+        if self._stopped:
+            return
+        for again in (True, False):
+            try:
+                written = self.objects.put(mark.digest, tensors)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or not again:
+                    self._stop(error)
+                    return
+                self._thin(self._bytes // 2)
+            else:
+                self._bytes += written
+                self._uses[mark.digest].add((kind, number))
+                node = name if kind == UPDATE else "server"
+                told = kind if kind == UPDATE else KINDS.get(name.partition("/")[0], name)
+                known = number if self._open is not None else min(number, self._last())  # no round that never was
+                self._file(Snapshot(Where(self.setting.run, known, node), time.time(), told, mark.digest, written))
+                return
+
+    def _stop(self, error: OSError) -> None:
+        self._stopped = True
+        self._tell(
+            "warning", "tape.stopped", f"The tape keeps no more states: {error}. Digests go on; the training does, too."
+        )
+
+    def _thin(self, most: int | None = None) -> None:
+        """Down to the budget: updates before states, healthy rounds before others, old ones first."""
+        limit = self._tape.budget if most is None else most
+        if self._bytes <= limit:
+            return
+        gone = 0
+        for digest in self._dispensable():
+            if self._bytes <= limit:
+                break
+            self._bytes -= self.objects.remove(digest)
+            self._uses.pop(digest, None)
+            gone += 1
+        if gone and not self._thinned:
+            self._thinned = True
+            self._tell("info", "tape.thinned", "The tape is full, and keeps fewer states: oldest healthy rounds go.")
+
+    def _dispensable(self) -> list[str]:
+        def rank(digest: str) -> tuple[bool, bool, int]:
+            uses = self._uses.get(digest, {("", -1)})
+            flagged = any(abs(number - near) <= 1 for _, number in uses for near in self.flagged)
+            newest = max(number for _, number in uses)
+            return flagged, any(kind == STATE for kind, _ in uses), newest
+
+        return sorted(self.objects, key=rank)
+
+    # -- at hand ------------------------------------------------------------------------------------------------------
+
+    def _hold(self, number: int, kind: str, name: str, mark: Mark, tensors: Tensors) -> None:
+        size = bytes_of(tensors)
+        if self._recent_bytes + size > self._tape.memory:
+            return  # it can be run again
+        before = self._recent.pop((number, kind, name), None)
+        self._recent_bytes += size - (0 if before is None else bytes_of(before[1]))
+        self._recent[number, kind, name] = (mark, tensors)
+
+    def _let_go(self, number: int) -> None:
+        for key in [*self._recent]:
+            kept = self._tape.updates if key[1] == UPDATE else ROUNDS_OF_GRACE
+            if key[0] <= number - kept:
+                _, tensors = self._recent.pop(key)
+                self._recent_bytes -= bytes_of(tensors)
+        if self._tape.durable:
+            self._forget_updates(number - self._tape.updates)
+
+    def _forget_updates(self, last: int) -> None:
+        """Of rounds up to this one: those of suspects and of rounds with a finding stay."""
+        if last not in self._known:
+            return
+        for came in self.journal.read(last).came:
+            if came.mark is None or came.node in self.suspects or last in self.flagged:
+                continue
+            uses = self._uses.get(came.mark.digest, set())
+            uses.discard((UPDATE, last))
+            if not uses:
+                self._bytes -= self.objects.remove(came.mark.digest)
+                self._uses.pop(came.mark.digest, None)
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def _note(self, entry: Entry) -> None:
+        self._known.append(entry.round)
+        for mark in entry.state.values():
+            if self.objects.size(mark.digest):
+                self._uses[mark.digest].add((STATE, entry.round))
+        for came in entry.came:
+            if came.mark is not None and self.objects.size(came.mark.digest):
+                self._uses[came.mark.digest].add((UPDATE, entry.round))
+
+    def _of(self, number: int) -> _Open:
+        if self._open is None or self._open.number != number:
+            self._open = _Open(number, {}, {})
+        return self._open
+
+    def _first(self) -> int:
+        opened = [] if self._open is None else [self._open.number]
+        return min([*self._known[:1], *opened], default=0)
+
+    def _last(self) -> int:
+        return max(self._known, default=0)
+
+
+def came_of(message: Message, mark: Mark | None) -> Came:
+    """As it stands in the journal."""
+    losses = b""
+    if message.losses is not None and len(message.losses):
+        losses = torch.as_tensor(message.losses).to(torch.float32).cpu().numpy().astype("<f4").tobytes()
+    return Came(
+        message.node,
+        mark,
+        float(message.weight),
+        message.used,
+        message.group,
+        message.start,
+        losses,
+        message.error,
+        dict(message.said or {}),
+    )
+
+
+def losses_of(came: Came) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Of each local step, to the last bit."""
+    return np.frombuffer(came.losses, dtype="<f4")
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON knows no NaN."""
+    return {name: float(value) if np.isfinite(value) else None for name, value in metrics.items()}

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tape: as little of a run as is needed to run any part of it again, written beside the training.
+
+    monitor = fv.Monitor("runs.db", tape=fv.Tape(budget="2 GB"))
+
+Of each round it keeps who took part, with which weight, and a digest of every state and update. Whole states are kept
+every few rounds and around findings, whole updates of the last rounds and of suspects: what is between is run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from fedvitals.errors import ConfigError
+from fedvitals.protocols import Message, Probe, Schedule
+from fedvitals.records import Finding, Record, Run, Snapshot
+from fedvitals.replay.debugger.gate import Gate
+from fedvitals.replay.tape.digests import bytes_of
+from fedvitals.replay.tape.gradients import LEVEL, GradientTape, Place
+from fedvitals.replay.tape.journal import Journal, Setting
+from fedvitals.replay.tape.retention import Keeper
+from fedvitals.schedule import always
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+GATHERED = 64 << 20  # bytes of answers that wait for the end of their round
+PATIENCE = 60.0  # seconds that the end of a run waits for what is still to be written
+
+Tell = Callable[[str, str, str], None]  # level, name, message
+
+
+class Tape:
+    """Give it to a `Monitor`. Nothing in here stops, slows or changes the training.
+
+    `every`: rounds between two whole states. `updates`: of how many of the last rounds all updates are kept. `budget`:
+    bytes on disk, or "2 GB"; beyond it the tape thins itself, oldest healthy rounds first. `memory`: bytes that may
+    wait to be written. `durable`: updates are written in each round, not at the end alone: for clients that cannot be
+    asked again. `folder`: where; by default beside the store.
+    """
+
+    name = "tape"
+    ignores = tuple(kind for kind in get_args(Record) if kind is not Finding)  # as a sink
+
+    def __init__(
+        self,
+        *,
+        every: int = 5,
+        updates: int = 1,
+        budget: int | str = "1 GB",
+        memory: int | str = "512 MB",
+        durable: bool = False,
+        folder: str | Path | None = None,
+    ) -> None:
+        if every < 1 or updates < 0:
+            raise ConfigError(f"Tape(every=, updates=) are at least 1 and 0; got {every} and {updates}.")
+        self.every, self.updates, self.durable = every, updates, durable
+        self.budget, self.memory = size_of(budget, "budget"), size_of(memory, "memory")
+        self.chosen = None if folder is None else Path(folder)
+        self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...], int] | None] = queue.SimpleQueue()
+        self._gathered: list[tuple[str, tuple[Any, ...], int]] = []  # to be handed to the thread
+        self._lock = threading.Lock()
+        self._waiting = 0  # bytes
+        self.lost = 0  # messages that found no room, or failed
+        self._keeper: Keeper | None = None
+        self._thread: threading.Thread | None = None
+        self._gate: Gate | None = None
+        self._place, self._wants_gradients = Place(), False
+        self._tell: Tell = lambda *_: None
+        self.settle: Callable[[], object] = lambda: None  # of the monitor: until store and detectors have everything
+
+    # -- of the monitor -----------------------------------------------------------------------------------------------
+
+    def gradients(
+        self, nodes: Collection[str] | None = None, *, rounds: int = 1, steps: Schedule = always
+    ) -> tuple[Probe, Schedule]:
+        """A probe that puts gradients on the tape: of whom, in every so many rounds, at which steps.
+
+        For the monitor's list of probes. It needs privacy level 4, and does nothing below.
+        """
+        if isinstance(nodes, str) or rounds < 1:
+            raise ConfigError(f"gradients(nodes=[...], rounds=1 or more); got {nodes!r} and {rounds!r}.")
+        probe = GradientTape(self._place, None if nodes is None else tuple(nodes), rounds, steps)
+        self._wants_gradients = True
+        return probe, probe.wants
+
+    def open(
+        self, beside: Path, run: Run, tell: Tell, file: Callable[[Snapshot], None] = lambda _: None, level: int = 4
+    ) -> None:
+        """`beside`: the folder of the store's large things. A run that goes on, goes on on its tape.
+
+        `tell` takes events, `file` what is kept, for the store's list of it; `level`: of privacy.
+        """
+        folder = (self.chosen or beside / "tape") / run.id
+        kept = {"every": self.every, "updates": self.updates, "budget": self.budget, "durable": self.durable}
+        journal = Journal(folder)
+        setting = journal.setting() if (folder / "tape.json").exists() else Setting()
+        setting.run, setting.name, setting.host, setting.kept = run.id, run.name, run.host, kept
+        setting.machine = machine()
+        self._tell = tell
+        self._keeper = Keeper(journal, setting, self, tell, file)
+        self._gate = Gate(folder)
+        if self._wants_gradients and level < LEVEL:
+            tell(
+                "warning", "tape.gradients", f"No gradients are kept: they need Monitor(privacy={LEVEL}), got {level}."
+            )
+        elif self._wants_gradients:
+            self._place.folder, self._place.budget = str(folder), self.budget
+        self._thread = threading.Thread(target=self._work, name="fedvitals-tape", daemon=True)
+        self._thread.start()
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self._keeper is None else self._keeper.journal.folder
+
+    def write(self, records: Sequence[Record], /) -> None:
+        """As a sink: of all records, findings are what the tape wants to hear."""
+        found = [record for record in records if isinstance(record, Finding)]
+        if found:
+            self._put("findings", (found,), 0)
+
+    def flush(self, timeout: float = PATIENCE) -> bool:
+        """Wait until all that was handed over is on the tape."""
+        done = threading.Event()
+        self._put("mark", (done,), 0)
+        return self._thread is None or done.wait(timeout)
+
+    def close(self, timeout: float = PATIENCE) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with self._lock:
+            self._hand_over()
+        self._queue.put(None)
+        thread.join(timeout)
+        if thread.is_alive():
+            self._tell("warning", "tape.unfinished", f"The tape was not finished in {timeout:.0f} s: its end is lost.")
+        if self._gate is not None:
+            self._gate.close()
+
+    # -- the Recorder protocol ----------------------------------------------------------------------------------------
+
+    def describe(self, told: Mapping[str, Any]) -> None:
+        self._put("describe", (dict(told),), 0)
+
+    def begin(self, round: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:  # noqa: A002
+        if not self._put("begin", (round, state, notes), bytes_of(*state.values())):
+            self._put("begin", (round, {}, notes), 0)
+
+    def messages(self, round: int, messages: Sequence[Message]) -> None:  # noqa: A002
+        size = bytes_of(*(message.tensors for message in messages if message.tensors is not None))
+        if not self._put("messages", (round, messages), size):
+            self._put("missed", (round, len(messages)), 0)
+
+    def end(
+        self,
+        round: int,  # noqa: A002
+        state: Mapping[str, Mapping[str, Any]],
+        notes: Mapping[str, Any],
+        metrics: Mapping[str, float],
+    ) -> None:
+        if not self._put("end", (round, state, notes, dict(metrics)), bytes_of(*state.values())):
+            self._put("end", (round, {}, notes, dict(metrics)), 0)
+
+    def gate(self, round: int) -> None:  # noqa: A002
+        if self._gate is not None and self._gate.asked:
+            self.flush()
+            self.settle()  # who debugs decides by what is stored and found
+            with contextlib.suppress(OSError):
+                self._gate.wait(round)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _put(self, what: str, arguments: tuple[Any, ...], size: int) -> bool:
+        if self._thread is None:
+            return False
+        with self._lock:
+            if size and self._waiting and self._waiting + size > self.memory:
+                self.lost += 1
+                return False
+            self._waiting += size
+            self._gathered.append((what, arguments, size))
+            if what != "messages" or self._waiting > GATHERED:
+                self._hand_over()
+        return True
+
+    def _hand_over(self) -> None:
+        """Answers wait for their round's end: a thread that wakes for each of them takes the server's time."""
+        for item in self._gathered:
+            self._queue.put(item)
+        self._gathered.clear()
+
+    def _work(self) -> None:
+        assert self._keeper is not None  # noqa: S101 - opened first
+        while (item := self._queue.get()) is not None:
+            what, arguments, size = item
+            try:
+                if what == "mark":
+                    arguments[0].set()
+                else:
+                    getattr(self._keeper, what)(*arguments)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+                self.lost += 1
+                self._keeper.failed(error)
+            finally:
+                del item, arguments  # the tensors go as soon as they can
+                with self._lock:
+                    self._waiting -= size
+        with contextlib.suppress(Exception):
+            self._keeper.close()
+
+
+def size_of(said: int | str, what: str) -> int:
+    """Bytes, of «2 GB» too."""
+    if isinstance(said, int) and not isinstance(said, bool) and said > 0:
+        return said
+    with contextlib.suppress(ValueError, KeyError, AttributeError):
+        text = str(said).strip().upper()
+        unit = next(unit for unit in ("TB", "GB", "MB", "KB", "B", "") if text.endswith(unit))
+        found = int(float(text.removesuffix(unit)) * UNITS[unit or "B"])
+        if found > 0:
+            return found
+    raise ConfigError(f"The tape's {what} is a number of bytes, or a text such as '2 GB'; got {said!r}.")
+
+
+def machine() -> dict[str, str]:
+    """What the bits of a training may depend on."""
+    return {
+        "torch": str(torch.__version__),
+        "cpu": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "system": platform.system(),
+    }

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's memory in one round: what the process grew by, what the device held at most, and what it is made of.
+
+The shares (model, gradients, ...) hardly ever change. They are told in a client's first round, when they have changed,
+and every hundred rounds, and looked up every tenth: that is a tenth of the cost, of measuring and of storing.
+
+On CUDA the allocator's own statistics tell the peak. They are set back when a client begins, if its model lies there:
+whoever reads `torch.cuda.max_memory_allocated` himself sees the peak since then. What a captured graph uses while it is
+replayed was allocated when it was captured: of that the reserved memory tells, the allocated may not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fedvitals.resources.leaks import LeakWatch, in_words
+from fedvitals.resources.memory import heap_bytes, limit_bytes, resident_bytes
+from fedvitals.resources.seen_tensors import ClientSights
+from fedvitals.resources.tensors import Activations, StepWatch, shares
+
+LOOK_EVERY = 10  # rounds
+HEAP_SHARE = 1 / 1000  # of the time, for asking what the heap holds
+TELL_EVERY = 100  # rounds, at the latest: detectors do not look back for ever
+
+
+@dataclass(slots=True)
+class OpenMemory:
+    """Of a client that trains now."""
+
+    model: Any
+    began: int | None  # resident bytes; None: not alone in its process
+    number: int  # how many clients had begun here, with this one
+    steps: StepWatch
+    device: Any = None  # of CUDA, if the model lay there
+    heap: int | None = None  # in use as it began; only while the process is suspected of a leak
+    sights: ClientSights | None = None  # the same
+    closed: bool = False
+
+
+@dataclass(slots=True)
+class _Told:
+    round: int
+    looked: int
+    batch: int | None
+    values: dict[str, float]
+
+
+class _Turns:
+    """Whose heap is asked for: walking through it may take as long as a local step, so that clients take turns."""
+
+    def __init__(self) -> None:
+        self._cost = 0.0  # seconds, of one question
+        self._began = time.perf_counter()
+        self._spent = 0.0
+        self._times: dict[str, int] = {}
+
+    def due(self, node: str) -> bool:
+        """Whether it is this client's turn, and what was spent is little enough of all the time so far."""
+        times = self._times.setdefault(node, 0)
+        dear = self._spent + 2 * self._cost > HEAP_SHARE * (time.perf_counter() - self._began)
+        if dear or times * len(self._times) > sum(self._times.values()):
+            return False
+        self._times[node] += 1
+        return True
+
+    def timed(self, ask: Callable[[], int | None]) -> int:
+        """The answer; and what it took, as was taken at the client's begin."""
+        began = time.perf_counter()
+        found = ask() or 0
+        self._cost = time.perf_counter() - began
+        self._spent += 2 * self._cost
+        return found
+
+
+class ClientMemory:
+    """Of one process and one run."""
+
+    def __init__(self) -> None:
+        self._activations = Activations()
+        self._told: dict[str, _Told] = {}
+        self._begun = 0
+        self._open = 0
+        self._leak = LeakWatch()
+        self._heaps = _Turns()
+        self._lock = threading.RLock()  # a finalizer may close another client on the thread that holds it
+
+    def begin(
+        self, model: Any, parameters: Sequence[Any], node: str = "", round_index: int | None = None
+    ) -> OpenMemory:
+        device = _cuda_device(parameters)
+        if device is not None and not self._open:  # the peak of one that still trains is not ours to forget
+            torch.cuda.reset_peak_memory_stats(device)
+        steps = self._activations.watch(model, sum(p.numel() for p in parameters if p.requires_grad))
+        with self._lock:
+            sights = self._leak.watch(model, parameters, round_index)
+            self._begun += 1
+            self._open += 1
+            alone = self._open == 1
+            heap = heap_bytes() if alone and self._leak.suspected and self._heaps.due(node) else None
+            return OpenMemory(model, resident_bytes() if alone else None, self._begun, steps, device, heap, sights)
+
+    def close(self, opened: OpenMemory) -> None:
+        """Nothing of ours stays on the model. A second call does nothing."""
+        if not opened.closed:
+            opened.closed = True
+            opened.steps.remove()
+            with self._lock:
+                self._open -= 1
+            if opened.sights is not None:
+                opened.sights.close()
+
+    def end(
+        self,
+        opened: OpenMemory,
+        node: str,
+        round: int | None,  # noqa: A002 - the domain's word
+        optimizers: Sequence[Any],
+        telemetry: Callable[[], int],
+        *,
+        failed: bool,
+    ) -> dict[str, float]:
+        """Its metrics. `telemetry`: gives the bytes that we hold ourselves."""
+        self.close(opened)
+        found: dict[str, float] = {}
+        resident = resident_bytes()
+        if resident is not None:
+            found["memory.resident"] = resident
+            if opened.began is not None and opened.number == self._begun:
+                found["memory.growth"] = resident - opened.began
+                if opened.heap is not None:
+                    found["memory.kept"] = self._heaps.timed(heap_bytes) - opened.heap
+        found |= _peaks(opened.device)
+        return found | self._shares(opened, node, round or 0, optimizers, telemetry, failed=failed)
+
+    def begin_stack(self, states: Any) -> Any:
+        """The GPU on which clients train as one batch, from whose peak on all is theirs; None if it is none."""
+        device = _cuda_device([states])
+        if device is not None and not self._open:
+            torch.cuda.reset_peak_memory_stats(device)
+        return device
+
+    def end_stack(self, device: Any, clients: int) -> dict[str, float]:
+        """What each of them took there at most: its share of the stack's peak. Nobody waits for the device."""
+        return {name: peak / max(1, clients) for name, peak in _peaks(device).items()}
+
+    def grown(self, round: int | None, resident: float | None) -> tuple[str, dict[str, Any]] | None:  # noqa: A002
+        """Words and data of the event `memory.census`, if the process grows and it is time for one."""
+        with self._lock:
+            census = None if resident is None else self._leak.note(round, int(resident))
+        return None if census is None else (in_words(census), census)
+
+    def _shares(
+        self,
+        opened: OpenMemory,
+        node: str,
+        number: int,
+        optimizers: Sequence[Any],
+        telemetry: Callable[[], int],
+        *,
+        failed: bool,
+    ) -> dict[str, float]:
+        steps, model, told = opened.steps, opened.model, self._told.get(node)
+        fresh = told is not None and 0 <= number - told.looked < LOOK_EVERY and steps.batch == told.batch
+        if fresh and not failed:
+            return {}
+        found: dict[str, float] = {f"memory.{name}": size for name, size in shares(model, optimizers).items()}
+        if steps.bytes is not None:
+            found["memory.activations"] = steps.bytes
+        found["memory.telemetry"] = telemetry()
+        found["memory.tensors"] = sum(found.values())
+        if steps.batch is not None:
+            found["memory.batch"] = steps.batch
+        limit = _limit(opened.device)
+        if limit is not None:
+            found["memory.limit"] = limit
+        if (
+            told is not None
+            and not failed
+            and _steady(found) == _steady(told.values)
+            and number - told.round < TELL_EVERY
+        ):
+            told.looked = number
+            return {}
+        self._told[node] = _Told(number, number, steps.batch, found)
+        return found
+
+
+def _steady(found: dict[str, float]) -> dict[str, float]:
+    """Without what differs a little each time: what we hold ourselves depends on who trained before."""
+    return {name: value for name, value in found.items() if name not in ("memory.telemetry", "memory.tensors")}
+
+
+def _cuda_device(parameters: Sequence[Any]) -> Any:
+    """Where a model lies, if that is a GPU of CUDA. Asks the model, and never CUDA: that would begin to use it."""
+    return parameters[0].device if parameters and parameters[0].is_cuda else None
+
+
+def _peaks(device: Any) -> dict[str, float]:
+    """Of a GPU, since its statistics were set back."""
+    if device is None:
+        return {}
+    return {
+        "memory.cuda_allocated": torch.cuda.max_memory_allocated(device),
+        "memory.cuda_reserved": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def _limit(device: Any) -> int | None:
+    return limit_bytes() if device is None else int(torch.cuda.mem_get_info(device)[1])

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine that the run is on, sampled in the background: processors, memory, disk, network, and GPUs.
+
+By psutil, and by NVML (the package nvidia-ml-py) where there is a driver. Without psutil nothing is sampled, and
+`why_not` says so. Rates are differences of our own between two samples: psutil's own (`cpu_percent`) are shared by the
+process, and would change what the user's code is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fedvitals.resources.memory import kernel_kills
+
+PERIOD = 1.0  # seconds
+GPUS = 16  # that are asked
+Tell = Callable[[dict[str, float]], None]
+
+
+def why_not() -> str | None:
+    """Why the machine is not sampled here; None where it is."""
+    try:
+        import psutil  # type: ignore[import-untyped]  # noqa: F401, PLC0415 - an extra
+    except ImportError:
+        return "The machine is not sampled: pip install 'fedvitals[system]' adds psutil, which tells of it."
+    return None
+
+
+class MachineSampler:
+    """Tells by `tell`, on a thread of its own, from `start` to `stop`. Each may be called again, to no effect."""
+
+    def __init__(self, tell: Tell, failed: Callable[[Exception], None], period: float = PERIOD) -> None:
+        self._tell, self._failed, self._period = tell, failed, period
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None and not self._stop.is_set() and why_not() is None:
+            self._thread = threading.Thread(target=self._work, name="fedvitals-machine", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2.0)
+
+    def _work(self) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                sample = Sample(gpus(stack))
+                while not self._stop.wait(self._period):
+                    self._tell(sample())
+            except Exception as error:  # noqa: BLE001 - told once; the run goes on without
+                self._failed(error)
+
+
+class Sample:
+    """Call it: what is so now, and rates since the call before."""
+
+    def __init__(self, devices: list[Any]) -> None:
+        import psutil  # noqa: PLC0415 - an extra
+
+        self._psutil = psutil
+        self._process = psutil.Process(os.getpid())
+        self._devices = devices
+        self._cores = psutil.cpu_count() or 1
+        self._before: dict[str, float] = {}
+        self._at = time.monotonic()
+        self._counters()
+
+    def __call__(self) -> dict[str, float]:
+        memory = self._psutil.virtual_memory()
+        found = {
+            "machine.memory": float(memory.total - memory.available),
+            "machine.memory_free": float(memory.available),
+            "process.resident": float(self._process.memory_info().rss),
+        }
+        if self._devices:
+            found |= _together([device() for device in self._devices])
+        return found | self._counters()
+
+    def _counters(self) -> dict[str, float]:
+        """Rates of what the system counts, and how often the kernel killed a process, if it did since."""
+        now, at = self._count(), time.monotonic()
+        seconds, before = at - self._at, self._before
+        self._before, self._at = now, at
+        if not before or seconds <= 0:
+            return {}
+        change = {name: now[name] - before[name] for name in now.keys() & before.keys()}
+        busy, whole = change.pop("busy", 0.0), change.pop("whole", 0.0)
+        kills = change.pop("machine.oom_kills", 0.0)
+        found = {name: max(0.0, more) / seconds for name, more in change.items()}
+        if "process.cpu" in found:
+            found["process.cpu"] *= 100.0  # percent of one core
+        if whole > 0:
+            found["machine.cpu"] = min(100.0, max(0.0, 100 * busy / whole))
+        return found | ({"machine.oom_kills": kills} if kills > 0 else {})
+
+    def _count(self) -> dict[str, float]:
+        times = self._psutil.cpu_times()
+        # Guests' time is counted in their host's already; waiting for a disk is not work.
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        own = self._process.cpu_times()
+        found = {"busy": whole - idle, "whole": whole, "process.cpu": own.user + own.system}
+        disk = self._psutil.disk_io_counters(nowrap=False)
+        if disk is not None:
+            found |= {"machine.disk_read": disk.read_bytes, "machine.disk_written": disk.write_bytes}
+        network = self._psutil.net_io_counters(nowrap=False)
+        if network is not None:
+            found |= {"machine.sent": network.bytes_sent, "machine.received": network.bytes_recv}
+        kills = kernel_kills()
+        return found if kills is None else {**found, "machine.oom_kills": float(kills)}
+
+
+def gpus(stack: contextlib.ExitStack) -> list[Callable[[], dict[str, float]]]:
+    """A function for each GPU that NVML knows; none without its package or driver. CUDA is not touched."""
+    try:
+        import pynvml  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - not installed, no driver, no rights: then there is nothing to tell
+        return []
+    stack.callback(pynvml.nvmlShutdown)
+    count = min(pynvml.nvmlDeviceGetCount(), GPUS)
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+
+    def ask(handle: Any) -> dict[str, float]:
+        memory, used = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetUtilizationRates(handle)
+        return {"gpu.utilisation": float(used.gpu), "gpu.memory": float(memory.used)}
+
+    return [functools.partial(ask, handle) for handle in handles]
+
+
+def _together(told: list[dict[str, float]]) -> dict[str, float]:
+    """Several GPUs as one: the mean of their work, the sum of their memory."""
+    return {
+        "gpu.utilisation": sum(one["gpu.utilisation"] for one in told) / len(told),
+        "gpu.memory": sum(one["gpu.memory"] for one in told),
+    }

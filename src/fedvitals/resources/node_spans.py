@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node's Spans in a round, made to fit: held to what can be true, cut to the round, without overlaps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from fedvitals.records import Span
+from fedvitals.time_parts import CLIENT, JOURNEY, REST, SERVER, parts_of
+
+UNACCOUNTED = "unaccounted"
+NODES = 10_000  # in one round; more are counted and left out
+CLOSE = 1e-5  # seconds: times since the epoch are exact to 2.4e-7, ticks of the virtual clock are 9.5e-7
+_TRAINING = ("data", "compute")  # the parts of a journey in which the client trains
+
+
+class Block(NamedTuple):
+    """A stretch of one part; or of several that took turns, `folded`, of which only the sums are known."""
+
+    began: float
+    seconds: float
+    parts: dict[str, float]
+    folded: bool
+    shared: int  # clients that were trained together in it
+
+
+class Stay(NamedTuple):
+    """One Span of a node, as far as it lies in the round; parts and what they leave unaccounted sum to its seconds."""
+
+    name: str
+    began: float
+    seconds: float
+    parts: dict[str, float]
+    folded: bool
+    shared: int
+    inner: dict[str, float] | None  # what data and compute consisted of, where that is known only in sums
+
+
+def told_parts(span: Span) -> dict[str, float]:
+    """Its parts; of a client's training or way of which no more is known, one: it computed."""
+    try:
+        parts = parts_of(span)
+    except OverflowError:  # a whole number that no float holds
+        parts = {}
+    return parts or ({"compute": span.seconds} if span.seconds > 0 and span.name in (CLIENT, JOURNEY) else {})
+
+
+def stay_of(span: Span, parts: dict[str, float], began: float, ends: float) -> tuple[Stay, float]:
+    """The Span as far as it lies in the round, and by how much it was moved to be there.
+
+    A journey is seen by whom the round belongs to, and may have begun before it: it is cut. A client tells of its
+    training by its own clock, which may be wrong: that is moved, as is what does not touch the round at all.
+    """
+    at, seconds = span.at, span.seconds
+    own = span.name == CLIENT
+    moved = 0.0
+    outside = at < began - CLOSE or at + seconds > ends + CLOSE
+    if outside and (own or at >= ends or at + seconds <= began):
+        moved = max(began, min(at, ends - seconds)) - at
+        at += moved
+    folded = span.attributes.get("folded") is True
+    parts = held(parts, seconds)
+    inner = None
+    if folded and span.name == JOURNEY:
+        parts, inner = _exchanged(parts)
+        folded = False
+    low, high = max(at, began), min(at + seconds, ends)
+    if high - low < seconds - CLOSE:
+        whole = parts.get("compute", 0.0)
+        parts = _cut(parts, low - at, max(0.0, high - low), seconds, folded=folded)
+        inner = inner and {part: value * parts.get("compute", 0.0) / whole for part, value in inner.items()}
+    stacked = span.attributes.get("stacked")
+    shared = stacked if isinstance(stacked, int) and 1 <= stacked <= NODES else 1
+    return Stay(span.name, min(low, ends), max(0.0, high - low), parts, folded, shared, inner), moved
+
+
+def held(parts: dict[str, float], seconds: float) -> dict[str, float]:
+    """Parts that sum to so many seconds: too much is scaled down, too little is unaccounted for."""
+    total = sum(parts.values())
+    if total > 1e300:  # nobody can say what of that is true
+        return {UNACCOUNTED: seconds}
+    if total > seconds:
+        return {part: value * seconds / total for part, value in parts.items()}
+    return {**parts, UNACCOUNTED: seconds - total} if seconds - total > CLOSE else parts
+
+
+def _exchanged(parts: dict[str, float]) -> tuple[dict[str, float], dict[str, float] | None]:
+    """The parts of a journey that goes to and fro many times: one stretch, before the first and after the last of it
+    the client waits; and what that stretch consists of.
+    """
+    inner = {part: value for part, value in parts.items() if part not in REST}
+    if not inner:
+        return parts, None
+    first = {part: parts[part] for part in ("queue",) if part in parts}
+    last = {part: value for part, value in parts.items() if part in REST and part not in first}
+    return {**first, "compute": sum(inner.values()), **last}, inner
+
+
+def _cut(parts: dict[str, float], skip: float, keep: float, seconds: float, *, folded: bool) -> dict[str, float]:
+    """The parts between `skip` and `skip + keep` seconds; of folded ones their share of it."""
+    if folded:
+        return {part: value * keep / seconds for part, value in parts.items()}
+    found, at = {}, 0.0
+    for part, value in parts.items():
+        inside = min(at + value, skip + keep) - max(at, skip)
+        if inside > 0:
+            found[part] = inside
+        at += value
+    return found
+
+
+def refined(stay: Stay, inner: list[Span]) -> Stay:
+    """A journey with what the client says of its training, held to the time in which it can have trained."""
+    room = sum(stay.parts.get(part, 0.0) for part in _TRAINING)
+    parts: dict[str, float] = {}
+    for span in inner:
+        add(parts, told_parts(span))
+    if not room or not any(parts.values()) or stay.inner is not None:
+        return stay
+    return stay._replace(inner=held(parts, room))
+
+
+def apart(stays: list[Stay]) -> list[Stay]:
+    """In order, and without overlaps: what two Spans of one node tell of the same time counts once."""
+    if len(stays) < 2:
+        return stays
+    found: list[Stay] = []
+    at = -math.inf
+    for stay in sorted(stays, key=lambda one: one.began):
+        over = at - stay.began
+        if over > CLOSE:
+            left = max(0.0, stay.seconds - over)
+            parts = _cut(stay.parts, over, left, stay.seconds or 1.0, folded=stay.folded)
+            stay = stay._replace(began=at, seconds=left, parts=parts, inner=None)  # noqa: PLW2901 - the rest of it
+        at = max(at, stay.began + stay.seconds)
+        found.append(stay)
+    return found
+
+
+def sums(kind: str, stays: list[Stay], began: float, seconds: float) -> dict[str, float]:
+    """Seconds by part; they sum to the round."""
+    found: dict[str, float] = {}
+    at = began
+    for stay in stays:
+        if stay.began > at:
+            add(found, {UNACCOUNTED if kind == SERVER else "queue": stay.began - at})
+        if stay.inner is None:
+            add(found, stay.parts)
+        else:
+            add(found, {part: value for part, value in stay.parts.items() if part not in _TRAINING})
+            add(found, stay.inner)
+        at = max(at, stay.began + stay.seconds)
+    left = began + seconds - at
+    if left > 0:
+        add(found, {UNACCOUNTED if kind == SERVER else "wait": left})
+    return found
+
+
+def add(parts: dict[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """The parts, with more of them."""
+    for part, value in more.items():
+        parts[part] = parts.get(part, 0.0) + value
+    return parts
+
+
+def blocks_of(stay: Stay) -> list[Block]:
+    if stay.folded:
+        return [Block(stay.began, stay.seconds, stay.parts, True, stay.shared)] if stay.seconds > 0 else []
+    found: list[Block] = []
+    at, inner = stay.began, stay.inner
+    for part, value in stay.parts.items():
+        if inner is not None and part in _TRAINING:
+            room = sum(stay.parts.get(one, 0.0) for one in _TRAINING)
+            found.append(Block(at, room, inner, True, stay.shared))
+            at, inner = at + room, None
+        elif (stay.inner is None or part not in _TRAINING) and value > 0:
+            found.append(Block(at, value, {part: value}, False, stay.shared))
+            at += value
+    return found
+
+
+def covered(stretches: Iterable[tuple[float, float]], began: float = -math.inf, ended: float = math.inf) -> float:
+    """Seconds between these times in which at least one of the stretches was under way."""
+    total, until = 0.0, began
+    for first, last in sorted(stretches):
+        total += max(0.0, min(last, ended) - max(first, until))
+        until = max(until, last)
+    return total

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client's training spends its time on: loading data, forward, backward, optimiser; and our own measuring.
+
+The whole is known to the microsecond, and so is the time in DataLoaders. How the rest divides is looked into at the
+first three steps and each seventeenth, by their median: hooks at every step took 1 % of a small model's training, and a
+step in which the machine did something else must not count seventeenfold. Of up to three steps nothing is estimated.
+Where even that would cost over a sixth of a percent, clients take turns, and a round that was not looked into is
+divided as the client's last one that was.
+
+Between two steps lies the loading of data. Where a DataLoader is used its own time is known, and the rest of the gap is
+left unaccounted for, which is honest: it is whatever else the user's loop does. Where none is, the gap counts as
+loading. Work on a GPU goes on after its call has returned: there the parts tell when the host was kept waiting, and
+the whole is right, not its division.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader
+
+from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.resources.turns import turn as _turn
+
+now = time.perf_counter
+
+TICKS = 2**20  # in a second: what is told to a microsecond is half as long on the wire
+ALLOWED = 1 / 600  # of the training, for looking into it
+LOOKING, LOOKING_AT_A_STEP = 120e-6, 8e-6  # seconds, as measured between the steps of a small CNN
+LONGEST_TURN, CLIENTS = 20, 100_000
+FIRST, EVERY = 3, 17  # steps that are looked into; a prime, so that each of several optimisers has its turn
+
+# What a client is doing; what ends next is counted there.
+START, BETWEEN, FORWARD, BACKWARD, MEASURING, STEP = range(6)
+GAP, WAITED, WENT_FORWARD, WENT_BACKWARD, COMPUTED, OPTIMIZED, SAMPLES = range(7)  # of one step
+
+
+class StepClock:
+    """Of one client while it trains: `begin_step` and `measured` before an optimiser's step, where it is `due`."""
+
+    def __init__(self) -> None:
+        self._state = START  # until the first batch: optimisers and loaders are made, which is neither
+        self._row, self._rows = [0.0] * 7, list[list[float]]()
+        self._looking = True  # into the step that comes next
+        self._count, self._wakes = 0, 1  # steps so far, and which one is looked into next
+        self._nested = self._inner = self.batch = self.steps = 0
+        self._set_up = self._whole = self._loaded = self._after = self._rest = 0.0
+        self._hooks: list[Any] = []
+        self._posts: dict[int, Any] = {}  # by optimiser
+        self._forget: Callable[[], None] | None = None
+        self._model: Any = None
+        self.error: Exception | None = None
+
+    def start(self, model: Any) -> None:
+        """Training begins."""
+        self._forget = watch_loaders()
+        self._model = model if can_be_hooked(model) else None
+        self._thread = threading.get_ident()
+        self._hook()
+        turn = _turn
+        self._began = self._mark = turn.mark = now()
+        self._loading_before = self._loading = turn.loading
+        self._loaders_before = turn.loaders
+        turn.clock = self
+
+    def due(self) -> bool:
+        """Whether the step that begins now, or the next, is looked into."""
+        if self._posts and not self._looking:  # not in the hook itself, over which torch is walking
+            self._release()
+        self._count += 1
+        return self._looking or self._count == self._wakes
+
+    def begin_step(self, at: float) -> None:
+        """An optimiser is about to step, and we to measure."""
+        if self._state == STEP:  # an optimiser that calls another one's step
+            self._row[OPTIMIZED] += at - self._mark
+            self._nested += 1
+            self._inner += 1
+        elif self._looking:
+            self._row[WENT_BACKWARD if self._state == BACKWARD else COMPUTED] += self._since(at)
+            self._unhook()
+        self._state, self._mark = MEASURING, at
+
+    def measured(self, optimizer: Any, skipped: Any) -> None:
+        if not self._nested:
+            after = self._count
+            self._wakes = after if after < FIRST else -(-after // EVERY) * EVERY
+            if after == self._wakes:
+                self._hook()
+                self._wakes = after
+        if id(optimizer) not in self._posts:
+            self._posts[id(optimizer)] = optimizer.register_step_post_hook(Hook(self._end_step, self._fail))
+        self._state, self._mark = STEP, now()
+        if skipped is True:  # a GradScaler's: the optimiser is not reached
+            self._end_step()
+
+    def _end_step(self, *_: Any) -> None:
+        at, turn = now(), _turn
+        if self._state not in (STEP, BACKWARD):  # of an optimiser that stepped outside of what is looked into
+            return
+        # A closure may have gone forward and backward inside the step.
+        self._row[WENT_BACKWARD if self._state == BACKWARD else OPTIMIZED] += at - self._mark
+        if self._nested:
+            self._nested -= 1
+            self._mark = at
+            return
+        if self._looking:
+            self._rows.append(self._row)
+        self._row = [0.0] * 7
+        self._looking = bool(self._hooks) or (self._model is None and self._count < FIRST)
+        self._state, self._mark, self._loading = BETWEEN, at, turn.loading
+        turn.clock, turn.mark = self, at
+
+    def stop(self, steps: int, last: float, measuring: float) -> None:
+        """Training is over: after so many steps, of which the last began then; measuring them took so long."""
+        turn = _turn
+        at = now()
+        if turn.clock is not self and steps:
+            self._after = max(0.0, turn.mark - last)  # others went on, and were closed, since
+        self.steps = steps
+        if threading.get_ident() == self._thread and turn.loaders != self._loaders_before:
+            self._loaded = turn.loading - self._loading_before
+        self._whole = max(0.0, last - self._began - self._set_up - measuring) if steps else 0.0
+        self._rest = max(0.0, at - last - self._after)
+
+    def remove(self) -> None:
+        self._unhook()
+        self._release()
+        self._model = None
+        if self._forget is not None:
+            self._forget()
+        if _turn.clock is self:
+            _turn.clock = None
+
+    def _since(self, at: float) -> float:
+        """What went by since the last mark, less others' turns on this thread, and loading."""
+        turn = _turn
+        gap = at - self._mark
+        if turn.clock is not self:
+            others = min(max(0.0, turn.mark - self._mark), gap)
+            self._row[WAITED] += others
+            gap -= others
+            turn.clock = self
+        loaded = min(max(0.0, turn.loading - self._loading), gap)  # on another thread than before: nothing is known
+        self._loading = turn.loading
+        return gap - loaded
+
+    # -- in the steps that are looked into ----------------------------------------------------------------------------
+
+    def _hook(self) -> None:
+        if self._model is not None and not self._hooks:
+            self._hooks += [
+                self._model.register_forward_pre_hook(Hook(self._forward_begins, self._fail)),
+                self._model.register_forward_hook(Hook(self._forward_ends, self._fail)),
+            ]
+
+    def _unhook(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+
+    def _release(self) -> None:
+        for handle in self._posts.values():
+            handle.remove()
+        self._posts.clear()
+
+    def _fail(self, error: Exception) -> None:
+        """Something in the user's model is not as we think: look no more, and say so at the end."""
+        self.error = error
+        self._model = None
+        self._looking, self._wakes = False, -1
+
+    def _forward_begins(self, _module: Any, inputs: tuple[Any, ...]) -> None:
+        if self._state == MEASURING:  # a probe of ours looks through the model
+            return
+        at = now()
+        gap = self._since(at)
+        if self._state == START:
+            self._set_up = gap
+        elif self._state == BETWEEN:
+            self._row[GAP] += gap
+        elif self._state == STEP:
+            self._row[OPTIMIZED] += gap
+        else:
+            self._row[WENT_BACKWARD] += gap
+        if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
+            self.batch = int(inputs[0].shape[0])
+            self._row[SAMPLES] += self.batch
+        self._state, self._mark = FORWARD, at
+
+    def _forward_ends(self, *_: Any) -> None:
+        if self._state != MEASURING:
+            at = now()
+            self._row[WENT_FORWARD] += at - self._mark
+            self._state, self._mark = BACKWARD, at
+
+    # -- at the end ---------------------------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> int:
+        """That went through the model; exact where every step was looked into."""
+        return round(self._over_all()[SAMPLES]) if self._rows else 0
+
+    def parts(self, measure: float) -> dict[str, float]:
+        """Seconds by part, without those that took none. `measure`: what measuring took, in the steps and around."""
+        row = self._over_all()
+        found = {
+            "data": self._loaded + (row[GAP] if not self._loaded else 0.0),
+            "forward": row[WENT_FORWARD],
+            "backward": row[WENT_BACKWARD],
+            "optimizer": row[OPTIMIZED],
+            "compute": row[COMPUTED],
+            "measure": measure,
+            "wait": row[WAITED] + self._after,
+        }
+        return {name: _ticks(seconds) for name, seconds in found.items() if seconds * TICKS >= 1}
+
+    def _over_all(self) -> list[float]:
+        """All steps' seconds, divided as in those that were looked into."""
+        rows = self._rows
+        if not rows:
+            return [0.0] * 4 + [self._whole] + [0.0] * 2
+        steps = self._count * len(rows) / (len(rows) + self._inner)  # of which some were inside of others
+        if len(rows) >= steps:
+            return [sum(column) for column in zip(*rows, strict=True)]
+        usual = rows[1:] or rows  # the first step makes what the others find
+        row = [median(column) * steps for column in zip(*usual, strict=True)]
+        # The last step began when the whole ended: its optimiser comes on top.
+        whole = max(0.0, self._whole - self._loaded + min(row[OPTIMIZED] / steps, self._rest))
+        spent = sum(row[:SAMPLES])
+        return [*(seconds * whole / spent if spent else 0.0 for seconds in row[:SAMPLES]), row[SAMPLES]]
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of a client: in which of its rounds it is looked into, and what was seen the last time."""
+
+    place: int  # among the clients, so that not all are looked into in the same round
+    rounds: int = 0
+    every: int = 1
+    shares: dict[str, float] = field(default_factory=dict)  # of a client's time, without measuring
+    told: dict[str, int] = field(default_factory=dict)
+
+
+class Clocks:
+    """Whose steps are looked into, over a run."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def begin(self, node: str) -> StepClock | None:
+        """A clock for this client-round; None where it is not its turn."""
+        known = self._known.get(node)
+        if known is None:
+            if len(self._known) >= CLIENTS:
+                self._known.clear()
+            known = self._known[node] = _Known(len(self._known))
+        known.rounds += 1
+        return StepClock() if known.rounds == 1 or (known.rounds + known.place) % known.every == 0 else None
+
+    def end(self, node: str, clock: StepClock | None, seconds: float, measure: float) -> dict[str, Any]:
+        """What the client's Span tells: parts, and samples and batch where they are known."""
+        known = self._known.get(node)
+        if known is None:  # forgotten in between, for too many others
+            return {}
+        training = max(seconds - measure, 0.0)
+        if clock is not None:
+            parts = clock.parts(measure)
+            cost = LOOKING + LOOKING_AT_A_STEP * clock.steps
+            known.every = min(LONGEST_TURN, max(1, math.ceil(cost / max(ALLOWED * training, 1e-9))))
+            known.shares = {name: part / training for name, part in parts.items() if name != "measure" and training}
+            known.told = {"samples": clock.samples, "batch": clock.batch} if clock.samples else {}
+        else:
+            parts = {name: _ticks(share * training) for name, share in known.shares.items()}
+            parts["measure"] = _ticks(measure)
+        return {"parts": parts, "folded": True, **known.told}
+
+
+def _ticks(seconds: float) -> float:
+    return int(seconds * TICKS) / TICKS
+
+
+_lock = threading.Lock()
+_watching = [0]
+_replaced: list[tuple[Any, Any]] = []  # our method, and the one that it stands in for
+_Iterator: Any = dataloader._BaseDataLoaderIter  # noqa: SLF001 - torch tells it nowhere else
+
+
+def watch_loaders() -> Callable[[], None]:
+    """Time every DataLoader from here on; gives the function that ends it. Its method is put back after the last."""
+    with _lock:
+        if not _watching[0]:
+            _replaced.append((_timed_next(_Iterator.__next__), _Iterator.__next__))
+            _Iterator.__next__ = _replaced[-1][0]
+        _watching[0] += 1
+    ended: list[bool] = []
+
+    def forget() -> None:
+        with _lock:
+            if ended:
+                return
+            ended.append(True)
+            _watching[0] -= 1
+            if not _watching[0]:
+                ours, original = _replaced.pop()
+                if _Iterator.__next__ is ours:  # else somebody has replaced it since, and calls ours, which goes on
+                    _Iterator.__next__ = original
+
+    return forget
+
+
+def _timed_next(original: Any) -> Any:
+    def __next__(self: Any) -> Any:  # noqa: N807 - it stands in for that method
+        turn = _turn
+        began = now()
+        turn.inside += 1
+        try:
+            return original(self)
+        finally:
+            turn.inside -= 1
+            if not turn.inside:  # a loader that reads from another one waits for it, too
+                turn.loading += now() - began
+                turn.loaders += 1
+
+    return __next__

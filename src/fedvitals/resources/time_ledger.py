@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the nodes' time of one round went, as it becomes known; and the Spans of it when the round is over.
+
+Real seconds only: a host with a virtual clock tells its own Spans.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.records import Span
+from fedvitals.resources.clocks import Offset
+from fedvitals.resources.node_spans import covered
+from fedvitals.time_parts import EDGE, JOURNEY, REST, SERVER, WORK, edge_span, parts_of
+
+SAME = 0.05  # seconds: a process's start is known to a tick of the kernel
+NODES = 100_000  # whose clocks are known; a bound against hosts that name every message's sender anew
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A Span to be: of a node, from when, for how long, of what."""
+
+    node: str
+    name: str
+    began: float  # since the epoch, by the server's clock
+    seconds: float
+    parts: dict[str, float]
+    group: str | None = None
+    id: str | None = None
+    parent: str | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A client elsewhere was asked and has answered: `sent` and `returned` by the server's clock, the rest by its own.
+
+    `started`: when the process began that took the message, which was started for it or is older; what lies before is
+    then waiting, and no download. `span`: the id that the client knows its journey by.
+    """
+
+    sent: float
+    received: float
+    replied: float
+    returned: float
+    started: float | None = None
+    span: str | None = None
+
+
+@dataclass(slots=True)
+class _Trained:
+    """A client's own stretch, by the server's clock."""
+
+    began: float
+    ended: float
+    data: float
+    group: str | None
+
+
+class Ledger:
+    """`begin` opens a round; `close` gives its Spans. Clocks are known from round to round."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clocks: dict[str, Offset] = {}
+        self.begin(None, 0.0)
+
+    def begin(self, span: str | None, at: float) -> None:
+        with self._lock:
+            self._round, self._at = span, at
+            self._spent: dict[str, dict[str, float]] = {}
+            self._exchanges: dict[str, Exchange] = {}
+            self._trained: dict[str, _Trained] = {}
+            self.told_edges: set[str] = set()  # whose own Span was written
+
+    def spent(self, part: str, seconds: float, node: str) -> None:
+        if part not in WORK and part not in REST:
+            raise ConfigError(unknown("part of a round", part, [*WORK, *REST]))
+        with self._lock:
+            own = self._spent.setdefault(node, {})
+            own[part] = own.get(part, 0.0) + max(0.0, float(seconds))
+
+    def exchange(self, node: str, one: Exchange) -> Offset:
+        """What is known of the client's clock now."""
+        offset = self._clocks.get(node, Offset()).learn(one.sent, one.received, one.replied, one.returned)
+        with self._lock:
+            if node in self._clocks or len(self._clocks) < NODES:
+                self._clocks[node] = offset
+            self._exchanges[node] = one
+        return offset
+
+    def trained(self, span: Span) -> None:
+        """A client's own Span, its times by the server's clock (see `ahead`)."""
+        data = parts_of(span).get("data", 0.0)
+        with self._lock:
+            self._trained[span.where.node or ""] = _Trained(span.at, span.at + span.seconds, data, span.where.group)
+
+    def ahead(self, node: str | None) -> float:
+        """Seconds to take off the times that a client tells; 0 unless it has exchanged messages in this round."""
+        return self._clocks[node].seconds if node in self._exchanges and node is not None else 0.0
+
+    def seen(self, node: str) -> tuple[float, float] | None:
+        """When a client of this round was asked and had answered, by the server's clock."""
+        one = self._exchanges.get(node)
+        return None if one is None else (one.sent, one.returned)
+
+    def journey(self, node: str) -> str | None:
+        """The id of the Span of a client's way in this round, where there will be one."""
+        one = self._exchanges.get(node)
+        return None if one is None else one.span or edge_span(self._round, f"journey/{node}")
+
+    def _server(self, ended: float) -> Told:
+        """Unless the host told it, the server waits while a client is under way, or trains in its own process."""
+        seconds = max(0.0, ended - self._at)
+        parts = dict(self._spent.get("server", {}))
+        if "wait" not in parts:
+            away = [(one.sent, one.returned) for one in self._exchanges.values()]
+            away = away or [(one.began, one.ended) for one in self._trained.values()]
+            parts = {"wait": min(covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
+        return Told("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
+
+    def close(self, ended: float) -> list[Told]:
+        """The round's Spans: the server's, each group's, each journey."""
+        with self._lock:
+            spans = [self._server(ended)] if self._spent or self._trained or self._exchanges else []
+            spans += [self._journey(node, one, ended) for node, one in self._exchanges.items()]
+            groups: dict[str, list[_Trained]] = {}
+            for one in self._trained.values():
+                if one.group is not None and one.group not in self.told_edges:
+                    groups.setdefault(one.group, []).append(one)
+            for group, members in groups.items():
+                began, last = min(m.began for m in members), max(m.ended for m in members)
+                parts = self._spent.get(group, {})
+                own = edge_span(self._round, group)
+                spans.append(Told(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
+            return spans
+
+    def _journey(self, node: str, one: Exchange, ended: float) -> Told:
+        offset = self._clocks.get(node, Offset(0.0, 0.0))
+        here, away = one.received - offset.seconds, one.replied - offset.seconds
+        own = self._trained.get(node)
+        group = None if own is None else own.group
+        # Its own times may lie: they count only as far as they are inside of what the server saw.
+        began, over = (here, away) if own is None else (own.began, own.ended)
+        began = min(max(began, here), away)
+        over = min(max(over, began), away)
+        data = 0.0 if own is None else min(own.data, over - began)
+        compute = away - began - data  # packing and compressing an update is the client's own work, too
+        if one.started is None:
+            parts = {"download": here - one.sent, "queue": began - here, "data": data, "compute": compute}
+            parts |= {"upload": one.returned - away}
+        else:
+            start = min(max(0.0, one.received - one.started), max(0.0, here - one.sent))
+            start = start if one.started - offset.seconds >= one.sent - SAME else 0.0  # one that is older was there
+            parts = {"queue": here - one.sent - start, "start": start, "data": data, "compute": compute + began - here}
+            parts |= {"reply": one.returned - away}
+        if (one.received, one.replied) == (one.sent, one.returned):  # nothing is known but that it was away
+            parts = {"compute": one.returned - one.sent}
+        parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - one.returned}.items()}
+        told = {"clock_offset": offset.seconds, "clock_error": offset.error}
+        parent = self._round if group is None else edge_span(self._round, group)
+        whole = sum(parts.values())
+        return Told(node, JOURNEY, one.sent, whole, parts, group, self.journey(node), parent, told)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways out for alerts: what a channel is, and the two that stay on this machine, a command and a file.
+
+`send` comes back when the other side has taken the message. If not, it raises a `DeliveryError` that says which of
+three it was: «later» (not taken, try again), «refused» (not taken, and trying again will not help) or «doubt» (the
+message went out whole and no answer came: it may have arrived).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from fedvitals.errors import ConfigError, FedvitalsError
+from fedvitals.sinks.alerts.message import Message, alert_json, as_json, harmless
+
+LATER, REFUSED, DOUBT = "later", "refused", "doubt"
+WHY = 300  # characters of another program's words that we repeat
+
+
+class DeliveryError(FedvitalsError):
+    """A message that was not taken, or may not have been."""
+
+    def __init__(self, outcome: str, why: str, *, after: float | None = None) -> None:
+        super().__init__(harmless(why, WHY))
+        self.outcome = outcome
+        self.after = after  # seconds that the other side asks us to wait
+
+
+@runtime_checkable
+class Channel(Protocol):
+    """Where messages go. `again`: whether one that may have arrived is sent once more, rather than never twice."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def again(self) -> bool: ...
+    @property
+    def seconds(self) -> float:
+        """How long one attempt may take."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The same for the same receiver in the next process, and none of its secrets."""
+        ...
+
+    def send(self, message: Message, /) -> None: ...
+
+
+def identity(*parts: object) -> str:
+    """A short digest of what names a receiver."""
+    return hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+
+
+def check_text(what: str, text: object) -> str:
+    """A setting that is one line of text: no line end can smuggle in a second header or argument."""
+    if not isinstance(text, str) or not text or not text.isprintable():
+        raise ConfigError(f"{what} is one line of text, got something else. Check the line ends and quotes.")
+    return text
+
+
+@contextlib.contextmanager
+def hard_limit(seconds: float, cut: Callable[[], None]) -> Iterator[None]:
+    """Call `cut` if the block takes longer: a server that answers one byte at a time passes every other time limit."""
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Appends one JSON line for each alert."""
+
+    path: str | os.PathLike[str]
+    name: str = "file"
+    again: bool = False
+    seconds: float = 10.0
+
+    @property
+    def identity(self) -> str:
+        return identity("file", self.name, os.fspath(self.path))
+
+    def send(self, message: Message, /) -> None:
+        told = [alert_json(alert) for alert in message.alerts] or [as_json(message)]
+        lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in told).encode()
+        path = Path(self.path).expanduser()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab", buffering=0) as file:
+                end = file.seek(0, os.SEEK_END)
+                whole = file.write(lines) == len(lines)
+                if not whole:  # half a line would spoil the next one
+                    file.truncate(end)
+        except OSError as error:
+            raise DeliveryError(LATER, f"The file {path} cannot be written ({error}).") from error
+        if not whole:
+            raise DeliveryError(LATER, f"The file {path} cannot be written: the disk is full.")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Runs a program, without a shell, with the message as JSON on its standard input; 0 means taken."""
+
+    command: tuple[str, ...]
+    name: str = "command"
+    again: bool = False
+    seconds: float = 30.0
+    label: str = field(default="", repr=False)  # the command before secrets were filled in
+
+    def __post_init__(self) -> None:
+        given = self.command
+        if isinstance(given, str) or not given or not all(isinstance(one, str) and "\0" not in one for one in given):
+            raise ConfigError(
+                "The command of an alert channel is a list of arguments, such as ['/usr/bin/logger', '-t', 'alerts']: "
+                "there is no shell that would take a line apart."
+            )
+        object.__setattr__(self, "command", tuple(given))
+
+    @property
+    def identity(self) -> str:
+        return identity("command", self.name, self.label or self.command)
+
+    def send(self, message: Message, /) -> None:
+        with tempfile.TemporaryFile() as said:  # a pipe that a grandchild keeps open would be waited for
+            try:
+                process = subprocess.Popen(  # noqa: S603 - the user's own command, and no word of a client in it
+                    self.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    start_new_session=True,  # so that what it started ends with it
+                )
+            except OSError as error:
+                raise DeliveryError(LATER, f"'{self.command[0]}' cannot be started ({error}).") from error
+            try:
+                process.communicate(json.dumps(as_json(message)).encode(), timeout=self.seconds)
+            except subprocess.TimeoutExpired:
+                raise DeliveryError(DOUBT, f"'{self.command[0]}' did not end within {self.seconds:g} s.") from None
+            finally:
+                _end(process)
+            if process.returncode != 0:
+                said.seek(0)
+                words = said.read(WHY).decode("utf-8", "replace").strip()
+                why = f"'{self.command[0]}' ended with {process.returncode}{': ' + words if words else ''}."
+                raise DeliveryError(LATER, why)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that is still running, and what it started."""
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+        process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()

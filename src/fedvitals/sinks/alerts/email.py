@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alerts by e-mail: one SMTP conversation for each message, encrypted unless told otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import email.policy
+import re
+import smtplib
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from email.message import EmailMessage
+from email.utils import formatdate
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError, check_text, hard_limit, identity
+from fedvitals.sinks.alerts.message import Message
+from fedvitals.transport.http_server import LOOPBACK
+
+PORTS = {"starttls": 587, "ssl": 465, "none": 25}
+
+
+@dataclass(frozen=True, slots=True)
+class Email:
+    """Sends to every address in `to`. `security`: «starttls», «ssl», or «none» for a server on this machine."""
+
+    host: str
+    sender: str
+    to: tuple[str, ...]
+    name: str = "email"
+    port: int | None = None  # by default that of `security`
+    security: str = "starttls"
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    again: bool = False
+    seconds: float = 30.0
+    ca: str | None = None  # a file with the certificates to trust, instead of the system's
+
+    def __post_init__(self) -> None:
+        if isinstance(self.to, str):
+            object.__setattr__(self, "to", (self.to,))
+        object.__setattr__(self, "to", tuple(self.to))
+        whose = f"of alert channel '{self.name}'"
+        check_text(f"The host {whose}", self.host)
+        if not self.to:
+            raise ConfigError(f"The e-mail {whose} goes to nobody. Write to = ['you@example.org'].")
+        for address in (self.sender, *self.to):
+            check_text(f"An e-mail address {whose}", address)
+            if not re.fullmatch(r"[^@\s<>,;:\"\\]+@[^@\s<>,;:\"\\]+", address) or not address.isascii():
+                raise ConfigError(f"'{address}' {whose} is no e-mail address. Write only 'name@example.org'.")
+        if self.security not in PORTS:
+            raise ConfigError(unknown("security of an e-mail channel", self.security, PORTS))
+        if self.password is not None and self.security == "none" and self.host not in LOOPBACK:
+            raise ConfigError(
+                f"The password {whose} would travel readable for all. Use security = 'starttls' or 'ssl'."
+            )
+
+    @property
+    def identity(self) -> str:
+        return identity("email", self.name, self.host, self.port, self.to)
+
+    def send(self, message: Message, /) -> None:
+        letter = self._letter(message).as_bytes(policy=email.policy.SMTP)
+        handed_over = False
+        try:
+            with self._connected() as server:
+                self._speak(server.mail(self.sender))
+                answers = [server.rcpt(address) for address in self.to]
+                if not any(200 <= code < 300 for code, _ in answers):
+                    self._speak(answers[0])
+                handed_over = True  # from here on the other side may have it
+                code, words = server.data(letter)
+                handed_over = False
+                self._speak((code, words))
+        except smtplib.SMTPResponseException as error:  # of the greeting, the login or the word DATA
+            self._speak((error.smtp_code, error.smtp_error))
+        except (OSError, smtplib.SMTPException) as error:
+            kind = type(error).__name__
+            if handed_over:
+                raise DeliveryError(DOUBT, f"{self.host} got the message and gave no answer ({kind}).") from None
+            outcome = REFUSED if isinstance(error, smtplib.SMTPNotSupportedError) else LATER
+            raise DeliveryError(outcome, f"{self.host} cannot be reached ({_reason(error)}).") from None
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[smtplib.SMTP]:
+        context = ssl.create_default_context(cafile=self.ca)
+        port = self.port or PORTS[self.security]
+        if self.security == "ssl":
+            server: smtplib.SMTP = smtplib.SMTP_SSL(timeout=self.seconds, context=context)
+        else:
+            server = smtplib.SMTP(timeout=self.seconds)
+        # Set by `connect` of later Pythons only, and needed for the name in the certificate.
+        server._host = self.host  # type: ignore[attr-defined]  # noqa: SLF001
+
+        def cut() -> None:
+            with contextlib.suppress(OSError, AttributeError):
+                server.sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+
+        try:
+            with hard_limit(self.seconds, cut):
+                self._speak(server.connect(self.host, port))
+                if self.security == "starttls":
+                    server.ehlo()
+                    server.starttls(context=context)
+                server.ehlo_or_helo_if_needed()
+                if self.user is not None:
+                    server.login(self.user, self.password or "")
+                yield server
+                with contextlib.suppress(OSError, smtplib.SMTPException):  # taken is taken
+                    server.quit()
+        finally:
+            server.close()
+
+    def _letter(self, message: Message) -> EmailMessage:
+        letter = EmailMessage()
+        letter["Subject"] = message.subject
+        letter["From"] = self.sender
+        letter["To"] = ", ".join(self.to)
+        letter["Date"] = formatdate()
+        letter["Message-ID"] = f"<{message.key}@fedvitals.invalid>"
+        letter["Auto-Submitted"] = "auto-generated"
+        letter.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server takes it
+        return letter
+
+    def _speak(self, answer: tuple[int, bytes | str]) -> None:
+        """Raise unless the server's answer is a yes."""
+        code, said = answer
+        if 200 <= code < 400:
+            return
+        words = said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
+        outcome = REFUSED if code >= 500 else LATER
+        raise DeliveryError(outcome, f"{self.host} answered {code}: {words}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    words = getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}{': ' if words else ''}{words}"

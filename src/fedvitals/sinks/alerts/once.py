@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One message of a case to each channel, however many rules match it: the first speaks, the others are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fedvitals.sinks.alerts.message import RESOLVED, Alert
+from fedvitals.sinks.alerts.rules import SEVERITIES, Rule
+
+
+class Once:
+    """Which rule speaks of a case on each channel. A rule that finds it worse than was told speaks, too."""
+
+    def __init__(self, rules: Iterable[Rule], channels: Sequence[str]) -> None:
+        self._wanted = {rule.name: rule.channels or tuple(channels) for rule in rules}
+        self._channels = tuple(channels)
+        self._speaks: dict[tuple[str, str, str], tuple[str, str]] = {}  # channel, run, place → rule, severity
+
+    def begin(self, run: str, told: Iterable[tuple[str, str, int]]) -> None:
+        """What an earlier process told (rule, place, onset), and what is open still."""
+        order = list(self._wanted)
+        known = [(rule, place) for rule, place, _ in told if rule in self._wanted]
+        for rule, place in sorted(known, key=lambda one: order.index(one[0])):
+            for channel in self._wanted[rule]:
+                self._speaks.setdefault((channel, run, place), (rule, SEVERITIES[-1]))
+
+    def end(self, run: str) -> None:
+        self._speaks = {key: told for key, told in self._speaks.items() if key[1] != run}
+
+    def channels(self, alert: Alert) -> list[str]:
+        """Those that get it, in their order."""
+        wanted = [name for name in self._channels if name in self._wanted[alert.rule]]
+        return wanted if alert.issue is None else [name for name in wanted if self._is_news(name, alert)]
+
+    def _is_news(self, channel: str, alert: Alert) -> bool:
+        key = (channel, alert.run, alert.place)
+        rule, severity = self._speaks.get(key, (alert.rule, ""))
+        if alert.kind == RESOLVED:
+            return rule == alert.rule and self._speaks.pop(key, None) is not None
+        if rule != alert.rule and _rank(alert.severity) <= _rank(severity):
+            return False
+        self._speaks[key] = (alert.rule, alert.severity)
+        return True
+
+
+def _rank(severity: str) -> int:
+    return SEVERITIES.index(severity) if severity in SEVERITIES else -1

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rules hold, from the records that pass by: the same alerts live as later from the store.
+
+Nothing here depends on when a record arrives, only on what it says. A round's metrics are judged when the round is
+complete (`time.round` marks it), or with the next one if they come later. Findings are made beside the training and may
+lag: they are judged in the order of their rounds, none before its own round is complete. That a case is over is said
+once no finding can be on its way: one of a later round has come, the run has ended, or `SETTLE_SECONDS` have passed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import statistics
+import time
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fedvitals.records import Finding, Metric, Record, natural
+from fedvitals.sinks.alerts.message import FIRING, RESOLVED, Alert, said
+from fedvitals.sinks.alerts.once import Once
+from fedvitals.sinks.alerts.rules import SEVERITIES, WINDOW, Condition, Found, Rule
+
+ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
+ATTENDANCE = ("steps", "update.norm")  # who has one of these took part, as for `diagnosis.cases`
+QUIET = 5  # rounds with the node but without the trouble, after which it counts as gone; as in `diagnosis.cases`
+LEAST_PAST, LEAST_COHORT = 3, 3  # values that a median needs
+SETTLE_SECONDS = 10.0  # by which detectors may lag behind a training that goes on
+MOST_PLACES = 10_000  # nodes (or cases) of one rule that are watched
+MOST_ROUNDS_AHEAD = 64  # rounds that wait to be completed
+REMEMBERED = 256  # rounds of attendance
+
+
+@dataclass(slots=True)
+class _Course:
+    """One rule at one place: how long it has held, and what was said of it."""
+
+    since: int | None = None  # the first round of the present stretch
+    last: int | None = None  # its newest
+    count: int = 0  # rounds of it
+    judged: int | None = None  # the newest round whose value was judged
+    told: int | None = None  # the onset of the alert that is open
+    severity: str = "warning"  # of that alert
+    said_round: int | None = None  # when an alert was last sent
+    said_at: float = -math.inf
+    past: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # usual values, newest last
+    stretch: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # values since `since`
+
+
+class Watch:
+    """Judges one run's records by rules. `families`: the family of each issue, for rules that ask for one.
+
+    `open_alerts` (rule, place, onset) were told before this process began, and are not told again.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        rules: Sequence[Rule],
+        *,
+        families: Mapping[str, str] | None = None,
+        open_alerts: Iterable[tuple[str, str, int]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.left_out = 0  # values and findings that no rule was held against, since there were too many places
+        self._run, self._families, self._clock = run, families or {}, clock
+        self._by_metric: dict[str, list[tuple[Rule, Condition]]] = {}
+        self._on_findings: list[tuple[Rule, Found]] = []
+        for rule in rules:
+            if isinstance(rule.when, Found):
+                self._on_findings.append((rule, rule.when))
+            else:
+                self._by_metric.setdefault(rule.when.metric, []).append((rule, rule.when))
+        self._courses: dict[str, dict[str, _Course]] = {rule.name: {} for rule in rules}
+        for name, place, onset in open_alerts:
+            if name in self._courses:
+                self._courses[name][place] = _Course(told=onset, since=onset, last=onset, said_round=onset)
+        # Metric → round → node → (at, value), until judged.
+        self._waiting: dict[str, dict[int, dict[str | None, tuple[float, float]]]] = {}
+        self._findings: dict[int, list[Finding]] = {}
+        self._heard = -1  # the newest round that a finding spoke of
+        self._attending: dict[int, set[str]] = {}
+        self._attended: dict[str | None, list[int]] = {None: []}  # complete rounds, ascending, by node; None: all
+        self._completed: dict[int, tuple[float, float]] = {}  # round → when: by its record, and by our clock
+        self._made: list[Alert] = []
+
+    def see(self, record: Record) -> None:
+        """Take one record into account; `alerts` tells what followed."""
+        where = None if not isinstance(record, Metric | Finding) else record.where
+        if where is None or where.run != self._run:
+            return
+        if isinstance(record, Finding):
+            number = max(0, self._newest) if where.round is None else where.round
+            self._heard = max(self._heard, number)
+            waiting = self._findings.setdefault(number, []) if self._on_findings else []
+            if len(waiting) < MOST_PLACES:
+                waiting.append(record)
+            else:
+                self.left_out += 1
+            return
+        whole_of_a_group = where.node is None and where.group is not None
+        if isinstance(record, Metric) and where.round is not None and where.layer is None and not whole_of_a_group:
+            self._take(record, where.round, where.node)
+
+    def alerts(self) -> list[Alert]:
+        """What has begun or ended to hold since the last call, in order."""
+        for number in sorted(number for number in self._findings if number <= self._newest):
+            for finding in self._findings.pop(number):
+                self._judge_finding(finding, number)
+        self._end_cases(final=False)
+        made, self._made = self._made, []
+        return made
+
+    def finish(self) -> list[Alert]:
+        """The last alerts: nothing more will come."""
+        for metric, waiting in self._waiting.items():
+            for number in sorted(waiting):
+                self._judge_values(metric, number, waiting[number])
+        self._waiting.clear()
+        for number in sorted(self._findings):
+            for finding in self._findings.pop(number):
+                self._judge_finding(finding, number)
+        self._end_cases(final=True)
+        made, self._made = self._made, []
+        return made
+
+    @property
+    def _newest(self) -> int:
+        """The newest complete round."""
+        complete = self._attended[None]
+        return complete[-1] if complete else -1
+
+    # --- metrics -----------------------------------------------------------------------------------------------------
+
+    def _take(self, metric: Metric, number: int, node: str | None) -> None:
+        if metric.name in self._by_metric:
+            rounds = self._waiting.setdefault(metric.name, {})
+            values = rounds.setdefault(number, {})
+            before = values.get(node)
+            if before is None and len(values) >= MOST_PLACES:
+                self.left_out += 1
+            elif before is None or metric.at >= before[0]:
+                values[node] = (metric.at, metric.value)
+            if len(rounds) > MOST_ROUNDS_AHEAD:
+                del rounds[min(rounds)]
+                self.left_out += 1
+        if self._on_findings and node is not None and metric.name in ATTENDANCE:
+            there = self._attending.setdefault(number, set())
+            if len(there) < MOST_PLACES:
+                there.add(node)
+            if len(self._attending) > MOST_ROUNDS_AHEAD:
+                del self._attending[min(self._attending)]
+        if metric.name == ROUND_COMPLETE and node is None:
+            self._complete(number, metric.at)
+
+    def _complete(self, number: int, at: float) -> None:
+        for metric, waiting in self._waiting.items():
+            for ready in sorted(one for one in waiting if one <= number):
+                self._judge_values(metric, ready, waiting.pop(ready))
+        if number not in self._completed:
+            for node in (None, *sorted(self._attending.pop(number, ()))):
+                if node in self._attended or len(self._attended) <= MOST_PLACES:
+                    _insert(self._attended.setdefault(node, []), number)
+            self._completed[number] = (at, self._clock())
+            if len(self._completed) > REMEMBERED:
+                del self._completed[min(self._completed)]
+
+    def _judge_values(self, metric: str, number: int, values: Mapping[str | None, tuple[float, float]]) -> None:
+        cohort = [value for node, (_, value) in values.items() if node not in (None, "server") and math.isfinite(value)]
+        common = statistics.median(cohort) if len(cohort) >= LEAST_COHORT else None
+        places = [(node, json.dumps({"node": node})) for node in sorted(values, key=lambda name: natural(name or ""))]
+        for rule, condition in self._by_metric[metric]:
+            for node, place in places:
+                course = self._course(rule, place) if _meant(rule, node) else None
+                if course is not None and (course.judged is None or course.judged < number):
+                    course.judged = number
+                    at, value = values[node]
+                    made = _Making(self._run, rule, place, number, at, node, metric=metric)
+                    self._judge_value(condition, course, made, value, common)
+
+    def _judge_value(
+        self, condition: Condition, course: _Course, made: _Making, value: float, common: float | None
+    ) -> None:
+        number, node = made.round, made.node
+        bound = _bound(condition, course, common)
+        only_nan = course.count > 0 and all(math.isnan(one) for one in course.stretch)
+        if bound is None and not math.isnan(value) and not only_nan:  # too little to compare with
+            if math.isfinite(value):
+                course.past.append(value)
+            return
+        if math.isnan(value) or (bound is not None and _breaks(condition.comparison, value, bound)):
+            if course.count == 0 and course.told is None:
+                course.since = number
+            course.count, course.last = course.count + 1, number
+            course.stretch.append(value)
+            if (
+                course.count >= condition.rounds
+                and course.told is None
+                and _after_gap(made.rule, course, number, made.at)
+            ):
+                course.severity = made.rule.severity or "warning"
+                words = _words(condition, node, value, bound, course)
+                self._fire(course, made, words, value, bound)
+            if course.count % WINDOW == 0 and condition.against in ("own", "before"):
+                # It has lasted so long that it is the usual by now.
+                course.past = deque((v for v in course.stretch if math.isfinite(v)), maxlen=WINDOW)
+            return
+        if course.told is not None:
+            words = f"{condition.metric} of {_place(node)} is {said(value, condition.metric)}: no longer «{condition}»"
+            self._resolve(course, made, words, value, bound)
+        course.since, course.last, course.count = None, None, 0
+        course.stretch.clear()
+        if math.isfinite(value):
+            course.past.append(value)
+
+    # --- findings ----------------------------------------------------------------------------------------------------
+
+    def _judge_finding(self, finding: Finding, number: int) -> None:
+        where = finding.where
+        group = where.group if where.node is None else None
+        place = json.dumps({"issue": finding.issue, "node": where.node, "group": group, "layer": where.layer})
+        for rule, _ in self._on_findings:  # of all rules, before any speaks: what is over stands in no one's way
+            past = self._courses[rule.name].get(place)
+            over = None if past is None else self._over(past, where.node, before=number)
+            if past is not None and over is not None:
+                self._end_case(rule, past, place, over)
+        first = len(self._made)
+        for rule, asked in self._on_findings:
+            if not self._matches(rule, asked, finding):
+                continue
+            course = self._course(rule, place)
+            if course is None:
+                continue
+            if course.last is None:
+                course.since = number
+            if course.last is None or number > course.last:
+                course.count, course.last = course.count + 1, number
+            if course.count >= asked.rounds and course.told is None and _after_gap(rule, course, number, finding.at):
+                course.severity = rule.severity or finding.severity
+                self._fire(course, _making(self._run, rule, place, number, finding.at), finding.message)
+        if len(self._made) > first:
+            self._made[first] = replace(self._made[first], others=len(self._made) - first - 1)
+
+    def _matches(self, rule: Rule, asked: Found, finding: Finding) -> bool:
+        if asked.issue not in (None, finding.issue) or not _meant(rule, finding.where.node or finding.where.group):
+            return False
+        if asked.family is not None and self._families.get(finding.issue, "user") != asked.family:
+            return False
+        worse = SEVERITIES[SEVERITIES.index(asked.severity) :] if asked.severity else None
+        return (worse is None or finding.severity in worse) and finding.confidence >= asked.confidence
+
+    def _over(self, course: _Course, node: str | None, before: int | None = None) -> int | None:
+        """The round in which a case became one of the past; None while it is not."""
+        if course.last is None:
+            return None
+        rounds = (self._attended.get(node) if node is not None else None) or self._attended[None]
+        start = bisect_right(rounds, course.last)
+        end = len(rounds) if before is None else bisect_left(rounds, before)
+        return rounds[start + QUIET] if end - start > QUIET else None
+
+    def _end_cases(self, *, final: bool) -> None:
+        for rule, _ in self._on_findings:
+            for place, course in self._courses[rule.name].items():
+                over = self._over(course, json.loads(place)["node"]) if course.last is not None else None
+                if over is None:
+                    continue
+                settled = self._clock() - self._completed.get(over, (0.0, -math.inf))[1] >= SETTLE_SECONDS
+                if final or over < self._heard or settled:
+                    self._end_case(rule, course, place, over)
+
+    def _end_case(self, rule: Rule, course: _Course, place: str, over: int) -> None:
+        if course.told is not None:
+            made = _making(self._run, rule, place, over, self._completed.get(over, (0.0, 0.0))[0])
+            words = f"{made.issue} at {_place(made.node or made.group)} has not been seen since round {course.last}"
+            self._resolve(course, made, words)
+        course.since, course.last, course.count = None, None, 0
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _course(self, rule: Rule, place: str) -> _Course | None:
+        courses = self._courses[rule.name]
+        course = courses.get(place)
+        if course is None and len(courses) < MOST_PLACES:
+            course = courses[place] = _Course()
+        if course is None:
+            self.left_out += 1
+        return course
+
+    def _fire(
+        self, course: _Course, made: _Making, words: str, value: float | None = None, bound: float | None = None
+    ) -> None:
+        course.told = made.round if course.since is None else course.since
+        course.said_round, course.said_at = made.round, made.at
+        self._made.append(made.alert(FIRING, course, words, value, bound))
+
+    def _resolve(
+        self, course: _Course, made: _Making, words: str, value: float | None = None, bound: float | None = None
+    ) -> None:
+        self._made.append(made.alert(RESOLVED, course, words, value, bound))
+        course.told = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """What is known of an alert before its words."""
+
+    run: str
+    rule: Rule
+    place: str
+    round: int
+    at: float
+    node: str | None = None
+    group: str | None = None
+    layer: str | None = None
+    issue: str | None = None
+    metric: str | None = None
+
+    def alert(self, kind: str, course: _Course, words: str, value: float | None, bound: float | None) -> Alert:
+        return Alert(
+            run=self.run,
+            rule=self.rule.name,
+            place=self.place,
+            onset=self.round if course.told is None else course.told,
+            kind=kind,
+            severity=course.severity,
+            round=self.round,
+            at=self.at,
+            message=words,
+            node=self.node,
+            group=self.group,
+            layer=self.layer,
+            issue=self.issue,
+            metric=self.metric,
+            value=value,
+            limit=bound,
+        )
+
+
+def _making(run: str, rule: Rule, place: str, number: int, at: float) -> _Making:
+    """Of a case, whose place tells the rest."""
+    told = json.loads(place)
+    return _Making(run, rule, place, number, at, told["node"], told["group"], told["layer"], told["issue"])
+
+
+def _bound(condition: Condition, course: _Course, common: float | None) -> float | None:
+    """What the value is held against; None where there is too little to tell."""
+    match condition.against:
+        case "limit":
+            return condition.limit
+        case "cohort":
+            return None if common is None else condition.number * common
+        case "own":
+            usual = statistics.median(course.past) if len(course.past) >= LEAST_PAST else None
+            return None if usual is None else condition.number * usual
+    before = list(course.past)[-condition.within :]
+    if not before:
+        return None
+    return max(before) - condition.limit if condition.comparison == "drops" else min(before) + condition.limit
+
+
+def _breaks(comparison: str, value: float, bound: float) -> bool:
+    match comparison:
+        case ">":
+            return value > bound
+        case ">=":
+            return value >= bound
+        case "<":
+            return value < bound
+        case "<=":
+            return value <= bound
+        case "drops":
+            return value <= bound or math.isclose(value, bound, rel_tol=1e-9)  # 0.8 − 0.77 is not 0.03 in binary
+    return value >= bound or math.isclose(value, bound, rel_tol=1e-9)
+
+
+def _words(condition: Condition, node: str | None, value: float, bound: float | None, course: _Course) -> str:
+    metric = condition.metric
+    text = f"{metric} of {_place(node)} is {said(value, metric)}"
+    match condition.against if bound is not None else None:
+        case None:
+            pass
+        case "limit":
+            text += f" ({condition.comparison} {said(condition.limit, metric)})"
+        case "before":
+            step = condition.limit if condition.comparison == "drops" else -condition.limit
+            text += f", after {said((bound or 0.0) + step, metric)}"
+        case _:
+            whose = "its own median" if condition.against == "own" else "the cohort's median"
+            usual = said((bound or 0.0) / condition.number, metric)
+            text += f" ({condition.comparison} {condition.number:g} × {whose}, {usual})"
+    return text + (f", for {course.count} rounds, since round {course.since}" if condition.rounds > 1 else "")
+
+
+def _after_gap(rule: Rule, course: _Course, number: int, at: float) -> bool:
+    if course.said_round is None:
+        return True
+    seconds = rule.gap.seconds
+    return number - course.said_round >= rule.gap.number if seconds is None else at - course.said_at >= seconds
+
+
+def _meant(rule: Rule, node: str | None) -> bool:
+    return rule.node is None or fnmatch.fnmatchcase("whole" if node is None else node, rule.node)
+
+
+def _place(node: str | None) -> str:
+    return "the whole run" if node is None else node
+
+
+def _insert(rounds: list[int], number: int) -> None:
+    at = bisect_left(rounds, number)
+    if at == len(rounds) or rounds[at] != number:
+        rounds.insert(at, number)
+    if len(rounds) > REMEMBERED:
+        del rounds[: REMEMBERED // 4]
+
+
+def replay(
+    run: str,
+    rules: Sequence[Rule],
+    metrics: Iterable[Metric],
+    findings: Iterable[Finding],
+    families: Mapping[str, str],
+    channels: Sequence[str] = ("",),
+) -> list[Alert]:
+    """The alerts that a stored run gives on any of these channels, by round: those that it gave while it trained."""
+    once = Once(rules, channels)
+    watch = Watch(run, rules, families=families)
+    made: list[Alert] = []
+    for finding in findings:
+        watch.see(finding)
+    for metric in metrics:
+        watch.see(metric)
+        if metric.name == ROUND_COMPLETE and metric.where.node is None:
+            made += watch.alerts()
+    made += watch.finish()
+    made = [alert for alert in made if once.channels(alert)]
+    return sorted(made, key=lambda alert: (alert.round, alert.kind != RESOLVED, alert.rule, natural(alert.node or "")))

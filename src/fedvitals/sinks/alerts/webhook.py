@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alerts to a web address: one JSON that Slack, Discord, Mattermost and programs of one's own understand.
+
+Slack and Mattermost read `text`, Discord reads `content`, a program reads `fedvitals`. The header `Idempotency-Key` is
+the same whenever the same alerts are sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from fedvitals.errors import ConfigError
+from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError, check_text, hard_limit, identity
+from fedvitals.sinks.alerts.message import Message, as_json, for_discord, for_slack
+
+ANSWER = 4096  # bytes of an answer that are read
+REDIRECTS = 3
+LONGEST_WAIT = 3600.0  # seconds that a server may ask us to wait
+MOST_ALERTS = 100  # in the JSON of one message
+TRY_AGAIN = (408, 425, 429)  # besides 5xx: not taken now, but perhaps later
+SAME_METHOD = (307, 308)  # the redirects that keep a POST a POST
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Posts to an http or https address. Of that it shows the host alone: the path is often the secret."""
+
+    url: str = field(repr=False)
+    name: str = "webhook"
+    again: bool = False
+    seconds: float = 10.0
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    ca: str | None = None  # a file with the certificates to trust, instead of the system's
+    label: str = field(default="", repr=False)  # the address before secrets were filled in
+
+    def __post_init__(self) -> None:
+        _split(self.url)
+        for name, value in self.headers.items():
+            check_text(f"The name of a header of alert channel '{self.name}'", name)
+            check_text(f"The header '{name}' of alert channel '{self.name}'", value)
+
+    @property
+    def identity(self) -> str:
+        return identity("webhook", self.name, self.label or self.url)
+
+    def send(self, message: Message, /) -> None:
+        lines, told = message.lines, as_json(message)
+        told["alerts"] = told["alerts"][:MOST_ALERTS]
+        body = {
+            "text": for_slack(lines),
+            "content": for_discord(lines),
+            "allowed_mentions": {"parse": []},  # Discord's own switch
+            "fedvitals": told,
+        }
+        payload = json.dumps(body).encode()
+        headers = {"User-Agent": "fedvitals", **self.headers, "Content-Type": "application/json"}
+        headers["Idempotency-Key"] = message.key
+        url = self.url
+        for _ in range(REDIRECTS + 1):
+            onward = self._post(_split(url), payload, headers)
+            if onward is None:
+                return
+            url = self._followed(url, onward)
+        raise DeliveryError(REFUSED, f"{_shown(self.url)} redirects more than {REDIRECTS} times.")
+
+    def _post(self, url: SplitResult, payload: bytes, headers: Mapping[str, str]) -> str | None:
+        """Where the server sends us on to; None when it has taken the message."""
+        whole, host = False, url.hostname or ""
+        connection = http.client.HTTPConnection(host, url.port, timeout=self.seconds)
+        if url.scheme == "https":
+            context = ssl.create_default_context(cafile=self.ca)
+            connection = http.client.HTTPSConnection(host, url.port, timeout=self.seconds, context=context)
+
+        def cut() -> None:
+            with contextlib.suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+        try:
+            with hard_limit(self.seconds, cut), contextlib.closing(connection):
+                connection.connect()
+                path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+                connection.request("POST", path, payload, dict(headers))
+                whole = True  # from here on the other side may have it
+                with contextlib.closing(connection.getresponse()) as answer:
+                    status, onward, wait = answer.status, answer.getheader("Location"), answer.getheader("Retry-After")
+                    words = "" if status < 300 else _words(answer)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if whole:
+                why = f"{host} took the message and gave no answer within {self.seconds:g} s ({type(error).__name__})."
+                raise DeliveryError(DOUBT, why) from None
+            raise DeliveryError(LATER, f"{host} cannot be reached ({_reason(error)}).") from None
+        if 200 <= status < 300:
+            return None
+        if status in SAME_METHOD and onward:
+            return onward
+        if 300 <= status < 400:
+            raise DeliveryError(REFUSED, f"{host} redirects (status {status}): write the address that it names.")
+        outcome = LATER if status >= 500 or status in TRY_AGAIN else REFUSED
+        raise DeliveryError(outcome, f"{host} answered {status}{': ' + words if words else ''}.", after=_wait(wait))
+
+    def _followed(self, url: str, onward: str) -> str:
+        """The address that a server redirects to, if that is its own: another host might be anybody's."""
+        target = urljoin(url, onward)
+        try:
+            here, there = _split(url), _split(target)
+        except ConfigError:
+            raise DeliveryError(REFUSED, f"{_shown(url)} redirects to something that is no web address.") from None
+        if (here.scheme, here.hostname, here.port) != (there.scheme, there.hostname, there.port):
+            raise DeliveryError(
+                REFUSED,
+                f"{_shown(url)} redirects to {_shown(target)}, which is not followed: write that address instead.",
+            )
+        return target
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(check_text("The url of an alert channel", url))
+        port = parts.port
+    except ValueError:
+        raise ConfigError("The url of an alert channel is not a web address. Write https://host/path.") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or " " in url:
+        got = f"{parts.scheme}:" if parts.scheme else "none"
+        raise ConfigError(
+            f"An alert channel posts to http:// or https:// addresses, got {got}. Write https://host/path."
+        )
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "A url with a user or password in it is not taken. Use headers = {Authorization = '${TOKEN}'}."
+        )
+    return parts
+
+
+def _shown(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname}"
+
+
+def _words(answer: http.client.HTTPResponse) -> str:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return answer.read(ANSWER).decode("utf-8", "replace").strip()[:200]
+    return ""
+
+
+def _wait(told: str | None) -> float | None:
+    return min(float(told), LONGEST_WAIT) if told is not None and told.isascii() and told.isdigit() else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    words = getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}{': ' if words else ''}{words}"

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as what experiment trackers draw: curves over rounds, and bars of how a layer's values lie.
+
+A curve has a tag: `accuracy` of the whole, `c7/update.norm` of a node, `layers/gradient.std/fc.weight` of a layer,
+`clients/update.norm/p95` over all clients. Every tracker slows down with the number of tags, so nodes and layers are
+bounded: of more nodes than that, the spread over all of them is drawn in their place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.records import AnyName, LayerStats, Metric, Record, Run, is_client, node_name
+from fedvitals.sinks.spread import SERVER, Spread, of_the_round, plain
+from fedvitals.stats import (
+    EXPONENTS,
+    FAMILIES,
+    HEALTH_COLUMNS,
+    HISTOGRAM_COLUMNS,
+    LOWEST_EXPONENT,
+    STATISTICS,
+    STEP_COLUMNS,
+    Array,
+)
+
+NODES = 50  # with curves of their own, unless the user says otherwise
+OTHER_NODES = 50  # servers, edges, clusters and rings
+LAYERS = 200
+TAGS = 20_000  # a run may not have more: names come from other machines
+TAG_CHARACTERS = 250  # what MLflow takes
+CONFIG_CHARACTERS = 500
+
+# What is drawn of a layer, by the columns of its family; ratios to other clients are for the dashboard.
+DRAWN: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    STATISTICS: ("mean", "std", "l2"),
+    STEP_COLUMNS: ("norm_mean", "norm_max"),
+    HEALTH_COLUMNS: ("dead_fraction", "saturated_fraction"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    run: str
+    tag: str
+    round: int
+    at: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bars:
+    """A histogram: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`."""
+
+    run: str
+    tag: str
+    round: int
+    at: float
+    edges: Array
+    counts: Array
+
+
+Drawn = Point | Bars
+
+
+class _Known:
+    """What is known of one run: its layers, whom it has, and which tags were given out."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, tuple[str, ...]] = {}
+        self.nodes: set[str] = set()
+        self.others: set[str] = set()
+        self.crowded = False  # more clients than have curves
+        self.spread = Spread()
+        self.tags: set[str] = set()
+
+
+class Curves:
+    """Turns records into points and bars. `nodes`: how many clients get curves of their own, or which.
+
+    `layers_of`: nodes whose layers are drawn too, beside those of the round as a whole.
+    """
+
+    def __init__(self, nodes: int | Sequence[AnyName] = NODES, layers_of: Sequence[AnyName] = ()) -> None:
+        self._named = None if isinstance(nodes, int) else frozenset(map(node_name, nodes))
+        self._most = nodes if isinstance(nodes, int) else len(frozenset(nodes))
+        self._layers_of = frozenset(map(node_name, layers_of))
+        self._runs: dict[str, _Known] = {}
+        self.left_out = 0  # what had no place among the tags
+
+    def of(self, records: Sequence[Record]) -> list[Drawn]:
+        """What there is to draw, in the order of the records; the same again for records that come again."""
+        drawn: list[Drawn] = []
+        touched: dict[str, None] = {}
+        for record in records:
+            if isinstance(record, Run):
+                known = self._runs.setdefault(record.id, _Known())
+                known.layers |= {table.digest: table.names[:LAYERS] for table in record.tables}
+            elif isinstance(record, Metric):
+                touched[record.where.run] = None
+                drawn += self._metric(record)
+            elif isinstance(record, LayerStats):
+                drawn += self._layers(record)
+        for run in touched:
+            drawn += self._over_clients(run)
+        return [one for one in drawn if self._has_place(one)]
+
+    def _known(self, run: str) -> _Known:
+        return self._runs.setdefault(run, _Known())
+
+    def _has_place(self, one: Drawn) -> bool:
+        tags = self._known(one.run).tags
+        if one.tag not in tags and len(tags) >= TAGS:
+            self.left_out += 1
+            return False
+        tags.add(one.tag)
+        return True
+
+    def _metric(self, metric: Metric) -> Iterator[Point]:
+        where = metric.where
+        known = self._known(where.run)
+        known.spread.add(metric)
+        node = where.node or where.group
+        if of_the_round(metric) and self._has_curves(known, node):
+            tag = metric.name if node is None else f"{node}/{metric.name}"
+            yield Point(where.run, plain(tag, TAG_CHARACTERS), where.round or 0, metric.at, metric.value)
+
+    def _has_curves(self, known: _Known, node: str | None) -> bool:
+        if node is None:
+            return True
+        if not is_client(node):
+            if len(known.others) < OTHER_NODES:
+                known.others.add(node)
+            return node in known.others
+        if self._named is not None:
+            known.crowded = known.crowded or node not in self._named
+            return node in self._named
+        if len(known.nodes) < self._most:
+            known.nodes.add(node)
+        known.crowded = known.crowded or node not in known.nodes
+        return node in known.nodes
+
+    def _over_clients(self, run: str) -> Iterator[Point]:
+        known = self._known(run)
+        for closed in known.spread.closed():
+            for name in closed.values if known.crowded else ():
+                for point, value in closed.points(name).items():
+                    yield Point(run, plain(f"clients/{name}/{point}", TAG_CHARACTERS), closed.round, closed.at, value)
+
+    def _layers(self, stats: LayerStats) -> Iterator[Drawn]:
+        where = stats.where
+        names = self._known(where.run).layers.get(stats.table)
+        wanted = where.node in (None, SERVER) or where.node in self._layers_of
+        if not names or not wanted or where.step is not None:
+            return
+        node = where.node or where.group
+        start = f"{node}/layers" if node else "layers"
+        columns = FAMILIES[stats.family].columns
+        if columns is HISTOGRAM_COLUMNS:
+            for name, row in zip(names, stats.matrix, strict=False):
+                if row.sum() > 0:
+                    edges, counts = bars_of(row)
+                    tag = plain(f"{start}/{stats.family}/{name}", TAG_CHARACTERS)
+                    yield Bars(where.run, tag, where.round or 0, stats.at, edges, counts)
+        for statistic in DRAWN.get(columns, ()):
+            with np.errstate(all="ignore"):
+                values = stats.get(statistic)
+            for name, value in zip(names, values, strict=False):
+                tag = plain(f"{start}/{stats.family}.{statistic}/{name}", TAG_CHARACTERS)
+                yield Point(where.run, tag, where.round or 0, stats.at, float(value))
+
+
+def bars_of(row: Array) -> tuple[Array, Array]:
+    """Edges and counts of a row of `gradient.histogram`, from the most negative value up, without the empty ends."""
+    powers = 2.0 ** (LOWEST_EXPONENT + np.arange(EXPONENTS + 1))
+    edges = np.concatenate([-powers[::-1], powers])
+    counts = np.concatenate([row[:EXPONENTS][::-1], [0.0], row[EXPONENTS:]])
+    there = np.flatnonzero(counts)
+    first, last = int(there[0]), int(there[-1]) + 1
+    return edges[first : last + 1], counts[first:last]
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """The run's configuration, flat: `local.epochs` → 5; what is long is cut."""
+    found: dict[str, str] = {}
+
+    def walk(name: str, value: object) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, inner in value.items():
+                walk(f"{name}.{key}" if name else str(key), inner)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            found[plain(name)] = text[:CONFIG_CHARACTERS]
+
+    walk("", dict(run.config))
+    return found
+
+
+def tags_of(run: Run) -> dict[str, str]:
+    """What identifies the run: its id, who trained, the federation's shape, the seed."""
+    told = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology, "seed": run.seed}
+    versions = {f"version.{package}": version for package, version in run.versions.items()}
+    return {f"fedvitals.{key}": plain(str(value)) for key, value in (told | versions).items() if value is not None}
+
+
+def link_of(run: Run, store: str | None) -> str:
+    """How to get from a tracker's page back to the run: the command that shows it."""
+    where = f" --store '{without_password(store)}'" if store else ""
+    return f"fedvitals run {plain(run.id)} «{plain(run.name)}»: fedvitals show {plain(run.id)}{where}"
+
+
+def without_password(address: str) -> str:
+    """The address of a store as others may read it."""
+    hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", address)
+    return re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)

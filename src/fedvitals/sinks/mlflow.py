@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLflow: a sink that logs to a tracking server or a local database, by its client.
+
+    Monitor("runs.db", sinks=[MLflow("sqlite:///mlflow.db")])        then:  mlflow ui --backend-store-uri sqlite:///mlflow.db
+
+MLflow no longer takes folders (`file:./mlruns`) unless MLFLOW_ALLOW_FILE_STORE is set. No global setting of MLflow is
+touched: what the user tracks beside this stays where it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
+from fedvitals.sinks.curves import NODES, Bars, Curves, Point, link_of, settings_of, tags_of
+from fedvitals.sinks.spread import plain
+
+DEFAULT = "sqlite:///mlflow.db"  # MLflow's own
+METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # what MLflow takes in one call
+DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
+
+
+class MLflow:
+    """Metrics per round, settings as parameters, histograms of layers as JSON artifacts, the run's id as a tag.
+
+    `uri`: of a tracking server or database; MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db` here. `nodes`: how many
+    clients get metrics of their own, or which ones. `layers_of`: nodes whose layers are logged, beside those of the
+    whole round. `store`: named in the run's description. A run that was logged there before is continued.
+    """
+
+    name = "mlflow"
+    ignores = (Action, Event, Finding, Sketch, Snapshot, Span, Transfer, Truth)
+
+    def __init__(
+        self,
+        uri: str | None = None,
+        experiment: str = "fedvitals",
+        *,
+        nodes: int | Sequence[str] = NODES,
+        layers_of: Sequence[str] = (),
+        store: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT
+        try:
+            self._tracking: Any = importlib.import_module("mlflow.tracking")
+            self._entities: Any = importlib.import_module("mlflow.entities")
+            self._errors: Any = importlib.import_module("mlflow.exceptions")
+        except ImportError as error:
+            raise MissingExtraError("mlflow-skinny", "mlflow", "The MLflow exporter") from error
+        self._check()
+        self._experiment, self._experiment_id = experiment, ""
+        self._store = None if store is None else os.fspath(store)
+        self._curves = Curves(nodes, layers_of)
+        self._client: Any = None
+        self._runs: dict[str, str] = {}  # our ids → MLflow's
+        self._known: dict[str, Run] = {}
+        self._logged: dict[str, set[str]] = {}  # parameters, which MLflow takes only once
+
+    def _check(self) -> None:
+        """What cannot work is said now, not by a worker in the midst of training."""
+        if self.uri.startswith(DATABASES):
+            for package in ("sqlalchemy", "alembic"):  # mlflow-skinny does without them until a database is asked for
+                if importlib.util.find_spec(package) is None:
+                    raise MissingExtraError(package, "mlflow", f"MLflow with the database {self.uri.split(':')[0]}")
+        elif "://" not in self.uri or self.uri.startswith("file:"):
+            try:
+                self._tracking.MlflowClient(tracking_uri=self.uri)
+            except self._errors.MlflowException as error:
+                raise ConfigError(f"MLflow does not take '{self.uri}': {error} Try MLflow('{DEFAULT}').") from error
+
+    def write(self, records: Sequence[Record], /) -> None:
+        """Log what is new; raises what MLflow raises, and the queue tries again."""
+        if self._client is None:
+            client = self._tracking.MlflowClient(tracking_uri=self.uri)
+            self._experiment_id = self._find_experiment(client)
+            self._client = client
+        for record in records:
+            if isinstance(record, Run):
+                self._open(record)
+        self._log(records)
+        for record in records:
+            if isinstance(record, Run) and record.finished is not None:
+                self._client.set_terminated(self._of(record.id), "FINISHED", round(record.finished * 1000))
+
+    def _log(self, records: Sequence[Record]) -> None:
+        points: dict[str, list[Any]] = {}
+        bars: dict[tuple[str, int], dict[str, Any]] = {}
+        for one in self._curves.of(records):
+            if isinstance(one, Point):
+                metric = self._entities.Metric(_key(one.tag), one.value, round(one.at * 1000), one.round)
+                points.setdefault(one.run, []).append(metric)
+            else:
+                bars.setdefault((one.run, one.round), {})[one.tag] = _as_json(one)
+        for run, metrics in points.items():
+            for start in range(0, len(metrics), METRICS_AT_ONCE):
+                self._client.log_batch(self._of(run), metrics=metrics[start : start + METRICS_AT_ONCE])
+        for (run, number), histograms in bars.items():
+            self._client.log_dict(self._of(run), histograms, f"histograms/round-{number:05d}.json")
+
+    def run_of(self, run: str) -> str | None:
+        """MLflow's id of a run."""
+        return self._runs.get(run)
+
+    def _find_experiment(self, client: Any) -> str:
+        found = client.get_experiment_by_name(self._experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        # A local database keeps artifacts in the current folder, wherever the database is: they belong beside it.
+        local = re.fullmatch(r"sqlite:///([^?]+).*", self.uri)
+        beside = None if local is None else (Path(local[1]).absolute().parent / "mlruns").as_uri()
+        return str(client.create_experiment(self._experiment, artifact_location=beside))
+
+    def _of(self, run: str) -> str:
+        if run not in self._runs:
+            self._open(Run(run, run))
+        return self._runs[run]
+
+    def _open(self, run: Run) -> None:
+        """Make or find MLflow's run, and tell it what is new about ours."""
+        tags = {**tags_of(run), "mlflow.note.content": link_of(run, self._store)}
+        if run.id not in self._runs:
+            found = self._find(run.id)
+            if found is None:
+                made = self._client.create_run(
+                    self._experiment_id, round(run.started * 1000), tags, run_name=plain(run.name)
+                )
+                found = made.info.run_id
+            self._runs[run.id] = found
+        entities, logged = self._entities, self._logged.setdefault(run.id, set())
+        new = {_key(name): value for name, value in settings_of(run).items() if _key(name) not in logged}
+        if self._known.get(run.id) != run:
+            tags_now = [entities.RunTag(key, value) for key, value in tags.items()]
+            self._client.log_batch(self._runs[run.id], tags=tags_now[:PARAMETERS_AT_ONCE])
+        parameters = [entities.Param(name, value) for name, value in new.items()]
+        for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
+            self._client.log_batch(self._runs[run.id], params=parameters[start : start + PARAMETERS_AT_ONCE])
+        logged.update(new)
+        self._known[run.id] = run
+
+    def _find(self, run: str) -> str | None:
+        """A run that was logged before: of a training that goes on, or by a call that failed half-way."""
+        if not re.fullmatch(r"[\w.-]+", run):  # it goes into a query
+            return None
+        found = self._client.search_runs([self._experiment_id], f"tags.`fedvitals.run` = '{run}'", max_results=1)
+        for one in found:
+            self._logged.setdefault(run, set()).update(one.data.params)
+            return str(one.info.run_id)
+        return None
+
+
+def _key(tag: str) -> str:
+    """The tag in the characters that MLflow allows, and no path out of its place."""
+    kept = re.sub(r"[^\w./ -]", "_", tag, flags=re.ASCII)
+    parts = [part for part in kept.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:250] or "_"
+
+
+def _as_json(bars: Bars) -> dict[str, Any]:
+    return {"edges": bars.edges.tolist(), "counts": bars.counts.tolist()}

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as messages of OTLP: spans as they are, metrics as gauges, events and findings as log records.
+
+A gauge has few attributes, since each combination is a series of its own in whatever keeps it: the node, and no round.
+Round, step and layer ride in the point's exemplar, as `filtered_attributes`: OTLP's own place for what was left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import fedvitals
+from fedvitals.records import Event, Finding, Metric, Run, Span, Where
+from fedvitals.time_parts import unfold
+from fedvitals.transport import otel_names as names
+from fedvitals.transport.logs import bounded
+from fedvitals.transport.otel_names import message
+
+Kind = TypeVar("Kind", Span, Metric, Event | Finding)
+Failures = Mapping[tuple[str, int | None, str | None], Event]  # by run, round and node
+
+DEPTH = 8  # of a value inside values; deeper ones become text
+VALUES = 1000  # in one list or mapping
+LONGEST = 16_384  # bytes of a text
+_TRACE, _SPAN = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
+_ERROR = 2  # STATUS_CODE_ERROR
+_INTERNAL = 1  # SPAN_KIND_INTERNAL
+_SAMPLED = 1
+
+
+def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -> Any:
+    """A request for /v1/traces: each span, followed by the parts of its time."""
+    request = message("collector.trace.v1.trace_service", "ExportTraceServiceRequest")()
+    for run, found in _by_run(spans).items():
+        whole = request.resource_spans.add()
+        _describe(whole.resource, runs, run)
+        scoped = whole.scope_spans.add(scope=_scope())
+        for span in found:
+            failure = failures.get((run, span.where.round, span.where.node)) if _failed(span) else None
+            _span(scoped.spans, span, failure)
+            for part in unfold(span):
+                _span(scoped.spans, part, None, is_part=True)
+    return request
+
+
+def gauges(runs: Mapping[str, Run], metrics: Iterable[Metric]) -> Any:
+    """A request for /v1/metrics: one gauge for each name, one point for each value."""
+    request = message("collector.metrics.v1.metrics_service", "ExportMetricsServiceRequest")()
+    for run, found in _by_run(metrics).items():
+        whole = request.resource_metrics.add()
+        _describe(whole.resource, runs, run)
+        scoped = whole.scope_metrics.add(scope=_scope())
+        gauge_of: dict[str, Any] = {}
+        for metric in found:
+            points = gauge_of.get(metric.name)
+            if points is None:
+                named = scoped.metrics.add(name=names.METRIC + text(metric.name), unit=names.unit_of(metric.name))
+                points = gauge_of[metric.name] = named.gauge.data_points
+            _point(points, metric)
+    return request
+
+
+def logs(runs: Mapping[str, Run], events: Iterable[Event | Finding]) -> Any:
+    """A request for /v1/logs: what happened, and what the detectors said."""
+    request = message("collector.logs.v1.logs_service", "ExportLogsServiceRequest")()
+    for run, found in _by_run(events).items():
+        whole = request.resource_logs.add()
+        _describe(whole.resource, runs, run)
+        scoped = whole.scope_logs.add(scope=_scope())
+        for event in found:
+            _log(scoped.log_records, event)
+    return request
+
+
+def _by_run(records: Iterable[Kind]) -> dict[str, list[Kind]]:
+    found: dict[str, list[Kind]] = {}
+    for record in records:
+        found.setdefault(record.where.run, []).append(record)
+    return found
+
+
+def _describe(resource: Any, runs: Mapping[str, Run], run: str) -> None:
+    known = runs.get(run)
+    told: dict[str, Any] = {
+        "service.name": names.SERVICE,
+        "service.instance.id": run,
+        "service.version": fedvitals.__version__,
+        "telemetry.sdk.name": names.SERVICE,
+        "telemetry.sdk.language": "python",
+        "telemetry.sdk.version": fedvitals.__version__,
+        names.RUN: run,
+    }
+    if known is not None:
+        told |= {names.RUN_NAME: known.name, names.HOST: known.host, names.TOPOLOGY: known.topology}
+    fill(resource.attributes, told)
+
+
+def _scope() -> Any:
+    return message("common.v1.common", "InstrumentationScope")(name=names.SERVICE, version=fedvitals.__version__)
+
+
+def _span(spans: Any, span: Span, failure: Event | None, *, is_part: bool = False) -> None:
+    begin = nanoseconds(span.at)
+    found = spans.add(
+        trace_id=trace_id(span.trace, span.where),
+        span_id=span_id(span.id),
+        parent_span_id=b"" if span.parent is None else span_id(span.parent),
+        flags=_SAMPLED,
+        name=text(span.name) or "span",
+        kind=_INTERNAL,
+        start_time_unix_nano=begin,
+        end_time_unix_nano=begin + nanoseconds(span.seconds),
+    )
+    fill(found.attributes, names.places(span.where))
+    fill(found.attributes, {names.OWN + name: value for name, value in span.attributes.items()})
+    if is_part:
+        fill(found.attributes, {names.PART: True})
+        return
+    fill(found.attributes, {names.SOURCE: span.source, names.SEQUENCE: span.sequence})
+    if _failed(span):
+        told = {} if failure is None else failure.data
+        kind = str(told.get("exception") or told.get("error") or span.attributes.get("error") or "")
+        words = str(span.attributes.get("message") or (failure.message if failure is not None else "") or kind)
+        found.status.code, found.status.message = _ERROR, bounded(words)
+        fill(found.attributes, {"error.type": kind or "_OTHER"})
+        _exception(found, kind, words, failure, span)
+
+
+def _failed(span: Span) -> bool:
+    return bool(span.attributes.get("failed") or span.attributes.get("error"))
+
+
+def _exception(found: Any, kind: str, words: str, failure: Event | None, span: Span) -> None:
+    """The span's event «exception», as the conventions ask; without a word of it known there is none."""
+    if not kind:
+        return
+    at = failure.at if failure is not None else span.at + span.seconds
+    event = found.events.add(name="exception", time_unix_nano=nanoseconds(at))
+    trace = None if failure is None else failure.data.get("traceback")
+    told = {"exception.type": kind, "exception.message": words, "exception.stacktrace": trace}
+    fill(event.attributes, told)
+
+
+def _point(points: Any, metric: Metric) -> None:
+    where, at, value = metric.where, nanoseconds(metric.at), float(metric.value)
+    point = points.add(time_unix_nano=at, as_double=value)
+    fill(point.attributes, {names.RUN: where.run, names.NODE: where.node})
+    exemplar = point.exemplars.add(time_unix_nano=at, as_double=value)
+    fill(exemplar.filtered_attributes, names.places(where, "round", "step", "layer", "group"))
+    fill(exemplar.filtered_attributes, {names.SOURCE: metric.source, names.SEQUENCE: metric.sequence})
+
+
+def _log(records: Any, record: Event | Finding) -> None:
+    if isinstance(record, Finding):
+        name, level = names.FINDING + record.issue, names.FINDING_LEVELS.get(record.severity, "warning")
+        suspects = [suspect.node for suspect in record.suspects]
+        data: Mapping[str, Any] = {"confidence": record.confidence, "suspects": suspects, **record.evidence}
+    else:
+        name, level, data = record.name, record.level, record.data
+    at = nanoseconds(record.at)
+    found = records.add(
+        time_unix_nano=at,
+        observed_time_unix_nano=at,
+        severity_number=names.SEVERITIES.get(level, 9),
+        severity_text=text(level),
+        event_name=text(name),
+    )
+    put(found.body, record.message)
+    fill(found.attributes, names.places(record.where))
+    fill(found.attributes, {names.DATA + key: value for key, value in data.items()})
+    fill(found.attributes, {names.SOURCE: record.source, names.SEQUENCE: record.sequence})
+    trace, span = data.get("trace"), data.get("span")
+    if _is(_TRACE, trace) and _is(_SPAN, span):
+        found.trace_id, found.span_id = bytes.fromhex(str(trace)), bytes.fromhex(str(span))
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def trace_id(trace: str, where: Where) -> bytes:
+    """Our own id where it is one of W3C; else one that follows from it, or from the run where there is none."""
+    return bytes.fromhex(trace) if _is(_TRACE, trace) else _digest(f"{trace}/{where.run}", 16)
+
+
+def span_id(span: str) -> bytes:
+    return bytes.fromhex(span) if _is(_SPAN, span) else _digest(span, 8)
+
+
+def nanoseconds(seconds: float) -> int:
+    """As OTLP counts, never below 0; what is no number counts as 0, its «unknown»."""
+    if not 0 <= seconds < 2**33:  # beyond which OTLP cannot count; NaN is not below, either
+        return 0
+    whole = math.floor(seconds)
+    return whole * 10**9 + round((seconds - whole) * 1e9)  # in one product the last three digits would be lost
+
+
+def text(value: str, limit: int = 256) -> str:
+    """Within so many bytes; nearly always as it is."""
+    return value if len(value) <= limit and value.isascii() else bounded(value, limit)
+
+
+def fill(pairs: Any, told: Mapping[str, Any]) -> None:
+    """Values by name, in their order, into a list of attributes; what is None is left out.
+
+    In place: messages that are made alone and copied into others take twice the time.
+    """
+    for name, value in told.items():
+        if value is not None:
+            pair = pairs.add(key=text(str(name)))
+            put(pair.value, value)
+
+
+def put(target: Any, value: Any, depth: int = DEPTH) -> None:
+    """The value as OTLP holds it: truth, number, text, list or mapping; whatever else there is becomes text."""
+    if value is None:
+        return
+    if isinstance(value, str):
+        target.string_value = text(value, LONGEST)
+    elif isinstance(value, bool):
+        target.bool_value = value
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        target.int_value = value
+    elif isinstance(value, float):
+        target.double_value = value
+    elif isinstance(value, Mapping) and depth:
+        target.kvlist_value.SetInParent()
+        for name, item in [*value.items()][:VALUES]:
+            pair = target.kvlist_value.values.add(key=text(str(name)))
+            put(pair.value, item, depth - 1)
+    elif isinstance(value, list | tuple) and depth:
+        target.array_value.SetInParent()
+        for item in value[:VALUES]:
+            put(target.array_value.values.add(), item, depth - 1)
+    else:
+        target.string_value = text(str(value), LONGEST)
+
+
+def _is(pattern: re.Pattern[str], text: Any) -> bool:
+    return isinstance(text, str) and pattern.fullmatch(text) is not None and text.strip("0") != ""
+
+
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).digest()

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans, metrics and events to whatever speaks OpenTelemetry, by OTLP over HTTP: one more sink.
+
+    Monitor("runs.db", sinks=[OpenTelemetry("http://localhost:4318")])
+
+The messages are those of the package `opentelemetry-proto`. They are sent from here, not by the SDK's exporters: these
+sleep between attempts of their own, give the same answer for a receiver that is away and one that refuses, and log each
+attempt, which the monitor would record and send. Here an attempt fails at once and tells why, and the queue that every
+sink stands behind waits and tries again: nothing is lost while it has room (100,000 records).
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import logging
+import os
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedvitals.errors import ConfigError, RecordError, unknown
+from fedvitals.records import (
+    Action,
+    Event,
+    Finding,
+    LayerStats,
+    Metric,
+    Record,
+    Run,
+    Sketch,
+    Snapshot,
+    Span,
+    Transfer,
+    Truth,
+)
+from fedvitals.sinks.otel.encode import gauges, logs, traces
+from fedvitals.transport.logs import bounded
+from fedvitals.transport.otel_names import message
+
+logger = logging.getLogger("fedvitals.telemetry")
+
+DEFAULT = "http://localhost:4318"
+SMALL = 1000  # bytes of a body that are not worth the time to compress
+ANSWER = 1 << 16  # bytes of an answer that are read
+REFUSED = (400, 413, 422)  # of these records, whoever asks again: the queue finds the one that is to blame
+FAILURES = RUNS = 1000  # remembered: of clients, until their span comes; of runs, for what they are called
+UNKNOWN = (404, 405, 501)  # the receiver does not know this signal
+LONGEST_WAIT = 60.0  # seconds that a receiver may ask us to stay away
+
+
+class Signal(NamedTuple):
+    """One of OTLP's three: which records it carries, where to, and how the answer tells of what was not kept."""
+
+    kinds: tuple[type, ...]
+    path: str
+    response: tuple[str, str]
+    rejected: str
+
+
+_COLLECTOR = "collector.{0}.v1.{0}_service"
+TRACES = Signal((Span,), "/v1/traces", (_COLLECTOR.format("trace"), "ExportTraceServiceResponse"), "rejected_spans")
+METRICS = Signal(
+    (Metric,), "/v1/metrics", (_COLLECTOR.format("metrics"), "ExportMetricsServiceResponse"), "rejected_data_points"
+)
+LOGS = Signal(
+    (Event, Finding), "/v1/logs", (_COLLECTOR.format("logs"), "ExportLogsServiceResponse"), "rejected_log_records"
+)
+SIGNALS = {"traces": TRACES, "metrics": METRICS, "logs": LOGS}
+
+
+class OpenTelemetry:
+    """A sink that sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`otlp_receiver`).
+
+    `endpoint`: its base address, else that of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318. `headers`: sent
+    along, for instance an authorization; else those of OTEL_EXPORTER_OTLP_HEADERS. The parts of a Span's time are its
+    children. `nodes`: of how many nodes metrics are sent, as each makes series of its own; spans are sent of all.
+    `signals`: «traces», «metrics», «logs», or some of these.
+    """
+
+    name = "opentelemetry"
+    ignores = (LayerStats, Sketch, Snapshot, Transfer, Action, Truth)
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        nodes: int = 200,
+        signals: Sequence[str] = tuple(SIGNALS),
+        timeout: float = 5.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        message("common.v1.common", "AnyValue")  # said now that the package is missing, and not in the midst of a run
+        self.endpoint = _checked(endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or DEFAULT)
+        self.rejected = 0  # what a receiver took note of and did not keep
+        self._headers = {**(_from_environment() if headers is None else headers)}
+        self._most_nodes, self._timeout = nodes, timeout
+        self._runs: dict[str, Run] = {}
+        self._failures: dict[tuple[str, int | None, str | None], Event] = {}
+        self._nodes: dict[str, None] = {}
+        self._sent: set[int] = set()  # records of a batch of which only a part got through, by their id()
+        self._away_until = 0.0
+        self._unknown_until: dict[str, float] = {}  # by path
+        self._signals = [_signal(name) for name in signals]
+        self._told: set[str] = set()
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        if tls is not None:
+            handlers.append(urllib.request.HTTPSHandler(context=tls))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def write(self, records: Sequence[Record], /) -> None:
+        """Send them. Raises ConnectionError to be asked again, RecordError where the receiver will never take them."""
+        self._remember(records)
+        # The queue asks again with the same objects, whole or in halves: what got through is not sent twice.
+        new = [record for record in records if id(record) not in self._sent and self._wanted(record)]
+        for signal in self._signals:
+            chosen = [record for record in new if isinstance(record, signal.kinds)]
+            if chosen:
+                self._deliver(signal, chosen)
+                self._sent.update(map(id, chosen))
+        self._sent.difference_update(map(id, records))
+
+    def close(self) -> None:
+        self._opener.close()
+
+    def _remember(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if isinstance(record, Run):
+                _put(self._runs, record.id, record, RUNS)
+            elif isinstance(record, Event) and "exception" in record.data:
+                where = record.where
+                _put(self._failures, (where.run, where.round, where.node), record, FAILURES)
+
+    def _wanted(self, record: Record) -> bool:
+        """Whether it is to be sent: a metric of a node that came too late to get series of its own is not."""
+        if not isinstance(record, Metric) or record.where.node is None or record.where.node in self._nodes:
+            return True
+        if len(self._nodes) < self._most_nodes:
+            self._nodes[record.where.node] = None
+            return True
+        self._say(
+            f"Metrics of more than {self._most_nodes} nodes: those of further nodes are not sent by OpenTelemetry. "
+            "Their spans are, and the store has all; OpenTelemetry(nodes=) sets the number."
+        )
+        return False
+
+    def _deliver(self, signal: Signal, records: Sequence[Any]) -> None:
+        now = time.monotonic()
+        if now < self._away_until:
+            raise ConnectionError(f"{self.endpoint} asks not to be bothered for a while")
+        if now < self._unknown_until.get(signal.path, 0.0):
+            self.rejected += len(records)
+            return
+        if signal.path == TRACES.path:
+            found = traces(self._runs, records, self._failures)
+        else:
+            found = (gauges if signal.path == METRICS.path else logs)(self._runs, records)
+        self._post(signal, bytes(found.SerializeToString()), len(records))
+
+    def _post(self, signal: Signal, body: bytes, count: int) -> None:
+        headers = {**self._headers, "Content-Type": "application/x-protobuf"}
+        if len(body) > SMALL:
+            body, headers["Content-Encoding"] = gzip.compress(body, 1), "gzip"
+        url = self.endpoint + signal.path
+        request = urllib.request.Request(url, body, headers, method="POST")  # noqa: S310 - http or https, as checked
+        try:
+            with self._opener.open(request, timeout=self._timeout) as response:
+                self._heed(signal, response.read(ANSWER))
+        except urllib.error.HTTPError as error:
+            with error:
+                self._refused(error, signal, count)
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            reason = getattr(error, "reason", None) or error
+            raise ConnectionError(f"{self.endpoint} cannot be reached: {reason}") from error
+
+    def _refused(self, error: urllib.error.HTTPError, signal: Signal, count: int) -> None:
+        try:
+            said = error.read(ANSWER)
+        except (OSError, http.client.HTTPException):
+            said = b""
+        text = f"{self.endpoint}{signal.path} answers {error.code} {error.reason}: {_readable(said)}"
+        if error.code in REFUSED:
+            raise RecordError(text) from error
+        if error.code in UNKNOWN:  # Jaeger takes traces and nothing else: the rest must not stand in their way
+            self._unknown_until[signal.path] = time.monotonic() + LONGEST_WAIT
+            self.rejected += count
+            self._say(f"{text}. Such records are left out, and tried again from minute to minute.")
+            return
+        wait = error.headers.get("Retry-After", "")
+        if wait.isascii() and wait.isdecimal():
+            self._away_until = time.monotonic() + min(float(wait), LONGEST_WAIT)
+        raise ConnectionError(text) from error
+
+    def _heed(self, signal: Signal, body: bytes) -> None:
+        """A receiver may take a request and leave out some of it; to ask again would help nobody."""
+        try:
+            partial = message(*signal.response).FromString(body).partial_success
+        except Exception:  # noqa: BLE001 - of protobuf's own; some receivers answer with a text, or with nothing
+            return
+        rejected = int(getattr(partial, signal.rejected))
+        if rejected > 0:
+            self.rejected += rejected
+            self._say(f"{self.endpoint} rejected some records: {bounded(partial.error_message, 300)!r}.")
+
+    def _say(self, text: str) -> None:
+        if text not in self._told and len(self._told) < 100:
+            self._told.add(text)
+            logger.warning("%s Said once.", text)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would take telemetry, and the token that goes along, to somewhere that nobody chose."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _signal(name: str) -> Signal:
+    if name not in SIGNALS:
+        raise ConfigError(unknown("signal", str(name), SIGNALS))
+    return SIGNALS[name]
+
+
+def _put(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    kept[key] = value
+    if len(kept) > most:
+        kept.pop(next(iter(kept)))
+
+
+def _checked(endpoint: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        right = False
+    if not right or parts.query or parts.fragment:
+        raise ConfigError(
+            f"endpoint= is the base address of an OTLP receiver, such as {DEFAULT}; got {endpoint[:200]!r}."
+        )
+    return endpoint.rstrip("/")
+
+
+def _from_environment() -> dict[str, str]:
+    pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
+    return {name.strip(): urllib.parse.unquote(value.strip()) for name, _, value in pairs if name.strip() and value}
+
+
+def _readable(body: bytes) -> str:
+    """What a receiver says, be it a text or protobuf's Status around one: its letters, and not too many."""
+    text = "".join(letter if letter.isprintable() else " " for letter in body.decode("utf-8", "replace"))
+    return bounded(" ".join(text.split()), 300) or "nothing more"

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run, or some of its rounds, as a trace that ui.perfetto.dev and chrome://tracing show: Chrome's trace event format.
+
+    with open("trace.json", "w") as file:
+        file.writelines(perfetto(run, spans))
+
+One process per group of nodes (the server, each edge, the clients of none), one thread per node. The lab's virtual
+clock has processes of its own. Times are microseconds since the run began.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where
+from fedvitals.time_parts import unfold
+
+Json = dict[str, Any]
+
+SERVER, CLIENTS = "server", "clients"  # processes of nodes that are in no group
+WHOLE = "rounds"  # the thread of what is about no single node
+COUNTERS = ("accuracy", "loss", "local.accuracy", "local.loss", "memory.peak", "clients", "clients.failed")
+TROUBLE = ("warning", "error", "critical")
+TEXT = 300  # characters
+POINT = 1000  # nanoseconds of a slice that stands for a moment, as arrows bind to none without a length
+LONGEST = 10**18  # nanoseconds, 31 years: what lies further from the run's start is no time of it
+
+
+def perfetto(
+    run: Run,
+    spans: Iterable[Span],
+    *,
+    events: Iterable[Event] = (),
+    transfers: Iterable[Transfer] = (),
+    findings: Iterable[Finding] = (),
+    metrics: Iterable[Metric] = (),
+    rounds: Container[int] | None = None,
+) -> Iterator[str]:
+    """The pieces of one JSON text; joined, they are the file. `rounds`: only these.
+
+    Findings, warnings and errors are instants, transfers slices with an arrow from the one to the other, and what is
+    known of the whole (accuracy, loss, bytes) counters.
+    """
+    found = _Trace(run.started)
+    chosen = [span for span in spans if _is_in(span.where, rounds)]
+    _add_spans(found, chosen)
+    _add_transfers(found, [transfer for transfer in transfers if _is_in(transfer.where, rounds)])
+    for event in events:
+        if event.level in TROUBLE and _is_in(event.where, rounds):
+            found.instant(event.where, event.at, event.name, {"message": event.message, "level": event.level})
+    for finding in findings:
+        if _is_in(finding.where, rounds):
+            about = {"message": finding.message, "severity": finding.severity, "confidence": finding.confidence}
+            found.instant(finding.where, finding.at, f"finding: {finding.issue}", about)
+    for metric in metrics:
+        if metric.name in COUNTERS and metric.where.node is None and _is_in(metric.where, rounds):
+            found.counter(metric.at, metric.name, metric.value)
+    about_run = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology or "", "by": "fedvitals"}
+    yield f'{{"displayTimeUnit":"ms","otherData":{_text(about_run)},"traceEvents":[\n'
+    first = True
+    for event_ in found.written():
+        yield ("" if first else ",\n") + _text(event_)
+        first = False
+    yield "\n]}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    begin: int  # nanoseconds since the run began
+    end: int
+    name: str
+    args: Mapping[str, Any]
+    flows: tuple[tuple[str, int], ...] = ()  # «s» where an arrow begins, «f» where it ends; and its number
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Slices by process and thread, and everything else as it will be written."""
+
+    started: float
+    slices: dict[tuple[str, str], list[_Slice]] = field(default_factory=dict)
+    instants: list[tuple[tuple[str, str], Json]] = field(default_factory=list)
+    counters: list[Json] = field(default_factory=list)
+    groups: dict[str, str] = field(default_factory=dict)  # of nodes, where a span told
+    arrows: int = 0
+
+    def nanoseconds(self, at: float) -> int | None:
+        """Since the run began; None for what is no time. What a clock tells to be earlier begins with it."""
+        since = (at - self.started) * 1e9
+        return None if not math.isfinite(since) or since > LONGEST else max(0, round(since))
+
+    def track(self, where: Where, clock: str = "real") -> tuple[str, str]:
+        """Process and thread of a node."""
+        node = where.node
+        if node is None or node == SERVER:
+            process, thread = SERVER, WHOLE if node is None else SERVER
+        else:
+            process = where.group or self.groups.get(node) or CLIENTS
+            thread = node
+        return process if clock == "real" else f"{process} ({clock} clock)", thread
+
+    def slice(
+        self, track: tuple[str, str], at: float, seconds: float, name: str, args: Mapping[str, Any], **more: Any
+    ) -> tuple[int, int] | None:
+        begin = self.nanoseconds(at)
+        if begin is None or not 0 <= seconds * 1e9 < LONGEST:
+            return None
+        end = begin + max(round(seconds * 1e9), POINT if "flows" in more else 0)
+        self.slices.setdefault(track, []).append(_Slice(begin, end, name, args, **more))
+        return begin, end
+
+    def instant(self, where: Where, at: float, name: str, args: Json) -> None:
+        begin = self.nanoseconds(at)
+        if begin is not None:
+            told = {"ph": "i", "s": "t", "name": name, "ts": begin / 1000, "args": {"round": where.round, **args}}
+            self.instants.append((self.track(where), told))
+
+    def counter(self, at: float, name: str, value: float) -> None:
+        begin = self.nanoseconds(at)
+        if begin is not None and math.isfinite(value):  # a counter has no way to show what is no number
+            self.counters.append({"ph": "C", "name": name, "ts": begin / 1000, "args": {name: value}})
+
+    def _is_long(self) -> bool:
+        """Whether a float cannot hold all its nanoseconds any more, after 104 days."""
+        return any(one.end > 2**53 for slices in self.slices.values() for one in slices)
+
+    def written(self) -> Iterator[Json]:
+        tracks = dict.fromkeys((*self.slices, *(track for track, _ in self.instants)))
+        if self.counters:
+            tracks[SERVER, WHOLE] = None
+        processes = {name: number for number, name in enumerate(sorted({p for p, _ in tracks}, key=_order), 1)}
+        for process, pid in processes.items():
+            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+        coarse = _whole_microseconds if self._is_long() else lambda one: one
+        threads: dict[tuple[str, str], int] = {}
+        tid = 0
+        for track in sorted(tracks, key=lambda t: (processes[t[0]], _thread_order(t[1]))):
+            threads[track] = tid + 1
+            for lane in _lanes([coarse(one) for one in self.slices.get(track, [])]) or [[]]:
+                tid += 1
+                name = track[1] if tid == threads[track] else f"{track[1]} ({tid - threads[track] + 1})"
+                place: Json = {"pid": processes[track[0]], "tid": tid}
+                yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
+                yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
+                for one in lane:
+                    yield from _written(one, place)
+        for track, told in self.instants:
+            yield {**told, "pid": processes[track[0]], "tid": threads[track]}
+        for told in self.counters:
+            yield {**told, "pid": processes[SERVER], "tid": 0}
+
+
+def _add_spans(found: _Trace, spans: Sequence[Span]) -> None:
+    for span in spans:
+        if span.where.node is not None and span.where.group is not None:
+            found.groups.setdefault(span.where.node, span.where.group)
+            found.groups.setdefault(span.where.group, span.where.group)  # an edge is among its clients
+    by_id = {span.id: span for span in spans}
+    for span in spans:
+        virtual = span.attributes.get("clock") == "virtual"
+        track = found.track(span.where, "virtual" if virtual else "real")
+        name = (
+            span.name if span.where.node is not None or span.where.round is None else f"{span.name} {span.where.round}"
+        )
+        about = {"round": span.where.round, "step": span.where.step, "span": span.id, **span.attributes}
+        inside = found.slice(track, span.at, span.seconds, name, about)
+        if inside is None:
+            continue
+        parent = by_id.get(span.parent or "")
+        for part in unfold(span):
+            _add_part(found, part, track, inside, parent if virtual else None)
+
+
+def _add_part(found: _Trace, part: Span, track: tuple[str, str], inside: tuple[int, int], parent: Span | None) -> None:
+    """A part of a span's time, inside it. On the virtual clock a way to a client or back is an arrow, too."""
+    at = found.nanoseconds(part.at)
+    if at is None or not 0 < part.seconds * 1e9 < LONGEST:
+        return
+    # The parts are sums of floats: their end may lie a hair behind that of the whole.
+    begin = min(max(at, inside[0]), inside[1])
+    end = min(begin + round(part.seconds * 1e9), inside[1])
+    flows: tuple[tuple[str, int], ...] = ()
+    if parent is not None and part.name in ("download", "upload") and end - begin >= POINT:
+        found.arrows += 1
+        there = found.track(parent.where, "virtual")
+        ours, theirs = ("f", "s") if part.name == "download" else ("s", "f")
+        flows = ((ours, found.arrows),)
+        moment = begin if part.name == "download" else end
+        name = f"{part.name} {part.where.node}"
+        # An arrow binds to a slice: a short one on a thread of its own, so that it cuts none of the server's.
+        far = _Slice(moment, moment + POINT, name, {"round": part.where.round}, ((theirs, found.arrows),))
+        found.slices.setdefault((there[0], f"{there[1]} traffic"), []).append(far)
+    folded = {"folded": "a sum of many short stretches"} if part.attributes.get("folded") else {}
+    one = _Slice(begin, end, part.name, {"round": part.where.round, **folded}, flows)
+    found.slices.setdefault(track, []).append(one)
+
+
+def _add_transfers(found: _Trace, transfers: Sequence[Transfer]) -> None:
+    """As slices of both sides, on the real clock, where they were told; the lab's seconds are of its virtual one."""
+    total = 0
+    virtual = any(process.endswith("(virtual clock)") for process, _ in found.slices)
+    for transfer in sorted(transfers, key=lambda transfer: transfer.at):
+        seconds = 0.0 if virtual or transfer.seconds is None else max(0.0, transfer.seconds)
+        found.arrows += 1
+        about = {
+            "round": transfer.where.round,
+            "bytes": transfer.bytes,
+            "raw_bytes": transfer.raw_bytes,
+            "seconds": transfer.seconds,
+        }
+        began = transfer.at - seconds  # it is told when it is over
+        there = (transfer.sender, "s", f"{transfer.kind} to {transfer.receiver}")
+        here = (transfer.receiver, "f", f"{transfer.kind} from {transfer.sender}")
+        for node, side, name in (there, here):
+            process, thread = found.track(Where(transfer.where.run, node=node))
+            flows = ((side, found.arrows),)
+            found.slice((process, f"{thread} traffic"), began, seconds, name, about, flows=flows)
+        total += transfer.bytes
+        found.counter(transfer.at, "traffic.bytes", float(total))
+
+
+def _lanes(slices: Sequence[_Slice]) -> list[list[_Slice]]:
+    """The slices in as few lanes as it takes for each two in a lane to be apart, or one inside the other."""
+    lanes: list[tuple[list[_Slice], list[int]]] = []  # slices, and the ends of those that are open
+    for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
+        fitting = (lane for lane in lanes if _fits(one, lane[1]))
+        lane, open_ends = next(fitting, ([], []))
+        if not lane:
+            lanes.append((lane, open_ends))
+        lane.append(one)
+        open_ends.append(one.end)
+    return [lane for lane, _ in lanes]
+
+
+def _whole_microseconds(one: _Slice) -> _Slice:
+    """Rounded down on both sides: what lay inside another slice still does."""
+    return replace(one, begin=one.begin // 1000 * 1000, end=one.end // 1000 * 1000)
+
+
+def _fits(one: _Slice, open_ends: list[int]) -> bool:
+    while open_ends and open_ends[-1] <= one.begin:
+        open_ends.pop()
+    return not open_ends or one.end <= open_ends[-1]
+
+
+def _written(one: _Slice, place: Json) -> Iterator[Json]:
+    begin, length = one.begin / 1000, (one.end - one.begin) / 1000
+    yield {"ph": "X", "name": one.name, "ts": begin, "dur": length, **place, "args": one.args}
+    for side, number in one.flows:
+        at = (one.end - POINT // 2) / 1000 if side == "f" else begin  # strictly inside, or it would bind to nothing
+        binding = {"bp": "e"} if side == "f" else {}  # to the slice around it, not to the next
+        yield {"ph": side, "name": "transfer", "cat": "transfer", "id": number, "ts": at, **binding, **place}
+
+
+def _order(process: str) -> tuple[bool, bool, list[Any]]:
+    virtual = process.endswith("(virtual clock)")
+    return virtual, not process.startswith(SERVER), _digits(process)
+
+
+def _thread_order(thread: str) -> tuple[bool, bool, list[Any]]:
+    return thread != WHOLE, not thread.startswith(SERVER), _digits(thread)
+
+
+def _digits(name: str) -> list[Any]:
+    """c2 before c10."""
+    text, found = "", []
+    for letter in name:
+        if letter.isdecimal() != text[-1:].isdecimal() and text:
+            found.append(text)
+            text = ""
+        text += letter
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in [*found, text]]
+
+
+def _is_in(where: Where, rounds: Container[int] | None) -> bool:
+    return rounds is None or (where.round is not None and where.round in rounds)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any, depth: int = 6) -> Any:
+    """What JSON can hold: NaN and infinity as text, absent values left out, nothing too long or too deep."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping) and depth:
+        return {str(k)[:TEXT]: _plain(v, depth - 1) for k, v in [*value.items()][:1000] if v is not None}
+    if isinstance(value, list | tuple) and depth:
+        return [_plain(item, depth - 1) for item in value[:1000]]
+    return str(value)[:TEXT]

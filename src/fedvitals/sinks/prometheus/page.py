@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One page over HTTP, /metrics, for whoever may read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fedvitals.transport.http_server import Answer, Refused, Request, Server
+
+AT_ONCE = 8  # scrapes
+PLAIN = "text/plain; charset=utf-8"
+
+Render = Callable[[str], tuple[bytes, str]]
+
+
+class Page:
+    """Serves what `render` gives, on threads of its own, until closed; OSError when the port is taken."""
+
+    def __init__(self, host: str, port: int, token: str | None, render: Render) -> None:
+        self._render = render
+        name = "fedvitals-prometheus-page"
+        self._server = Server(host, port, token, self._answer, _refuse, name=name, at_once=AT_ONCE)
+        self.port, self.url = self._server.port, f"{self._server.url}/metrics"
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _answer(self, request: Request) -> Answer:
+        if request.method not in ("GET", "HEAD"):
+            raise Refused(405, "The metrics are read by GET /metrics.")
+        if request.path.partition("?")[0] not in ("/metrics", "/"):
+            raise Refused(404, "The metrics are at /metrics.")
+        return Answer(200, *self._render(request.headers.get("Accept", "")))
+
+
+def _refuse(refused: Refused, _request: Request) -> Answer:
+    return Answer(refused.status, f"{refused}\n".encode(), PLAIN)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus: a sink that serves the newest values at /metrics, never more series than it says.
+
+    Monitor("runs.db", sinks=[Prometheus()])             then scrape http://127.0.0.1:9464/metrics
+
+| series | what |
+| --- | --- |
+| `fedvitals_<metric>{run}` | the newest value about the round as a whole |
+| `fedvitals_node_<metric>{run,node}` | `signs` of each node; of more than `nodes` clients, those of the worst |
+| `fedvitals_nodes_<metric>{run,point}` | over the clients of the last round, the newest of each: min to max |
+| `fedvitals_*_total{run,...}` | counters: rounds, findings, failures, events, bytes, records lost |
+
+`rules.yml` beside this file has alert rules for them; its path is `RULES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.records import Action, LayerStats, Record, Run, Sketch, Snapshot, Span, Truth
+from fedvitals.sinks.prometheus.page import Page
+from fedvitals.sinks.prometheus.state import SIGNS, RunState, Series
+from fedvitals.transport.http_server import LOOPBACK
+
+logger = logging.getLogger("fedvitals.telemetry")
+
+RULES = Path(__file__).with_name("rules.yml")
+PORT = 9464
+NODES, WORST, SERIES, RUNS = 50, 10, 2000, 8
+RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
+
+
+class Prometheus:
+    """Serves /metrics from the first record on, until every monitor that it was given to is closed.
+
+    `port` 0 takes a free one, which is logged. A `host` other than this machine's own needs a `token`, which the
+    scraper sends as a Bearer token. `signs`: metrics with a series for each node. Up to `nodes` clients have series of
+    their own; of more, only the `worst`: most findings first, then the farthest from the others. `series` bounds the
+    whole page. One object may serve several monitors.
+    """
+
+    name = "prometheus"
+    ignores = (Action, LayerStats, Sketch, Snapshot, Span, Truth)
+
+    def __init__(
+        self,
+        port: int = PORT,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        *,
+        signs: Sequence[str] = SIGNS,
+        nodes: int = NODES,
+        worst: int = WORST,
+        series: int = SERIES,
+    ) -> None:
+        try:
+            self._core: Any = importlib.import_module("prometheus_client.core")
+            self._exposition: Any = importlib.import_module("prometheus_client.exposition")
+        except ImportError as error:
+            raise MissingExtraError("prometheus-client", "prometheus", "The Prometheus exporter") from error
+        if host not in LOOPBACK and not token:
+            raise ConfigError(
+                f"Prometheus on host '{host}' can be read by other machines, and has no token. Give one, "
+                "Prometheus(host=..., token=...), and the same to the scraper (`authorization: {credentials: ...}`)."
+            )
+        self._wanted, self._host, self._token = port, host, token
+        self._signs, self._series = tuple(signs), series
+        # More nodes than the page has room for would be made at each scrape, only to be left out: 49 ms of CPU, not 24.
+        room = series // max(1, len(self._signs))
+        self._nodes, self._worst = min(nodes, room), min(worst, room)
+        self._lock = threading.Lock()
+        self._runs: dict[str, RunState] = {}
+        self._open: set[str] = set()
+        self._writers: set[int] = set()  # threads: each monitor's queue has one, which also closes
+        self._page: Page | None = None
+        self._next_attempt = 0.0
+        self._told = False
+
+    @property
+    def port(self) -> int | None:
+        """The port that it is served on; None when it is not."""
+        return None if self._page is None else self._page.port
+
+    @property
+    def url(self) -> str | None:
+        return None if self._page is None else self._page.url
+
+    def write(self, records: Sequence[Record], /) -> None:
+        """Take in the records; it never fails, so that nothing is counted twice."""
+        with self._lock:
+            self._writers.add(threading.get_ident())
+            touched: dict[str, RunState] = {}
+            for record in records:
+                run = record.id if isinstance(record, Run) else record.where.run
+                state = touched[run] = self._state(run)
+                state.add(record)
+                if isinstance(record, Run):
+                    (self._open.discard if record.finished is not None else self._open.add)(run)
+            for state in touched.values():
+                state.settle()
+        if records:
+            self._serve()
+
+    def close(self) -> None:
+        """Stop serving, unless another monitor still writes."""
+        with self._lock:
+            self._writers.discard(threading.get_ident())
+            page, self._page = (None, self._page) if self._writers else (self._page, None)
+        if page is not None:
+            page.close()
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The page as it is scraped, and its content type."""
+        encode, kind = self._exposition.choose_encoder(accept)
+        return encode(_Once(self._families())), kind
+
+    def _state(self, run: str) -> RunState:
+        if run not in self._runs:
+            self._make_room()
+            taken = {state.label for state in self._runs.values()}
+            self._runs[run] = RunState(run, self._signs, self._nodes, self._worst, taken)
+        return self._runs[run]
+
+    def _make_room(self) -> None:
+        """Keep the newest runs: the oldest that has ended goes first."""
+        while len(self._runs) >= RUNS:
+            ended = [run for run in self._runs if run not in self._open]
+            gone = (ended or list(self._runs))[0]
+            self._runs.pop(gone)
+            self._open.discard(gone)
+
+    def _serve(self) -> None:
+        if self._page is not None or time.monotonic() < self._next_attempt:
+            return
+        try:
+            self._page = Page(self._host, self._wanted, self._token, self.render)
+        except OSError as error:
+            self._next_attempt = time.monotonic() + RETRY_SECONDS
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "Prometheus metrics cannot be served on %s port %s (%s); training goes on, and it is tried again. "
+                    "Said once. Prometheus(port=0) takes a free port.", self._host, self._wanted, error,
+                )  # fmt: skip
+            return
+        # Of a port that nobody chose, nobody could know otherwise: programs without logging show warnings only.
+        logger.log(
+            logging.INFO if self._wanted else logging.WARNING, "Prometheus metrics are served on %s", self._page.url
+        )
+
+    def _families(self) -> Iterator[Any]:
+        """Series of all runs by family, within the bound; what had no place is counted."""
+        with self._lock:
+            states = list(self._runs.values())
+            # By kind first, so that a crowded run leaves room for what matters most of the others.
+            kinds = [[series for state in states for series in state.kind(kind)] for kind in RunState.KINDS]
+        left_out = 0
+        families: dict[str, Any] = {}
+        shown: set[tuple[str, ...]] = set()  # long names may be the same once they are cut
+        for series in (one for kind in kinds for one in kind):
+            values = tuple(series.labels.values())
+            if len(shown) >= self._series - 1 or (series.name, *values) in shown:
+                left_out += 1
+                continue
+            shown.add((series.name, *values))
+            if series.name not in families:
+                families[series.name] = self._family(series)
+            families[series.name].add_metric(values, series.value)
+        yield from families.values()
+        yield self._core.GaugeMetricFamily(
+            "fedvitals_series_left_out", "Series that had no place on this page (see docs/exporters.md).", left_out
+        )
+
+    def _family(self, series: Series) -> Any:
+        counter = series.name.endswith("_total")
+        make = self._core.CounterMetricFamily if counter else self._core.GaugeMetricFamily
+        return make(series.name.removesuffix("_total"), series.help, labels=list(series.labels))
+
+
+class _Once:
+    """What an encoder takes for a registry."""
+
+    def __init__(self, families: Iterator[Any]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Any]:
+        return self._families

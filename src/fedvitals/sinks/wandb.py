@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights & Biases: a sink that logs offline, into a folder; `wandb sync` uploads it when the user wants.
+
+    Monitor("runs.db", sinks=[WeightsAndBiases()])       then:  wandb sync wandb/offline-run-*
+
+Nothing is sent and nobody is logged in, unless the user asks for `mode="online"` and has logged in before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedvitals.errors import ConfigError, MissingExtraError, unknown
+from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
+from fedvitals.sinks.curves import NODES, Bars, Curves, link_of, tags_of
+from fedvitals.sinks.spread import plain
+
+MODES = ("offline", "online", "shared")
+SETTINGS: dict[str, Any] = {
+    # It must not take hold of the user's screen, code or machine: what is logged is what we log.
+    "console": "off",
+    "silent": True,
+    "disable_git": True,
+    "disable_code": True,
+    "disable_job_creation": True,
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+    "login_timeout": 1,  # a prompt nobody can answer, from a thread of ours
+}
+
+
+class WeightsAndBiases:
+    """Scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
+
+    `folder`: where `wandb/` is made. `nodes`: how many clients get curves, or which ones. `layers_of`: nodes whose
+    layers are drawn, beside those of the whole round. `store`: named in the notes.
+    """
+
+    name = "wandb"
+    ignores = (Action, Event, Finding, Sketch, Snapshot, Span, Transfer, Truth)
+
+    def __init__(
+        self,
+        project: str = "fedvitals",
+        *,
+        mode: str = "offline",
+        folder: str | os.PathLike[str] = ".",
+        entity: str | None = None,
+        nodes: int | Sequence[str] = NODES,
+        layers_of: Sequence[str] = (),
+        store: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(unknown("mode of Weights & Biases", mode, MODES))
+        try:
+            self._wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise MissingExtraError("wandb", "wandb", "The Weights & Biases exporter") from error
+        self._project, self._mode, self._entity = project, mode, entity
+        self.folder = Path(folder)
+        self._store = None if store is None else os.fspath(store)
+        self._curves = Curves(nodes, layers_of)
+        self._runs: dict[str, Any] = {}
+        self.folders: dict[str, Path] = {}  # of each run, once it is open
+
+    def write(self, records: Sequence[Record], /) -> None:
+        """Log a row for each round that the records speak of."""
+        for record in records:
+            if isinstance(record, Run):
+                self._open(record)
+        rows: dict[tuple[str, int], dict[str, Any]] = {}
+        for one in self._curves.of(records):
+            row = rows.setdefault((one.run, one.round), {"round": one.round, "_timestamp": one.at})
+            row[one.tag] = self._histogram(one) if isinstance(one, Bars) else one.value
+            row["_timestamp"] = max(row["_timestamp"], one.at)
+        for (run, _), row in rows.items():
+            (self._runs.get(run) or self._open(Run(run, run))).log(row)
+
+    def close(self) -> None:
+        for run in self._runs.values():
+            run.finish()
+        self._runs.clear()
+
+    def _open(self, run: Run) -> Any:
+        if run.id not in self._runs:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            opened = self._wandb.init(
+                project=self._project,
+                entity=self._entity,
+                name=plain(run.name),
+                id=re.sub(r"[^\w.-]", "_", run.id)[:100] or None,
+                dir=str(self.folder),
+                config=dict(run.config),
+                tags=["fedvitals", plain(run.id, 64)],
+                notes=link_of(run, self._store),
+                reinit="create_new",
+                settings=self._wandb.Settings(mode=self._mode, **SETTINGS),
+            )
+            # Rows carry their round: records that come late belong to an earlier one, which W&B's own step forbids.
+            opened.define_metric("round")
+            opened.define_metric("*", step_metric="round")
+            self._runs[run.id] = opened
+            self.folders[run.id] = Path(opened.dir).parent
+        opened = self._runs[run.id]
+        opened.config.update({"fedvitals_run": tags_of(run)}, allow_val_change=True)
+        return opened
+
+    def _histogram(self, bars: Bars) -> Any:
+        return self._wandb.Histogram(np_histogram=(bars.counts, bars.edges))

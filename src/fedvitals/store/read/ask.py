@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""People's own SQL: read-only, on the same connection as everything else that reads."""
+
+from __future__ import annotations
+
+import contextlib
+import decimal
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fedvitals.errors import StoreError
+from fedvitals.store.dialect import Database
+from fedvitals.store.read.reader import Reader
+
+# Where SQLite asks an authoriser, PostgreSQL reads in a transaction that may only read. What that leaves possible
+# (settings, locks, files on the server) begins with other words than these.
+_READING = re.compile(r"(?is)(\s|--[^\n]*(\n|$)|/\*.*?\*/)*(select|with|values|table|explain|show)\b")
+_REFUSALS = ("authoriz", "prohibited", "readonly", "read-only")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    more: bool  # whether there was more than the limit allowed
+
+
+def query(reader: Reader, sql: str, limit: int | None = None) -> Answer:
+    """The rows that a person's statement finds; StoreError when it is wrong or would change anything."""
+    database = reader.database
+    ask = _ask_postgres if database.dialect.name == "postgresql" else _ask_sqlite
+    try:
+        columns, found = ask(database, sql, None if limit is None else limit + 1)
+    except database.dialect.errors as error:
+        what = " ".join(database.dialect.hide(str(error)).split()).rstrip(".")
+        if any(word in what for word in _REFUSALS):
+            raise _refusal(sql) from error
+        raise StoreError(f"The query failed: {what}. docs/schema.md lists the views and their columns.") from error
+    shown = found if limit is None else found[:limit]
+    return Answer(columns, shown, more=len(shown) < len(found))
+
+
+def _refusal(sql: str) -> StoreError:
+    return StoreError(
+        f"Only reading is allowed here, one SELECT at a time, and the store was not changed. Got: {sql.strip()[:200]}"
+    )
+
+
+Found = tuple[tuple[str, ...], list[tuple[Any, ...]]]
+
+
+def _ask_sqlite(database: Database, sql: str, limit: int | None) -> Found:
+    cursor = database.connection.execute(sql)
+    found = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
+    columns = tuple(column[0] for column in cursor.description or ())
+    cursor.close()  # a statement left open would hold the store's log back from being folded in
+    return columns, found
+
+
+def _ask_postgres(database: Database, sql: str, limit: int | None) -> Found:
+    if not _READING.match(sql):
+        raise _refusal(sql)
+    database.execute("BEGIN TRANSACTION READ ONLY")
+    found: list[tuple[Any, ...]] = []
+    try:
+        cursor = database.connection.cursor()
+        # Streamed, so that no table has to fit into memory; and in the protocol that takes one statement at a time.
+        with contextlib.closing(cursor.stream(sql, binary=True)) as rows:
+            for row in rows:
+                found.append(tuple(_plain(value) for value in row))
+                if len(found) == limit:
+                    break
+        return tuple(column.name for column in cursor.description or ()), found
+    finally:
+        database.rollback()
+
+
+def _plain(value: Any) -> Any:
+    """Sums and means of whole numbers are exact in PostgreSQL; people and JSON take them as numbers."""
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value if value is None or isinstance(value, str | int | float | bytes) else str(value)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer statistics of the federation as a whole, over all rounds: what the picture of the layers is made from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.errors import StoreError
+from fedvitals.stats import FAMILIES, Array
+from fedvitals.store.packing import NONE, Entries, Numbers, entries_of, matrices, numbers_of
+from fedvitals.store.read.reader import Reader
+
+MOST = 64_000_000  # bytes of clients' numbers that are used where the whole itself was not told
+READ = 16_000_000  # bytes that one statement brings
+BLOCKS = 500  # that one statement names
+ATTEMPTS = 5
+
+Layers = tuple[list[int], tuple[str, ...], Array]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    arrival: int
+    table: int
+    layers: int
+    count: int
+    entries: Entries
+    places: npt.NDArray[np.intp]  # of the entries that are wanted
+
+
+class _ChangedError(Exception):
+    """Blocks were put together while they were read."""
+
+
+def whole_layers(reader: Reader, run: str, family: str) -> Layers:
+    """Rounds, layers, and the newest matrix of each round [rounds, layers, columns], about the whole federation.
+
+    Where nobody told the whole (a family of ratios, a cohort too small for its sum), it is put together from the
+    nodes': sums by adding up, ratios by the median. Of many clients and rounds that is done for some rounds only.
+    """
+    number, kind = reader.names.number(run), reader.names.number(family)
+    if number is None or kind is None:
+        return _nothing(family)
+    for _ in range(ATTEMPTS):
+        with contextlib.suppress(_ChangedError):
+            # Where it is not known (NULL: an older store), the whole is among the nodes.
+            blocks = _blocks(reader, (number, kind), (1, None), _about_whole)
+            if blocks:
+                return _newest(reader, family, blocks)
+            return _from_nodes(reader, family, _blocks(reader, (number, kind), (0, None), _about_nodes))
+    raise StoreError(f"Run {run} was changed while it was read. Try again.")
+
+
+def _nothing(family: str) -> Layers:
+    return [], (), np.empty((0, 0, len(FAMILIES[family].columns)))
+
+
+def _about_whole(entries: Entries) -> npt.NDArray[np.intp]:
+    """Which entries are about the whole federation in a round: not about one edge or one step of it."""
+    placed = (entries.rounds != NONE) & (entries.steps == NONE)
+    return np.flatnonzero((entries.nodes == 0) & (entries.groups == 0) & placed)
+
+
+def _about_nodes(entries: Entries) -> npt.NDArray[np.intp]:
+    return np.flatnonzero((entries.nodes != 0) & (entries.rounds != NONE) & (entries.steps == NONE))
+
+
+def _blocks(
+    reader: Reader,
+    key: tuple[int, int],
+    whole: Sequence[int | None],
+    choose: Callable[[Entries], npt.NDArray[np.intp]],
+) -> list[_Block]:
+    """The blocks that have something that is wanted, in order of arrival; all with the layers of the last."""
+    found = []
+    for value in whole:
+        condition = "IS NULL" if value is None else f"= {value:d}"
+        found += reader.database.rows(
+            "SELECT arrival, layer_table, layers, entries, coordinates, details FROM layer_block "  # noqa: S608
+            f"WHERE run = ? AND family = ? AND whole {condition}",
+            key,
+        )
+    blocks = []
+    for arrival, table, layers, count, coordinates, details in sorted(found, key=itemgetter(0)):
+        entries = entries_of(coordinates, details, count)
+        places = choose(entries)
+        if len(places):
+            blocks.append(_Block(arrival, table, layers, count, entries, places))
+    return [block for block in blocks if (block.table, block.layers) == (blocks[-1].table, blocks[-1].layers)]
+
+
+def _newest(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers:
+    """Of each round the newest entry: measured later or, at the same time, arrived later."""
+    rounds = np.concatenate([block.entries.rounds[block.places] for block in blocks])
+    at = np.concatenate([block.entries.at[block.places] for block in blocks])
+    order = np.lexsort((np.arange(len(at)), at, rounds))
+    newest = order[np.append(rounds[order][1:] != rounds[order][:-1], True)]
+    numbers = _numbers(reader, family, blocks)
+    return rounds[newest].tolist(), _names(reader, blocks), matrices(family, numbers[..., newest])
+
+
+def _names(reader: Reader, blocks: Sequence[_Block]) -> tuple[str, ...]:
+    sql = "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position"
+    return tuple(row[0] for row in reader.database.rows(sql, (blocks[-1].table,)))
+
+
+def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Numbers:
+    """The numbers of the wanted entries, one block's after the other's, [layers, columns, entries]."""
+    parts = []
+    for some in _portions(family, blocks):
+        marks = ", ".join("?" * len(some))
+        found = reader.database.rows(
+            f"SELECT block, layer, numbers FROM layer_matrix WHERE block IN ({marks})",  # noqa: S608
+            [block.arrival for block in some],
+        )
+        rows = {arrival: list(same) for arrival, same in groupby(sorted(found, key=itemgetter(0, 1)), itemgetter(0))}
+        for block in some:
+            size = block.count * len(FAMILIES[family].columns) * 4
+            mine = [row[2] for row in rows.get(block.arrival, ())]
+            if not mine or any(len(blob) % size for blob in mine) or sum(map(len, mine)) != size * block.layers:
+                raise _ChangedError
+            parts.append(np.concatenate([numbers_of(family, blob, block.count)[..., block.places] for blob in mine]))
+    return np.concatenate(parts, axis=2)
+
+
+def _portions(family: str, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+    """The blocks in turns of a bounded size."""
+    some: list[_Block] = []
+    size = 0
+    for block in blocks:
+        own = block.count * block.layers * len(FAMILIES[family].columns) * 4
+        if some and (size + own > READ or len(some) >= BLOCKS):
+            yield some
+            some, size = [], 0
+        some.append(block)
+        size += own
+    yield some
+
+
+def _from_nodes(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers:
+    """The whole put together from what the nodes told, of as many rounds as can be read in reasonable time."""
+    if not blocks:
+        return _nothing(family)
+    rounds = np.unique(np.concatenate([block.entries.rounds[block.places] for block in blocks]))
+    weight = sum(len(block.places) for block in blocks) * blocks[0].layers * len(FAMILIES[family].columns) * 4
+    kept = rounds[::-1][:: max(1, -(-weight // MOST))][::-1]  # evenly spread, with the newest
+    thinned = []
+    for block in blocks:
+        places = block.places[np.isin(block.entries.rounds[block.places], kept)]
+        if len(places):
+            thinned.append(replace(block, places=places))
+    numbers = _numbers(reader, family, thinned)
+    owners = np.concatenate([block.entries.rounds[block.places] for block in thinned])
+    told = [_joined(family, matrices(family, numbers[..., owners == number])) for number in kept]
+    return kept.tolist(), _names(reader, blocks), np.stack(told)
+
+
+def _joined(family: str, stacked: Array) -> Array:
+    """Nodes' matrices [nodes, layers, columns] as one."""
+    rule = FAMILIES[family].merge
+    if rule is not None:
+        return rule(stacked)
+    known = np.isfinite(stacked).any(axis=0)
+    return np.where(known, np.nanmedian(np.where(known, stacked, 0.0), axis=0), np.nan)

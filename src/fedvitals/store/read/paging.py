@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stored run piece by piece: what is larger than memory can still be read, in order of arrival."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fedvitals.errors import StoreError
+from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record, Snapshot, Span, Transfer
+from fedvitals.store import rows
+from fedvitals.store.ddl import quoted
+from fedvitals.store.packing import entries_of, numbers_of, records_of
+from fedvitals.store.read.queries import get_run, records
+from fedvitals.store.read.reader import Reader
+from fedvitals.store.schema import TABLE, Table
+
+R = TypeVar("R", bound=Record)
+PAGE = 5000  # rows
+BLOCKS = 16  # of layer statistics
+
+# What a sink is given of a stored run; sketches and truths are for the detectors and the trials.
+KINDS: tuple[type[Record], ...] = (Metric, LayerStats, Transfer, Span, Event, Finding, Action, Snapshot)
+
+
+def pages(reader: Reader, run: str, table: Table, round_: int | None = None) -> Iterator[list[rows.Row]]:
+    """The rows of a table's view with all its columns, a page at a time; of one round where that is given."""
+    columns = ", ".join(quoted(column.name) for column in table.columns)
+    condition = "" if round_ is None else "AND round = ? "
+    last = -1
+    while True:
+        found = reader.database.rows(
+            f"SELECT {columns} FROM {table.view} WHERE run = ? AND arrival > ? {condition}ORDER BY arrival LIMIT ?",  # noqa: S608
+            (run, last, *(() if round_ is None else (round_,)), PAGE),
+        )
+        if found:
+            yield found
+        if len(found) < PAGE:
+            return
+        last = found[-1][0]
+
+
+def records_in_order(reader: Reader, run: str, round_: int | None = None) -> Iterator[Record]:
+    """The run, then its records of all KINDS, round by round as far as they arrived so."""
+    yield get_run(reader, run)
+    streams = [records_of_kind(reader, run, kind, round_) for kind in KINDS]
+    yield from heapq.merge(*streams, key=_round_of)
+
+
+def _round_of(record: Any) -> int:
+    return -1 if record.where.round is None else record.where.round
+
+
+def records_of_kind(reader: Reader, run: str, kind: type[R], round_: int | None = None) -> Iterator[R]:
+    """Every record of one type (but Run), in order of arrival; of one round where that is given."""
+    if kind is LayerStats:
+        for page in layer_pages(reader, run, round_):
+            yield from page  # type: ignore[misc]
+    else:
+        for found in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_):
+            yield from rows.from_rows(kind, [row[1:] for row in found])
+
+
+def layer_pages(
+    reader: Reader, run: str, round_: int | None = None, families: Sequence[str] | None = None
+) -> Iterator[list[LayerStats]]:
+    """Layer statistics, some blocks at a time; of one round and of some families where these are given.
+
+    Blocks of a run that is being written are put together anew meanwhile: of such a run, all are read at once.
+    """
+    if get_run(reader, run).finished is None:
+        yield [
+            stats
+            for stats in records(reader, run, LayerStats)
+            if round_ in (None, stats.where.round) and (families is None or stats.family in families)
+        ]
+        return
+    number, name = reader.names.number(run) or 0, lambda symbol: reader.names.texts([symbol])[0] if symbol else None
+    blocks = reader.database.rows(
+        "SELECT b.arrival, f.text, t.text, b.entries, b.coordinates, b.details, b.first_round, b.last_round "
+        "FROM layer_block AS b JOIN symbol AS f ON f.id = b.family JOIN symbol AS t ON t.id = b.layer_table "
+        "WHERE b.run = ? ORDER BY b.first_round, b.arrival",
+        (number,),
+    )
+    wanted = [
+        block
+        for block in blocks
+        if (families is None or block[1] in families)
+        and (round_ is None or block[6] is None or block[6] <= round_ <= block[7])
+    ]
+    for start in range(0, len(wanted), BLOCKS):
+        some = {block[0]: block for block in wanted[start : start + BLOCKS]}
+        marks = ", ".join("?" * len(some))
+        numbers = reader.database.rows(
+            f"SELECT block, layer, numbers FROM layer_matrix WHERE block IN ({marks})",  # noqa: S608
+            (*some,),
+        )
+        parts = {
+            block: [row[2] for row in same]
+            for block, same in groupby(sorted(numbers, key=itemgetter(0, 1)), itemgetter(0))
+        }
+        if len(parts) < len(some):
+            raise StoreError(f"Run {run} was changed while it was read. Try again.")
+        page: list[LayerStats] = []
+        for block, (_, family, table, count, coordinates, details, *_) in some.items():
+            matrix = np.concatenate([numbers_of(family, blob, count) for blob in parts[block]])
+            page += records_of((run, family, table), entries_of(coordinates, details, count), matrix, name)
+        page = [stats for stats in page if round_ is None or stats.where.round == round_]
+        yield sorted(page, key=_round_of)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way out of a worker process: records wait here until somebody takes them home as bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from fedvitals.errors import RecordError
+from fedvitals.records import Event, LayerTable, Record, Run, Where, is_important, stamped
+from fedvitals.transport.privacy import Policy, released
+from fedvitals.transport.wire.payload import LIMITS, encode
+
+LOST = "worker.lost"  # the event that tells of telemetry which did not come home
+ROOM = LIMITS.records // 2  # records that wait; nobody may ever take them
+
+
+class Parcel:
+    """Takes records as an `Outlet` does; `take` gives them as one payload.
+
+    Everything in a worker is a client's, so the privacy level is held against all of it, whoever it names.
+    """
+
+    def __init__(self, policy: Policy, known: Iterable[str] = ()) -> None:
+        self.source = f"worker-{os.getpid()}-{os.urandom(4).hex()}"
+        self.known = set(known)  # layer tables that need not be sent
+        self._policy = policy
+        self._lock = threading.RLock()
+        self._records: list[Record] = []
+        self._run: Run | None = None
+        self._sequence = 0
+        self._untold = 0
+        self.lost = 0
+
+    def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
+        """Never raises. What the privacy level forbids goes no further than the first line."""
+        passed = released(record, self._policy, clients=clients, stray=True)
+        with self._lock:
+            if isinstance(passed, Run):
+                self._run = passed
+            elif passed is not None and (len(self._records) < ROOM or is_important(passed)):
+                self._records.append(passed)
+            elif passed is not None:
+                self._lose(1)
+
+    def flush(self, timeout: float = 0.0, *, own: bool = False) -> bool:  # noqa: ARG002 - as an outlet's
+        return True
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Nothing is held open."""
+
+    def take(self, most: int | None = None) -> bytes:
+        """Everything since the last time, with the layer tables that were not sent before; b"" if there is nothing.
+
+        `most`: bytes, if less than a payload may ever have.
+        """
+        with self._lock:
+            records, self._records = self._records, []
+            tables = self._new_tables()
+            about = [Run(self._run.id, self._run.name, tables=tables)] if self._run is not None and tables else []
+            if not (records or about or self._untold):
+                return b""
+            payload = self._fitting([*about, *records], most)
+            self.known.update(table.digest for table in tables)
+            return payload
+
+    def _new_tables(self) -> tuple[LayerTable, ...]:
+        return () if self._run is None else tuple(t for t in self._run.tables if t.digest not in self.known)
+
+    def _fitting(self, records: list[Record], most: int | None) -> bytes:
+        """As many as one payload may hold: single steps go first, then what is oldest; findings and errors last."""
+        for keep in (_all, _whole_rounds, *[_newer_half] * 20, _important, *[_latest] * 20):
+            kept = keep(records)
+            self._lose(len(records) - len(kept))
+            records = kept
+            with contextlib.suppress(RecordError):
+                return self._encoded(records, most)
+        return self._encoded([], None)
+
+    def _encoded(self, records: Sequence[Record], most: int | None) -> bytes:
+        """With the loss so far told at the end. Sequences are spent only on what is sent."""
+        told = [*records]
+        if self._untold and self._run is not None:
+            rounds = [r.where.round for r in records if not isinstance(r, Run) and r.where.round is not None]
+            place = Where(self._run.id, rounds[-1] if rounds else None)
+            text = f"{self._untold} records of a worker found no room."
+            told.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
+        payload = encode([stamped(record, self.source, i) for i, record in enumerate(told, self._sequence)])
+        if most is not None and len(payload) > most:
+            raise RecordError(f"{len(payload)} bytes, where {most} may go.")
+        self._sequence += len(told)
+        self._untold = 0
+        return payload
+
+    def _lose(self, count: int) -> None:
+        self.lost += count
+        self._untold += count
+
+
+def _all(records: list[Record]) -> list[Record]:
+    return records
+
+
+def _whole_rounds(records: list[Record]) -> list[Record]:
+    return [r for r in records if isinstance(r, Run) or r.where.step is None or is_important(r)]
+
+
+def _newer_half(records: list[Record]) -> list[Record]:
+    bulk = [i for i, record in enumerate(records) if not is_important(record)]
+    gone = set(bulk[: (len(bulk) + 1) // 2])
+    return [record for i, record in enumerate(records) if i not in gone]
+
+
+def _important(records: list[Record]) -> list[Record]:
+    return [record for record in records if is_important(record)]
+
+
+def _latest(records: list[Record]) -> list[Record]:
+    return records[(len(records) + 1) // 2 :]

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between the training thread and one sink: the first only appends, a worker thread does whatever is slow.
+
+Bulk records (metrics, statistics, spans) make room for newer ones when the queue is full. Important ones (findings,
+actions, warnings...) wait, if need be in a file. Whatever is lost is counted by cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
+from fedvitals.protocols import Sink
+from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer, is_important
+from fedvitals.transport.spill import Spill
+
+logger = logging.getLogger("fedvitals.telemetry")
+
+BATCH = 2000  # records in one call of the sink
+POLL_SECONDS = 0.25  # a worker woken by each record would fight training for the interpreter's lock, and commit more
+FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
+PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
+CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user's log
+
+# Spares the longer question in `is_important` for nearly all records.
+ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch})
+
+
+class Queue:
+    """Takes records at once and hands them to a sink in batches, in order, from a thread of its own.
+
+    `put` neither waits nor raises. One exception to «only appends»: an important record that finds more than
+    `important` others waiting is written to the folder `spill` by its own thread, about 20 µs.
+    With `strict`, `flush` and `close` raise what is otherwise only counted and logged.
+    A sink with a `close` method is closed by the worker, on the thread that wrote to it.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        spill: Path | None = None,
+        bulk: int = 100_000,
+        important: int = 10_000,
+        strict: bool = False,
+    ) -> None:
+        self.name = str(getattr(sink, "name", None) or type(sink).__name__).lower()
+        self.strict = strict
+        self._sink = sink
+        self._bulk_limit, self._important_limit = bulk, important
+        self._spill = Spill(Path(spill), self.name) if spill is not None else None
+        self._empty()
+        reference = weakref.ref(self)
+
+        def after_fork() -> None:
+            queue = reference()
+            if queue is not None:
+                queue._detach()  # noqa: SLF001 - our own method, through a weak reference
+
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=after_fork)
+
+    def _empty(self) -> None:
+        # Re-entrant, since a signal handler or a finaliser may log, and so put, in the midst of a put.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._bulk: deque[Record] = deque()
+        self._important: deque[Record] = deque()
+        # How many records of each class have left the waiting line: bulk, important.
+        self._heads = [0, 0]
+        # The heads before the batch that the worker holds, and the batch: None when it holds none.
+        self._held_from: list[int] | None = None
+        self._held: list[Record] = []
+        self._lost: dict[str, int] = {}
+        self._error: BaseException | None = None  # of a loss, to be raised by a strict flush
+        self._outage: BaseException | None = None  # what the sink fails with at present
+        self._failures = 0  # of the sink, in a row
+        self._attempts_failed = 0  # of the sink, ever
+        self._reported: set[str] = set()
+        self._announce_recovery = False
+        # Said by the worker, never under the lock: a log handler may hold a lock of its own and call `put`.
+        self._news: deque[str] = deque()
+        self._thread: threading.Thread | None = None
+        self._refused = ""  # why nothing is taken any more
+        self._flushing = 0
+        self._hurry = self._stopping = False
+
+    @property
+    def lost(self) -> Mapping[str, int]:
+        """How many records were lost so far, by cause."""
+        with self._lock:
+            return dict(self._lost)
+
+    @property
+    def pending(self) -> int:
+        """How many records wait for the sink, those in the spill file included."""
+        with self._lock:
+            return len(self._bulk) + len(self._important) + self._spilled + len(self._held)
+
+    def put(self, record: Record) -> None:
+        """Take one record, without waiting or raising."""
+        with self._lock:
+            if self._refused:
+                self._lose(self._refused)
+            elif type(record) in ALWAYS_BULK or not is_important(record):
+                waiting = self._bulk
+                if len(waiting) >= self._bulk_limit:
+                    waiting.popleft()
+                    self._heads[0] += 1
+                    self._lose("queue full")
+                waiting.append(record)
+                if len(waiting) == BATCH:
+                    self._changed.notify_all()
+            else:
+                self._put_important(record)
+            if self._thread is None:
+                self._start()
+
+    def put_many(self, records: Iterable[Record]) -> None:
+        """Take records one after the other."""
+        with self._lock:
+            for record in records:
+                self.put(record)
+
+    def flush(self, timeout: float | None = 30.0) -> bool:
+        """Whether everything put before this call has been written; waits for it as long as there is hope.
+
+        False when time is up, when the sink keeps failing, and from the first lost record on (see `lost`).
+        """
+        written = self._wait(None if timeout is None else time.monotonic() + timeout)
+        self._raise_if_strict()
+        return written and not self._lost
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Flush, end the thread and close the sink; what cannot be written is spilled if important, else counted."""
+        with self._lock:
+            if self._refused:
+                return
+            self._refused = "closed"
+        deadline = time.monotonic() + timeout
+        self._wait(deadline)
+        with self._lock:
+            self._stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None:
+            self._close_sink()
+        else:
+            # Even when time is up, an idle worker gets the moment that it needs to leave.
+            thread.join(max(0.2, deadline - time.monotonic()))
+        self._abandon()
+        self._say()
+        self._raise_if_strict()
+
+    # --- the caller's side, under the lock -------------------------------------------------------------------------
+
+    @property
+    def _spilled(self) -> int:
+        return self._spill.waiting if self._spill is not None else 0
+
+    def _put_important(self, record: Record) -> None:
+        # While older records wait in the file, newer ones have to queue up behind them.
+        if not self._spilled and len(self._important) < self._important_limit:
+            self._important.append(record)
+            if len(self._important) == BATCH:
+                self._changed.notify_all()
+        elif self._spill is None:
+            self._lose("queue full")
+        else:
+            self._spill_over(self._spill, record)
+
+    def _spill_over(self, spill: Spill, record: Record) -> None:
+        try:
+            spill.append(record)
+            spill.waiting += 1
+        except Exception as error:  # noqa: BLE001 - a full disk, a foreign object in the data: training goes on
+            self._lose("spill failed", error)
+
+    def _lose(self, cause: str, error: BaseException | None = None, count: int = 1) -> None:
+        self._lost[cause] = self._lost.get(cause, 0) + count
+        if error is not None:
+            self._report(error, cause)
+        if self.strict and self._error is None:
+            self._error = error or FedvitalsError(
+                f"The queue of sink '{self.name}' lost records ({cause}). Write to it less often, or find out why "
+                "its sink is slow; `lost` counts them."
+            )
+
+    def _report(self, error: BaseException, consequence: str) -> None:
+        cause = f"{type(error).__name__}: {error}"
+        if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
+            return
+        self._reported.add(cause)
+        self._announce_recovery = True
+        self._news.append(f"Sink '{self.name}': {consequence} ({cause}). Said once; `lost` counts.")
+
+    def _say(self) -> None:
+        while self._news:
+            # The user's log handler may fail, and another thread may have been faster.
+            with contextlib.suppress(Exception):
+                logger.warning("%s", self._news.popleft())
+
+    def _raise_if_strict(self) -> None:
+        with self._lock:
+            error, self._error, self._outage = self._error or self._outage, None, None
+        if self.strict and error is not None:
+            raise error
+
+    def _start(self) -> None:
+        if self._refused:
+            return
+        thread = threading.Thread(target=self._work, name=f"fedvitals-{self.name}", daemon=True)
+        # Without a thread (the system has no more) records wait; the next put tries again.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._thread = thread
+
+    def _wait(self, deadline: float | None) -> bool:
+        with self._lock:
+            target = [self._heads[0] + len(self._bulk), self._heads[1] + len(self._important) + self._spilled]
+            failed_before = self._attempts_failed
+            patience = 1 if self.strict else PATIENCE
+            self._flushing += 1
+            self._hurry = True
+            self._changed.notify_all()
+            try:
+                while not self._reached(target):
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    hopeless = self._failures >= patience and self._attempts_failed > failed_before
+                    if hopeless or self._thread is None or (remaining is not None and remaining <= 0):
+                        return False
+                    self._changed.wait(remaining)
+                return True
+            finally:
+                self._flushing -= 1
+
+    def _reached(self, target: list[int]) -> bool:
+        bulk, important = self._heads if self._held_from is None else self._held_from
+        return bulk >= target[0] and important >= target[1]
+
+    def _abandon(self) -> None:
+        """At the end: what is left is spilled if important, else lost."""
+        with self._lock:
+            left = [*self._held, *self._important, *self._bulk]
+            self._held, self._held_from = [], None
+            self._important.clear()
+            self._bulk.clear()
+            lost = len(left)
+            if self._spill is not None:
+                for record in filter(is_important, left):
+                    self._spill_over(self._spill, record)
+                    lost -= 1
+                self._spill.close(keep=self._spilled > 0)
+            if lost:
+                self._lose("sink failed", self._outage, lost)
+
+    def _detach(self) -> None:
+        """In a forked child: nothing inherited is ours to write, nor is the parent's sink."""
+        self._empty()
+        self._refused = "forked"
+        if self._spill is not None:
+            self._spill.detach()
+            self._spill.waiting = 0
+
+    # --- the worker's side -----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while self._take():
+            self._deliver()
+            self._say()
+        self._close_sink()
+
+    def _take(self) -> bool:
+        """Wait for records and hold the next batch of them; False when there is to be no next."""
+        with self._lock:
+            while not self._stopping:
+                ready = len(self._bulk) + len(self._important) + self._spilled
+                if ready == 0 or (ready < BATCH and not self._flushing):
+                    self._changed.wait(POLL_SECONDS)
+                    ready = len(self._bulk) + len(self._important) + self._spilled
+                if ready and not self._stopping:
+                    break
+            else:
+                return False
+            before = list(self._heads)
+            # Important first: the Run has to be in the store before what was measured in it.
+            spilled = 0 if self._important else min(self._spilled, BATCH)
+            important = [self._important.popleft() for _ in range(min(len(self._important), BATCH))]
+            room = BATCH - len(important) - spilled
+            bulk = [self._bulk.popleft() for _ in range(min(len(self._bulk), room))]
+            self._heads[0] += len(bulk)
+            self._heads[1] += len(important) + spilled
+            self._held, self._held_from = important + bulk, before
+            if not spilled or self._spill is None:
+                return True
+            self._spill.waiting -= spilled
+        self._read_back(self._spill, spilled)
+        return True
+
+    def _read_back(self, spill: Spill, count: int) -> None:
+        """Put spilled records in front of the batch. Without the lock: no put may wait for a disk."""
+        records: list[Record] = []
+        error: BaseException | None = None
+        try:
+            records = spill.read(count)
+        except Exception as problem:  # noqa: BLE001 - whatever the disk says, the rest is to be written
+            error = problem
+        with self._lock:
+            self._held = records + self._held
+            if len(records) < count:
+                self._lose("spill failed", error, count - len(records))
+
+    def _deliver(self) -> None:
+        """Write the held batch; retry while the sink fails, and leave out single records that it refuses."""
+        parts = [self._held]
+        delay = FIRST_DELAY
+        while parts:
+            part = parts[0]
+            with self._lock:
+                self._hurry = False
+                if self._stopping:
+                    return
+            try:
+                self._sink.write(part)
+            except RecordError as error:
+                if len(part) == 1:
+                    with self._lock:
+                        self._lose("bad record", error)
+                    parts.pop(0)
+                else:
+                    parts[:1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+                continue
+            except StoreLostError as error:
+                with self._lock:
+                    self._lose("store overwritten", error, error.lost)
+                continue  # it goes on in a new file
+            except BaseException as error:  # noqa: BLE001 - nothing that a sink does may end the worker
+                self._failed(error, delay)
+                delay = min(delay * 2, LONGEST_DELAY)
+                continue
+            parts.pop(0)
+            delay = FIRST_DELAY
+            self._succeeded()
+        self._acknowledge()
+
+    def _failed(self, error: BaseException, delay: float) -> None:
+        with self._lock:
+            self._failures += 1
+            self._attempts_failed += 1
+            self._outage = error
+            self._report(error, "cannot be written to, will be tried again")
+            self._changed.notify_all()
+        self._say()
+        with self._lock:
+            self._changed.wait_for(lambda: self._hurry or self._stopping, delay)
+
+    def _succeeded(self) -> None:
+        with self._lock:
+            self._outage = None
+            attempts, self._failures = self._failures, 0
+            if attempts and self._announce_recovery:
+                self._announce_recovery = False
+                self._news.append(f"Sink '{self.name}' works again after {attempts} failed attempts.")
+
+    def _acknowledge(self) -> None:
+        with self._lock:
+            self._held, self._held_from = [], None
+            if self._spill is not None and not self._spilled and not self._stopping:
+                with contextlib.suppress(OSError):
+                    self._spill.clear()
+            self._changed.notify_all()
+
+    def _close_sink(self) -> None:
+        close: Any = getattr(self._sink, "close", None)
+        if close is None:
+            return
+        try:
+            close()
+        except StoreLostError as error:
+            with self._lock:
+                self._lose("store overwritten", error, error.lost)
+        except Exception as error:  # noqa: BLE001 - the run is over; say it and go
+            with self._lock:
+                self._report(error, "failed to close")
+                self._error = self._error or error

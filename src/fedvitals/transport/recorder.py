@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a scope and a number to a record: the one place where telemetry about a scope is put into words."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Span, Where
+from fedvitals.scope import Scope
+from fedvitals.stats import Array
+from fedvitals.transport.timing import new_span_id
+
+TRACEBACK_CHARACTERS = 8000
+
+
+def where(scope: Scope, step: int | None = None) -> Where:
+    return Where(scope.run, scope.round, scope.node, step, None, scope.group)
+
+
+class Recorder:
+    def __init__(self, emit: Callable[[Record], None]) -> None:
+        self.emit = emit
+
+    def metric(self, scope: Scope, name: str, value: float, step: int | None = None) -> None:
+        self.emit(Metric(where(scope, step), time.time(), name, value))
+
+    def metrics(self, scope: Scope, found: Iterable[tuple[str, float, int | None]]) -> None:
+        """Many at once: one moment, and one place for all that are not about a step."""
+        now, here = time.time(), where(scope)
+        for name, value, step in found:
+            self.emit(Metric(here if step is None else where(scope, step), now, name, value))
+
+    def layers(self, scope: Scope, family: str, matrix: Array, table: str, step: int | None = None) -> None:
+        self.emit(LayerStats(where(scope, step), time.time(), family, matrix, table))
+
+    def sketch(self, scope: Scope, values: tuple[float, ...], version: int) -> None:
+        """With a digest: the same update gives the same sums to the last bit, so equal digests are equal updates."""
+        digest = hashlib.blake2b(struct.pack(f"{len(values)}d", *values), digest_size=8).hexdigest()
+        self.emit(Sketch(where(scope), time.time(), values, digest, version))
+
+    def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
+        """The Span of a scope, and what it was told as: a copy, since what is emitted gets an identity."""
+        own = scope.span or new_span_id()
+        told = Span(where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
+        self.emit(replace(told))
+        return told
+
+    def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
+        self.emit(Event(where(scope), time.time(), level, name, message, data or {}))
+
+    def exception(self, scope: Scope, name: str, error: BaseException) -> None:
+        """An exception as an event."""
+        kind = type(error).__name__
+        trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+        self.event(scope, "error", name, f"{kind}: {error}"[:1000], {"exception": kind, "traceback": trace})

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way out of the training thread: each record is stamped, held against the privacy level, and queued per sink."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedvitals.protocols import Sink
+from fedvitals.records import Record, stamped
+from fedvitals.transport.privacy import Policy, released
+from fedvitals.transport.queue import Queue
+
+SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
+
+
+class Outlet:
+    """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own.
+
+    `own`: how many of the sinks, the first ones, are ours: the store, the detectors.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        policy: Policy,
+        spill: Path | None,
+        strict: bool,
+        source: str = SOURCE,
+        own: int = 0,
+    ) -> None:
+        self._policy, self._source, self._own = policy, source, own
+        self._sequence = itertools.count()
+        # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
+        self._ignored: list[tuple[type, ...]] = [getattr(sink, "ignores", ()) for sink in sinks]
+        self._queues = [
+            Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(sinks)
+        ]
+
+    def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:
+        """Never waits, never raises. What the privacy level forbids goes no further than the first line.
+
+        `held`: this process writes the store, so it is where the updates come together.
+        """
+        passed = released(record, self._policy, clients=clients, stray=stray, held=True)
+        if passed is None:
+            return
+        self._put(self.stamped(passed))
+
+    def stamped(self, record: Record) -> Record:
+        """The record with an identity of this outlet."""
+        return stamped(record, self._source, next(self._sequence))
+
+    def store(self, record: Record) -> None:
+        """For the first sink alone, the store: the others have ended."""
+        passed = released(record, self._policy, held=True)
+        if passed is not None and self._queues:
+            self._queues[0].put(self.stamped(passed))
+
+    def admit(self, record: Record) -> None:
+        """A record of another process: held against the level once more, queued with the identity that it has."""
+        passed = released(record, self._policy, held=True)
+        if passed is not None:
+            self._put(passed)
+
+    def _put(self, record: Record) -> None:
+        for queue, ignored in zip(self._queues, self._ignored, strict=True):
+            if not isinstance(record, ignored):
+                queue.put(record)
+
+    @property
+    def lost(self) -> int:
+        return sum(sum(queue.lost.values()) for queue in self._queues)
+
+    def flush(self, timeout: float = 30.0, *, own: bool = False) -> bool:
+        """Whether everything emitted before has been written by every sink; or by our own."""
+        deadline = time.monotonic() + timeout
+        queues = self._queues[: self._own] if own else self._queues
+        # A list, so that each queue is flushed even when an earlier one could not be.
+        done = [queue.flush(max(0.0, deadline - time.monotonic())) for queue in queues]
+        return all(done)
+
+    def close(self, timeout: float = 10.0, before_store: Callable[[], None] = lambda: None) -> None:
+        """The store, which is first, closes last: what the others say while they close still reaches it.
+
+        `before_store` is called when all others are closed, and their losses are known.
+        """
+        with contextlib.ExitStack() as stack:  # closes in reverse, each one even if another raised
+            for i, queue in enumerate(self._queues):
+                stack.callback(queue.close, timeout)
+                if i == 0:
+                    stack.callback(before_store)
+            self.flush(timeout)
+
+    @property
+    def losses(self) -> dict[str, int]:
+        """How many records were lost, by sink and cause: «detectors: sink failed»."""
+        return {f"{queue.name}: {cause}": count for queue in self._queues for cause, count in queue.lost.items()}
+
+
+def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:
+    """Only the first sink, the store, spills: what it could not take comes back into it from its own folder."""
+    return [(sink, index == 0) for index, sink in enumerate(sinks)]

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records on their way into a payload: grouped by what they share, text that repeats as numbers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.errors import RecordError
+from fedvitals.records import (
+    Action,
+    Event,
+    Finding,
+    LayerStats,
+    Metric,
+    Record,
+    Run,
+    Sketch,
+    Snapshot,
+    Span,
+    Transfer,
+    Where,
+)
+from fedvitals.stats import Array, pack
+from fedvitals.transport.wire.fields import ANY_SUMS, HOLDS_SUMS, WORD_CHARACTERS, plain, text
+from fedvitals.transport.wire.vocabulary import NUMBER_OF
+
+
+class Writer:
+    """Gathers parts of a payload; time, source and sequence are left out where they follow from the entry before."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.places: list[tuple[Any, ...]] = []
+        self.entries: list[tuple[Any, ...]] = []
+        self.data_bytes = 0
+        self._numbers = NUMBER_OF.copy()
+        self._place_of: dict[Where, int] = {}
+        self._sums: list[Array] = []
+        self._others: list[Array] = []
+        self._same: dict[int, int] = {}
+        self._kept: list[Where] = []  # so that no other object gets the identity of one
+        self._at: float | None = None
+        self._source: str | None = None
+        self._next = -1
+
+    def add(self, records: Iterable[Record]) -> None:
+        """One after the other. Most are metrics that differ from the last in name and value only: these are fast."""
+        known = self._numbers.get
+        names: list[int] = []  # of the entry of metrics that may still grow
+        values: list[float] = []
+        moves: list[int] = []
+        where: Where | None = None
+        at, source, sequence = 0.0, "", -1
+        for record in records:
+            if type(record) is not Metric:
+                self._close(names, moves, values)
+                names = []
+                self._add_other(record)
+                continue
+            if names and record.sequence == sequence and record.at == at and record.source == source:
+                if record.where is not where:
+                    where = record.where
+                    moves += len(names), self._placed(where)
+            else:
+                self._close(names, moves, values)
+                names, moves, values = [], [], []
+                where, at, source, sequence = record.where, record.at, record.source, record.sequence
+                self.entries.append((0, *self._header(record, where, at)))
+            sequence += 1
+            number = known(record.name)
+            names.append(self.word(record.name) if number is None else number)
+            values.append(record.value)
+        self._close(names, moves, values)
+
+    def _close(self, names: list[int], moves: list[int], values: list[float]) -> None:
+        """The entry of metrics is complete."""
+        if names:
+            self.entries[-1] = (*self.entries[-1], names, moves, struct.pack(f"<{len(values)}d", *values))
+            self._next += len(names) - 1
+
+    def _add_other(self, record: Record) -> None:
+        known = _WRITE.get(type(record))
+        if known is None:
+            # A Truth is told by the process that writes the store, never by a worker.
+            raise RecordError(f"Only records about a training can be sent, got {type(record).__name__}.")
+        tag, rest = known
+        if isinstance(record, Run):
+            header = self._header(record, Where(record.id), self._at)
+        else:
+            header = self._header(record, record.where, record.at)
+        self.entries.append((tag, *header, *rest(self, record)))
+
+    def finish(self) -> list[bytes]:
+        """The nine sums of all layers, then everything else: each kind converted once, however many records."""
+        parts: list[bytes] = []
+        with np.errstate(all="ignore"):
+            if self._sums:
+                parts.append(_little(pack(ANY_SUMS, np.concatenate(self._sums))))
+            if self._others:
+                parts.append(_little(np.concatenate(self._others)))
+        return parts
+
+    def word(self, value: str) -> int:
+        number = self._numbers.get(value)
+        if number is None:
+            number = self._numbers[value] = len(self._numbers)
+            self.words.append(text(value, WORD_CHARACTERS))
+        return number
+
+    def maybe(self, value: str | None) -> int | None:
+        return None if value is None else self.word(value)
+
+    def data(self, value: Any) -> msgspec.Raw:
+        raw = msgspec.msgpack.encode(plain(value))
+        self.data_bytes += len(raw)
+        return msgspec.Raw(raw)
+
+    def matrix(self, family: str, matrix: Array) -> None:
+        if HOLDS_SUMS[family]:
+            self._sums.append(matrix)
+        else:
+            self._others.append(matrix.reshape(-1))
+
+    def _header(self, record: Record, where: Where, at: float | None) -> tuple[Any, ...]:
+        place = self._placed(where)
+        source = sequence = None
+        if record.source != self._source:
+            self._source, source = record.source, self.word(record.source)
+        if record.sequence != self._next:
+            sequence = record.sequence
+        self._next = record.sequence + 1
+        same = at == self._at
+        self._at = at
+        return place, None if same else at, source, sequence
+
+    def _placed(self, where: Where) -> int:
+        """Its number; mostly one and the same object, which is found without a comparison."""
+        number = self._same.get(id(where))
+        if number is None:
+            number = self._same[id(where)] = self._number(where)
+            self._kept.append(where)
+        return number
+
+    def _number(self, where: Where) -> int:
+        number = self._place_of.get(where)
+        if number is None:
+            number = self._place_of[where] = len(self.places)
+            node, layer, group = self.maybe(where.node), self.maybe(where.layer), self.maybe(where.group)
+            self.places.append((self.word(where.run), where.round, node, where.step, layer, group))
+        return number
+
+
+def _little(values: Array | npt.NDArray[np.float32]) -> bytes:
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def _layers(w: Writer, r: LayerStats) -> tuple[Any, ...]:
+    w.matrix(r.family, r.matrix)
+    return w.word(r.family), w.word(r.table), len(r.matrix)
+
+
+def _run(w: Writer, r: Run) -> tuple[Any, ...]:
+    layers = [(w.word(t.rows), [(w.word(x.name), x.shape, w.word(x.dtype)) for x in t.layers]) for t in r.tables]
+    about = (text(r.name), w.word(r.host), None if r.topology is None else text(r.topology), w.data(r.config))
+    return *about, r.seed, r.started, r.finished, w.data(r.versions), layers
+
+
+_Fields = Callable[[Writer, Any], tuple[Any, ...]]
+_WRITE: dict[type[Record], tuple[int, _Fields]] = {
+    LayerStats: (1, _layers),
+    Span: (
+        2,
+        lambda w, r: (
+            *(w.word(r.name), r.seconds, w.word(r.trace), w.word(r.id), w.maybe(r.parent)),
+            w.data(r.attributes),
+        ),
+    ),
+    Transfer: (
+        3,
+        lambda w, r: (w.word(r.sender), w.word(r.receiver), r.bytes, r.raw_bytes, r.seconds, w.word(r.kind)),
+    ),
+    Event: (4, lambda w, r: (w.word(r.level), w.word(r.name), text(r.message), w.data(r.data))),
+    Sketch: (5, lambda w, r: (struct.pack(f"<{len(r.values)}d", *r.values), w.word(r.digest), r.version)),
+    Finding: (
+        6,
+        lambda w, r: (
+            *(w.word(r.issue), w.word(r.severity), r.confidence, text(r.message), w.data(r.evidence)),
+            [(w.word(s.node), s.score, text(s.reason)) for s in r.suspects],
+        ),
+    ),
+    Action: (
+        7,
+        lambda w, r: (w.word(r.finding), w.word(r.kind), w.maybe(r.target), w.data(r.arguments), w.word(r.status)),
+    ),
+    Snapshot: (8, lambda w, r: (w.word(r.kind), w.word(r.digest), r.bytes)),
+    Run: (9, _run),
+}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as bytes, for the way from a client or a worker process to whoever writes the store.
+
+    payload = b"fv" · version · how the head is written · its size · head · matrices
+
+The head is MessagePack (`wire_fields`), deflated where it is long; the matrices are float32 as `stats.pack` makes them.
+What is read comes from another machine: every number, size, shape and name is checked, nothing is executed, and what
+does not hold is a RecordError. Matrices come back within 1e-6, everything else as it was.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+
+from fedvitals.errors import RecordError
+from fedvitals.records import Record
+from fedvitals.transport.wire.decode import Reader
+from fedvitals.transport.wire.encode import Writer
+from fedvitals.transport.wire.fields import Head, Limits, check_size
+
+MAGIC, VERSION = b"fv", 1
+_START = struct.Struct("<2sBBI")
+_PLAIN, _DEFLATED = 0, 1
+_SHORT = 1000  # bytes of a head that are not worth the time to deflate
+_HEADS = msgspec.msgpack.Decoder(Head)
+LIMITS = Limits()
+
+
+def encode(records: Sequence[Record], limits: Limits = LIMITS) -> bytes:
+    """The records as one payload, in their order. Raises RecordError when it would be too large for `decode`."""
+    writer = Writer()
+    try:
+        writer.add(records)
+        matrices = writer.finish()
+        head = msgspec.msgpack.encode((writer.words, writer.places, writer.entries))
+    except (TypeError, ValueError, OverflowError, struct.error) as error:
+        raise RecordError(f"A record holds what cannot be sent ({error}).") from error
+    check_size("bytes without its matrices", len(head), limits.head)
+    written = _PLAIN if len(head) <= _SHORT else _DEFLATED
+    head = head if written == _PLAIN else zlib.compress(head)
+    payload = b"".join((_START.pack(MAGIC, VERSION, written, len(head)), head, *matrices))
+    check_size("bytes", len(payload), limits.bytes)
+    check_size("bytes of free-form data", writer.data_bytes, limits.data)
+    check_size("records", len(records), limits.records)
+    return payload
+
+
+def decode(payload: bytes, limits: Limits = LIMITS) -> list[Record]:
+    """The records of a payload. Whatever the bytes are: records, or a RecordError, in bounded time and memory."""
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise RecordError(f"A payload is bytes, got {type(payload).__name__}.")
+    check_size("bytes", len(payload), limits.bytes)
+    if len(payload) < _START.size or payload[:2] != MAGIC:
+        raise RecordError(f"Not a payload of fedvitals: {len(payload)} bytes that begin with {bytes(payload[:8])!r}.")
+    _, version, written, size = _START.unpack_from(payload)
+    if version != VERSION:
+        newer = "a newer fedvitals; update this side" if version > VERSION else "no released fedvitals"
+        raise RecordError(f"The payload has version {version} of the wire format, written by {newer}.")
+    check_size("bytes without its matrices", size, limits.head)
+    view = memoryview(payload)[_START.size :]
+    if size > len(view):
+        raise RecordError(f"The payload is cut off: {len(view)} bytes are left of a head of {size}.")
+    try:
+        head = view[:size] if written == _PLAIN else _inflated(view[:size], written, limits.head)
+        return Reader(_HEADS.decode(head), view[size:], limits).read()
+    except RecordError:
+        raise
+    # Of MessagePack and its checks; of words, places, texts and numbers that are not what they should be.
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        struct.error,
+        zlib.error,
+    ) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise RecordError(f"A payload of {len(payload)} bytes cannot be read ({reason}).") from error
+
+
+def _inflated(head: memoryview, written: int, limit: int) -> bytes:
+    if written != _DEFLATED:
+        raise RecordError(f"The head of a payload is written in a way that is not known: {written}.")
+    inflater = zlib.decompressobj()
+    found = inflater.decompress(head, limit + 1)
+    check_size("bytes without its matrices", len(found), limit)
+    if not inflater.eof or inflater.unused_data:
+        raise RecordError("The deflated head of a payload does not end where it should.")
+    return found

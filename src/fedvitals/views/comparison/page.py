@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison as a page shows it: what changed in words, courses over the rounds, differences, settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.views.comparison.chance import Change, change, pairing
+from fedvitals.views.comparison.runs import Row, all_settings, compared
+from fedvitals.views.comparison.words import in_words
+from fedvitals.views.metric_history import Course
+from fedvitals.views.run_figures import Figures
+from fedvitals.views.series import Numbers, bucketed
+
+POINTS = 400  # of a line
+LONGEST = 2000  # characters of a setting
+
+
+@dataclass(frozen=True, slots=True)
+class PageSide:
+    letter: str
+    name: str
+    runs: tuple[str, ...]
+    seeds: tuple[int | None, ...]
+    rounds: int
+    clients: int
+    judged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A side's course; with repeats their mean (of GSC the median), and from the lowest to the highest of them."""
+
+    letter: str
+    rounds: list[int]
+    values: Numbers
+    low: Numbers
+    high: Numbers
+    total: int  # rounds that these points stand for
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    name: str
+    title: str
+    unit: str
+    scale: str  # «linear», «log0»
+    lines: tuple[Line, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageChange:
+    difference: float | None
+    relative: float | None
+    low: float | None
+    high: float | None
+    beyond_chance: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class PageRow:
+    topic: str
+    name: str
+    unit: str
+    better: str
+    values: tuple[float | None, ...]
+    changes: tuple[PageChange | None, ...]  # from the baseline to each other side
+
+
+@dataclass(frozen=True, slots=True)
+class PageTrouble:
+    issue: str
+    title: str
+    place: str
+    severity: str
+    runs: tuple[int, ...]  # of each side, in how many of its runs
+
+
+@dataclass(frozen=True, slots=True)
+class PageParting:
+    letter: str  # the side that parts from the baseline
+    equal: bool
+    exact: int | None  # the first round that differs at all
+    noise: int | None  # beyond floating-point noise
+    repeats: int | None  # beyond what repeats differ by
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageSetting:
+    name: str
+    values: tuple[str | None, ...]
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ComparePage:
+    sides: tuple[PageSide, ...]  # the baseline first
+    words: tuple[str, ...]  # what changed, the weightiest first
+    chance: str  # what may be concluded
+    pictures: tuple[Picture, ...]
+    differences: tuple[Picture, ...]  # of each side from the baseline
+    rows: tuple[PageRow, ...]
+    troubles: tuple[PageTrouble, ...]
+    partings: tuple[PageParting, ...]
+    settings: tuple[PageSetting, ...]  # those that differ first
+
+
+def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
+    """Of sides whose first is the baseline."""
+    found = compared(sides)
+    words, partings, chance = in_words(found)
+    letters = [side.letter for side in found.sides]
+    virtual = all(f.virtual_seconds for side in sides for f in side)
+    return ComparePage(
+        sides=tuple(PageSide(s.letter, s.name, s.runs, s.seeds, s.rounds, s.clients, s.judged) for s in found.sides),
+        words=words,
+        chance=chance,
+        pictures=tuple(p for p in _pictures(sides, letters, virtual=virtual) if any(one.total for one in p.lines)),
+        differences=tuple(
+            _differences(name, title, unit, [[getattr(f, name) for f in side] for side in sides], sides, letters)
+            for name, title, unit in (("accuracy", "accuracy", ""), ("loss", "loss", ""))
+            if any(getattr(f, name) for f in sides[0]) and any(getattr(f, name) for side in sides[1:] for f in side)
+        ),
+        rows=tuple(_row(row) for row in found.rows),
+        troubles=tuple(PageTrouble(t.issue, _title(t.issue), t.place, t.severity, t.runs) for t in found.troubles),
+        partings=tuple(
+            PageParting(
+                letter,
+                one.equal,
+                None if one.exact is None else one.exact.round,
+                None if one.beyond_noise is None else one.beyond_noise.round,
+                one.beyond_repeats,
+                said,
+            )
+            for letter, one, said in zip(letters[1:], found.partings, partings, strict=True)
+        ),
+        settings=_settings(sides),
+    )
+
+
+def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, virtual: bool) -> list[Picture]:
+    def drawn(
+        name: str, title: str, unit: str, scale: str, course: Callable[[Figures], Course], note: str = ""
+    ) -> Picture:
+        middle: Callable[[Sequence[float]], float] = median if scale == "log0" else fmean  # a mean is its largest's
+        courses = [[course(f) for f in side] for side in sides]
+        lines = [_line(letter, own, middle) for letter, own in zip(letters, courses, strict=True)]
+        # A repeat that measured less often leaves its rounds to the others.
+        partly = any(own[0].keys() != other.keys() for own in courses for other in own[1:])
+        notes = [note, "repeats that measured fewer rounds count where they did" if partly else ""]
+        return Picture(name, title, unit, scale, tuple(lines), "; ".join(filter(None, notes)))
+
+    clock = "virtual clock" if virtual else "real clock"
+    return [
+        drawn("accuracy", "accuracy", "", "linear", lambda f: f.accuracy),
+        drawn("loss", "loss", "", "linear", lambda f: f.loss),
+        drawn(
+            "gsc", "gradient scale coefficient (GSC)", "", "log0", lambda f: f.gsc, "median over the clients, log axis"
+        ),
+        drawn(
+            "seconds", "round time", "seconds", "linear", lambda f: f.virtual_seconds if virtual else f.seconds, clock
+        ),
+        drawn("bytes", "bytes a round", "bytes", "linear", _bytes),
+    ]
+
+
+def _bytes(figures: Figures) -> Course:
+    return {one.round: float(one.bytes) for one in figures.traffic.rounds if one.round >= 0}
+
+
+def _line(letter: str, courses: Sequence[Course], middle: Callable[[Sequence[float]], float] = fmean) -> Line:
+    """One run in buckets that keep their extremes; of repeats, the mean and how far they are apart."""
+    rounds = sorted({number for course in courses for number in course})
+    if len(courses) == 1:
+        told = bucketed("", None, "", rounds, np.array([courses[0][number] for number in rounds], dtype=float), POINTS)
+        return Line(letter, told.rounds, told.values, told.low, told.high, told.total)
+    every = max(1, math.ceil(len(rounds) / POINTS))
+    stretches = [rounds[i : i + every] for i in range(0, len(rounds), every)]
+    here = [[c[n] for c in courses for n in stretch if n in c and math.isfinite(c[n])] for stretch in stretches]
+    return Line(
+        letter,
+        [stretch[0] for stretch in stretches],
+        [middle(values) if values else None for values in here],
+        [min(values, default=None) for values in here],
+        [max(values, default=None) for values in here],
+        len(rounds),
+    )
+
+
+def _differences(
+    name: str,
+    title: str,
+    unit: str,
+    courses: Sequence[Sequence[Course]],
+    sides: Sequence[Sequence[Figures]],
+    letters: Sequence[str],
+) -> Picture:
+    """Each side less the baseline, round by round; with repeats, the interval that chance leaves."""
+    lines, banded = [], False
+    for letter, own, side in zip(letters[1:], courses[1:], sides[1:], strict=True):
+        pairs = pairing([f.run.seed for f in sides[0]], [f.run.seed for f in side])
+        found: dict[int, Change | None] = {}
+        for number in sorted({n for c in courses[0] for n in c} & {n for c in own for n in c}):
+            before, after = [c[number] for c in courses[0] if number in c], [c[number] for c in own if number in c]
+            whole = len(before) == len(courses[0]) and len(after) == len(own)
+            found[number] = change(before, after, pairs=pairs if whole else None)
+        banded = banded or any(c is not None and c.low is not None for c in found.values())
+        lines.append(_difference(letter, found))
+    note = "from the baseline" + ("; band: 95 % interval, each round by itself" if banded else "")
+    return Picture(name, f"difference in {title}", unit, "linear", tuple(lines), note)
+
+
+def _difference(letter: str, found: dict[int, Change | None]) -> Line:
+    every = max(1, math.ceil(len(found) / POINTS))
+    numbers = list(found)
+    stretches = [numbers[i : i + every] for i in range(0, len(numbers), every)]
+    values: Numbers = []
+    low: Numbers = []
+    high: Numbers = []
+    for stretch in stretches:
+        here = [one for number in stretch if (one := found[number]) is not None]
+        values.append(fmean(one.difference for one in here) if here else None)
+        # Where rounds were joined, as far as any of them goes.
+        low.append(min((one.difference if one.low is None else one.low for one in here), default=None))
+        high.append(max((one.difference if one.high is None else one.high for one in here), default=None))
+    return Line(letter, [stretch[0] for stretch in stretches], values, low, high, len(numbers))
+
+
+def _row(row: Row) -> PageRow:
+    return PageRow(row.topic, row.name, row.unit, row.better, row.values, tuple(map(_change, row.changes)))
+
+
+def _change(found: Change | None) -> PageChange | None:
+    if found is None:
+        return None
+    return PageChange(found.difference, found.relative, found.low, found.high, found.beyond_chance)
+
+
+def _title(issue: str) -> str:
+    known = ISSUES_BY_CODE.get(issue)
+    return known.title if known else issue
+
+
+def _settings(sides: Sequence[Sequence[Figures]]) -> tuple[PageSetting, ...]:
+    every = all_settings([[f.run for f in side] for side in sides])
+    told = [PageSetting(one.name, tuple(map(_text, one.values)), one.differs) for one in every]
+    return tuple(sorted(told, key=lambda one: not one.differs))
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all detectors together cost in a round, as it goes on: 100 clients × 20 layers, after 5, 50 and 200 rounds.
+
+A real training of the lab, healthy, watched as a user's would be. The detectors look at each round in turn, as they do
+live; only the processor time of their own thread counts. Beside it the paper's round: 100 clients, 20 mini-batches of
+its CNN each, by the time of one step here and now.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedvitals import lab
+from fedvitals.diagnosis.examine import DETECTORS, Examination
+from fedvitals.diagnosis.live import ROUND_COMPLETE
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.protocols import Detector
+from fedvitals.records import Metric, Record
+from fedvitals.store.in_memory import MemoryStore
+from fedvitals_studies.bench.workloads import WORKLOADS, step
+from fedvitals_studies.reproduce.conditions import PAPER_CLIENTS, PAPER_ITERATIONS
+
+CLIENTS, LAYERS = 100, 20
+AFTER = (5, 50, 200)
+AROUND = 5  # rounds, of whose times the median is given
+BAR_MILLISECONDS, BAR_SHARE = 50.0, 0.005
+
+
+class _Timed:
+    """A sink like the live detectors, that looks at the clock of its own thread."""
+
+    def __init__(self, detectors: Sequence[Detector]) -> None:
+        self.milliseconds: dict[int, float] = {}
+        self.findings = 0
+        self._detectors, self._memory = detectors, MemoryStore()
+        self._examination: Examination | None = None
+
+    def write(self, records: Sequence[Record], /) -> None:
+        self._memory.write(records)
+        for record in records:
+            if isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.round is not None:
+                if self._examination is None:
+                    self._examination = Examination(self._memory.history(record.where.run), self._detectors, None)
+                began = time.thread_time()
+                self.findings += len(list(self._examination.of(record.where.round)))
+                self.milliseconds[record.where.round] = 1000 * (time.thread_time() - began)
+
+
+class _Patient:
+    """The monitor, waiting at the end of each round until the detectors are through: none may miss a record."""
+
+    def __init__(self, monitor: Monitor, tell: Callable[[str], None]) -> None:
+        self._monitor, self._tell = monitor, tell
+
+    def round_end(self, round: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:  # noqa: A002 - the domain's word
+        self._monitor.round_end(round, global_state, metrics)
+        self._monitor.flush()
+        if round and round % 50 == 0:
+            self._tell(f"{round} rounds")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._monitor, name)
+
+
+def round_times(
+    rounds: int, detectors: Sequence[Detector] = DETECTORS, tell: Callable[[str], None] = lambda _: None
+) -> dict[int, float]:
+    """The detectors' milliseconds in each round of a federation that learns: ten dense layers, 20 tensors."""
+    experiment = lab.Experiment(
+        dataset=lab.Synthetic(samples=40 * CLIENTS, features=24, classes=10, separation=4.0),
+        model=lab.mlp(hidden=[16] * (LAYERS // 2 - 1)),
+        clients=CLIENTS,
+        rounds=rounds,
+        partition=lab.dirichlet(1.0),
+        local=lab.Local(iterations=3, optimizer=lab.adam(learning_rate=2e-3)),
+        evaluation=lab.Evaluation(local=False),
+    )
+    timed = _Timed(detectors)
+    with Monitor(None, host="lab", sinks=[timed], detectors=()) as monitor:
+        lab.run(experiment, _Patient(monitor, tell), engine="stacked", workers=1)
+    return timed.milliseconds
+
+
+def paper_round_seconds(repeats: int) -> float:
+    """One client after the other, as on one core."""
+    workload = next(each for each in WORKLOADS if each.name == "paper-cnn")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        model = workload.model()
+        optimizer, (x, y) = workload.optimizer(model), workload.data(workload.batch)
+        times = []
+        for _ in range(repeats + 2):  # the first ones warm up
+            began = time.thread_time()
+            step(model, optimizer, x, y)
+            times.append(time.thread_time() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return float(np.median(times[2:])) * PAPER_CLIENTS * PAPER_ITERATIONS
+
+
+def bench_diagnosis(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """A row for each length of the past; bars: 50 ms, and 0.5 % of the paper's round."""
+    after = AFTER[:1] if quick else AFTER
+    found = round_times(max(after) + AROUND, tell=tell)
+    paper = paper_round_seconds(5 if quick else 40)
+    rows = []
+    for rounds in after:
+        near = [found[number] for number in range(rounds, rounds + AROUND) if number in found]
+        milliseconds = float(np.median(near))
+        share = milliseconds / 1000 / paper
+        rows.append(
+            {
+                "after_rounds": rounds,
+                "detectors": len(DETECTORS),
+                "milliseconds": milliseconds,
+                "largest": max(near),
+                "bar_milliseconds": BAR_MILLISECONDS,
+                "paper_round_seconds": paper,
+                "percent_of_paper_round": 100 * share,
+                "bar_percent": 100 * BAR_SHARE,
+                "verdict": "met" if milliseconds <= BAR_MILLISECONDS and share <= BAR_SHARE else "missed",
+            }
+        )
+    return rows

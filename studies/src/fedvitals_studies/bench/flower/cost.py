@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fedvitals adds to Flower's rounds in simulation: seconds and bytes.
+
+One run of `flower_patient.alternating` for each model: stretches of rounds without and with fedvitals in turn, in the
+same processes. The first round of a stretch is left out; a stretch with fedvitals is compared with the mean of its two
+neighbours without. The app's own diary measures both, at the end of each round.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedvitals_studies.flower.app_folder import write_app
+from fedvitals_studies.flower.simulation import FlowerError, SuperLink
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+
+NODES = 8
+SECONDS = 900.0
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "cnn": {"local-epochs": 20, "num-server-rounds": 4},
+    "large": {"local-epochs": 1, "num-server-rounds": 4, "learning-rate": 0.01},
+}
+BLOCKS = {"cnn": 31, "large": 13}  # stretches; the first and the last are without fedvitals
+
+
+def measured(model: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
+    """Seconds of a round with fedvitals over those without, with the interval of their median, and bytes."""
+    blocks = 5 if quick else BLOCKS[model]
+    tell(f"{model}: {blocks} stretches of rounds, without and with fedvitals in turn")
+    results = folder / model
+    results.mkdir(parents=True)
+    settings = {**MODELS[model], "model": model, "blocks": blocks, "warm-up": True}
+    with SuperLink() as link:
+        app = write_app(folder / f"app-{model}", "alternating")
+        store = folder / f"{model}.db"
+        log = link.simulate(app, settings | {"results": results, "store": store}, nodes=NODES, seconds=SECONDS)
+    if not (results / "rounds.json").exists():
+        raise FlowerError(f"The run of the model '{model}' left no results:\n{log[-4000:]}")
+    lines = json.loads((results / "rounds.json").read_text(encoding="utf-8"))
+    return {"model": model, **ratio_of(lines), **bytes_of(results / "letters.jsonl")}
+
+
+def ratio_of(lines: Sequence[Mapping[str, Any]]) -> Row:
+    """Of the diary's lines: each watched stretch over its neighbours, by the clock and in seconds of processors."""
+    bare, watched = _means(lines, "seconds")
+    value, low, high = _over(bare, watched)
+    processors = _over(*_means(lines, "cpu"))
+    return {
+        "overhead_percent": value,
+        "low": low,
+        "high": high,
+        "cpu_percent": processors[0],
+        "cpu_low": processors[1],
+        "cpu_high": processors[2],
+        "round_seconds": float(np.median(bare)),
+        "watched_seconds": float(np.median(watched)),
+        "pairs": len(watched),
+    }
+
+
+def _means(lines: Sequence[Mapping[str, Any]], what: str) -> tuple[list[float], list[float]]:
+    """The mean of each stretch's rounds but the first, of those without and of those with fedvitals."""
+    steady: dict[int, list[float]] = {}
+    for line in lines:
+        if line["round"] > 1:
+            steady.setdefault(line["block"], []).append(line[what])
+    means = [float(np.mean(steady[block])) for block in sorted(steady)]
+    return means[::2], means[1::2]
+
+
+def _over(bare: Sequence[float], watched: Sequence[float]) -> tuple[float, float, float]:
+    """By how many per cent the watched ones are longer: the median over the pairs, and its 95 % interval."""
+    pairs = zip(watched, bare, bare[1:], strict=False)
+    ratios = np.array([2 * own / (before + after) if before + after else 1.0 for own, before, after in pairs])
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return tuple(100 * (float(ratio) - 1) for ratio in (np.median(ratios), low, high))  # type: ignore[return-value]
+
+
+def bytes_of(letters: Path) -> Row:
+    """The largest letter over the update that it rode with, and their bytes."""
+    lines = [json.loads(line) for line in letters.read_text(encoding="utf-8").splitlines()]
+    return {
+        "letter_bytes": max(line["letter"] for line in lines),
+        "update_bytes": max(line["update"] for line in lines),
+        "letter_percent": max(100 * line["letter"] / line["update"] for line in lines),
+        "letters": sum(line["letter"] > 0 for line in lines),
+    }

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's worth of German traffic signs, for the benchmarks of gradient scale; the lab finds and reads them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.data import datasets
+from fedvitals.lab.data.gtsrb import GTSRB
+from fedvitals.lab.data.sources import places
+
+
+def folder(data: str | os.PathLike[str] | None = None) -> Path | None:
+    """Where they lie: below the folder given, else FEDVITALS_DATA or ../shared/data; None if they are nowhere."""
+    try:
+        files, _ = GTSRB().find(places(data))
+    except ConfigError:
+        return None
+    return files[0].parent
+
+
+def load(data: str | os.PathLike[str] | None = None, images: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images [N, 3, 32, 32] with values from 0 to 1, and labels, shuffled by image; at most `images` of them."""
+    found = datasets.load(GTSRB(), data)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(found.y))[:images])
+    return found.inputs(found.x[order]), found.y[order]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What watching costs: process CPU time with the monitor over without, interleaved in one run, as a ratio.
+
+CPU time, because the machine is shared and being descheduled is not our cost; it includes the worker thread that writes
+the store. Interleaved and paired, because the machine's speed drifts. Each figure is the median over the pairs, with a
+95 % bootstrap interval of that median.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedvitals.kernels import GradientRecorder
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.hooks import StepHooks
+from fedvitals.probes.presets import Preset, preset
+from fedvitals.probes.scale import scale
+from fedvitals_studies.bench.workloads import WORKLOADS, Workload, small_cnn, step
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+
+
+def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None) -> list[Row]:
+    """Rows for the table: statistics per step on four models, the whole monitor per round on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = []
+        for workload in WORKLOADS[:2] if quick else WORKLOADS:
+            tell(f"nine statistics at each step: {workload.name}")
+            rows += _per_step(workload, pairs=9 if quick else 31)
+        for workload in (WORKLOADS[1], _DEMO):
+            tell(f"whole monitor per round: {workload.name}")
+            rows += _per_round(workload, pairs=7 if quick else 41)
+        return rows
+    finally:
+        torch.set_num_threads(threads)
+
+
+_DEMO = Workload("demo", small_cnn, (1, 8, 8), 10, 16, block=25, adam=False)
+
+
+# -- nine statistics of every layer at every step ---------------------------------------------------------------------
+
+
+def _per_step(workload: Workload, pairs: int) -> list[Row]:
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    x, y = workload.data(workload.batch)
+    parameters = list(model.parameters())
+    recorder = GradientRecorder(parameters)
+
+    def fused(_optimizer: Any, _owned: Any, number: int, _skipped: Any) -> None:
+        recorder.record(number)
+
+    def naive(_optimizer: Any, owned: Any, _step: int, _skipped: Any) -> None:
+        for p in owned:
+            nine_calls(p.grad)
+
+    def block(measure: Any) -> float:
+        nonlocal recorder
+        recorder = GradientRecorder(parameters)
+        hooks = None if measure is None else StepHooks(parameters, measure)
+        started = time.process_time()
+        for _ in range(workload.block):
+            step(model, optimizer, x, y)
+        spent = time.process_time() - started
+        if hooks is not None:
+            hooks.remove()
+        return spent / workload.block
+
+    for measure in (None, fused, naive):
+        block(measure)
+    times = _interleaved(
+        {"bare": lambda: block(None), "fused": lambda: block(fused), "naive": lambda: block(naive)}, pairs
+    )
+    count = sum(p.numel() for p in parameters)
+    common = {"what": "nine statistics per step", "model": workload.name, "parameters": count, "pairs": pairs}
+    fused_row = {**common, "by": "one fused pass", **_overhead(times["bare"], times["fused"])}
+    naive_row = {**common, "by": "nine torch calls per tensor", **_overhead(times["bare"], times["naive"])}
+    return [fused_row, naive_row, {**common, "by": "the fused call alone", **_call_alone(workload, times["bare"])}]
+
+
+def nine_calls(gradient: torch.Tensor) -> tuple[float, ...]:
+    """What tutorials write: one torch call per statistic."""
+    return (
+        gradient.mean().item(), gradient.std().item(), gradient.norm().item(), gradient.min().item(),
+        gradient.max().item(), gradient.abs().max().item(), torch.isnan(gradient).sum().item(),
+        torch.isinf(gradient).sum().item(), (gradient == 0).float().mean().item(),
+    )  # fmt: skip
+
+
+def _call_alone(workload: Workload, bare: list[float]) -> Row:
+    """The share of the step that the measuring call itself takes, timed inside real steps: free of pairing noise."""
+    torch.manual_seed(0)
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    x, y = workload.data(workload.batch)
+    fused, naive = [], []
+    recorder = GradientRecorder(list(model.parameters()))
+
+    def measure(_optimizer: Any, owned: Any, number: int, _skipped: Any) -> None:
+        started = time.perf_counter()
+        if number % 2:
+            recorder.record(number)
+            fused.append(time.perf_counter() - started)
+        else:
+            for p in owned:
+                nine_calls(p.grad)
+            naive.append(time.perf_counter() - started)
+
+    hooks = StepHooks(list(model.parameters()), measure)
+    for _ in range(12 if workload.block == 1 else 200):
+        step(model, optimizer, x, y)
+    hooks.remove()
+    call, other, bare_step = (float(np.median(v)) for v in (fused, naive, bare))
+    return {
+        "overhead_percent": 100 * call / bare_step,
+        "microseconds": 1e6 * call,
+        "step_milliseconds": 1e3 * bare_step,
+        "cheaper_than_naive": other / call,
+    }
+
+
+# -- the whole monitor, per round -------------------------------------------------------------------------------------
+
+
+def _per_round(workload: Workload, pairs: int) -> list[Row]:
+    """A small federation's round, bare and under two presets; every arm trains the same from the same start."""
+    clients, steps = (3, 20) if workload.name == "paper-cnn" else (20, 25)
+    torch.manual_seed(0)
+    start = workload.model()
+    loaders = []
+    for c in range(clients):
+        x, y = workload.data(steps * workload.batch, seed=c)
+        loaders.append(DataLoader(TensorDataset(x, y), workload.batch))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        arms: dict[str, Callable[[], float]] = {"bare": lambda: _round(workload, start, loaders, None, 0)}
+        presets = {"light": preset("light"), "standard": without_scale(), "standard with scale": preset("standard")}
+        for name, chosen in presets.items():
+            monitor = stack.enter_context(Monitor(Path(folder) / f"{name}.db", probes=chosen, strict=True))
+            arms[name] = _counted(workload, start, loaders, monitor)
+        for arm in arms.values():
+            arm()
+        times = _interleaved(arms, pairs)
+    common = {"what": "whole monitor per round", "model": workload.name, "pairs": pairs}
+    return [{**common, "by": name, **_overhead(times["bare"], times[name])} for name in presets]
+
+
+def without_scale() -> Preset:
+    """`standard` less the gradient scale, whose cost is named apart."""
+    whole = preset("standard")
+    return replace(whole, probes=tuple(p for p in whole.probes if not isinstance(p.probe, scale)))
+
+
+def _counted(workload: Workload, start: Any, loaders: Any, monitor: Monitor) -> Callable[[], float]:
+    rounds = iter(range(1_000_000))
+    return lambda: _round(workload, start, loaders, monitor, next(rounds))
+
+
+def _round(workload: Workload, start: Any, loaders: Any, monitor: Monitor | None, number: int) -> float:
+    started = time.process_time()
+    with _maybe(monitor and monitor.round(number, start)):
+        for index, loader in enumerate(loaders):
+            local = copy.deepcopy(start)
+            optimizer = workload.optimizer(local)
+            with _maybe(monitor and monitor.client(f"c{index}", local, optimizer, data=loader, loss=F.cross_entropy)):
+                for x, y in loader:
+                    step(local, optimizer, x, y)
+    if monitor is not None:
+        monitor.flush()  # the writing of this round is this round's cost
+    return time.process_time() - started
+
+
+@contextlib.contextmanager
+def _maybe(context: Any) -> Iterator[None]:
+    if context is None:
+        yield
+    else:
+        with context:
+            yield
+
+
+# -- pairs and their spread -------------------------------------------------------------------------------------------
+
+
+def _interleaved(arms: dict[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:
+    """Each arm's times, taken in turn; the order rotates, so that no arm always comes after the same other."""
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(pairs):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                times[name].append(arms[name]())
+            gc.collect()
+    finally:
+        gc.enable()
+    return times
+
+
+def _overhead(bare: list[float], watched: list[float]) -> Row:
+    ratios = np.array(watched) / np.array(bare)
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return {
+        "overhead_percent": 100 * (float(np.median(ratios)) - 1),
+        "low": 100 * (float(low) - 1),
+        "high": 100 * (float(high) - 1),
+        # The same of the quickest tenth of each arm: what is left when the machine's other guests are quiet.
+        "quiet_percent": 100 * (float(np.percentile(watched, 10) / np.percentile(bare, 10)) - 1),
+    }

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recording adds to a run: by the clock, in seconds of processors, and to the server's own part of a round.
+
+Three runs of one experiment side by side in one process: without a tape, with one, and with every client's model saved
+as it arrives (FedDebug's way). They go on in turn, as many rounds at a time as lie between two whole states of the
+tape; what is still to be written belongs to their time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedvitals import lab
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.protocols import Message
+from fedvitals.records import AnyName
+from fedvitals.replay.tape.tape import Tape
+from fedvitals_studies.bench import overhead
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+
+FOREVER = 1_000_000  # rounds: the benchmark stops when it has seen enough
+AGGREGATION = ("receive", "aggregate")  # from an update's arrival to the new model
+COSTS = ("wall", "cpu", "own", "main")  # the clock, all processors, the server's own part, its thread's processor time
+CPU = Path("/proc/{}/schedstat")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A federation of 100 clients, and how often it is measured."""
+
+    model: str
+    optimizer: Any
+    pairs: int
+    block: int = 5  # rounds at a time, so that each has its share of whole states
+
+    def experiment(self, clients: int = 100, iterations: int = 20) -> lab.Experiment:
+        return lab.Experiment(
+            name=f"recording {self.model}",
+            dataset="digits",
+            model=self.model,
+            clients=clients,
+            rounds=FOREVER,
+            local=lab.Local(iterations=iterations, batch=16, optimizer=self.optimizer),
+            evaluation=lab.Evaluation(every=FOREVER + 1),
+        )
+
+
+WORKLOADS: Mapping[str, Load] = {
+    "paper_cnn": Load("paper_cnn", lab.adam(), 9),
+    "mlp": Load("mlp", lab.sgd(), 15, block=10),
+}
+SELDOM = 3  # turns of which one has the run that saves every model
+
+
+class Listening(Monitor):
+    """A monitor that adds up how long the server's own part took, and what is handed over before and after it."""
+
+    own = 0.0
+
+    def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
+        if part in AGGREGATION:
+            self.own += seconds
+        super().spent(part, seconds, node)
+
+    @property
+    def recorder(self) -> Any:
+        began = time.perf_counter()
+        tape = super().recorder
+        return None if tape is None else _Handing(self, tape, began)
+
+
+class _Handing:
+    """A recorder that times what a stopwatch of the lab does not; messages come inside of one."""
+
+    def __init__(self, monitor: Listening, tape: Any, began: float) -> None:
+        self._monitor, self._tape, self._began = monitor, tape, began
+
+    def begin(self, *told: Any) -> None:
+        self._tape.begin(*told)
+        self._monitor.own += time.perf_counter() - self._began
+
+    def end(self, *told: Any) -> None:
+        self._tape.end(*told)
+        self._monitor.own += time.perf_counter() - self._began
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+
+class EveryModel(Tape):
+    """FedDebug's way: every client's model is saved when it arrives, by whom it arrives at. Nothing else is."""
+
+    saved = 0
+
+    def begin(self, *_: Any) -> None: ...
+    def end(self, *_: Any) -> None: ...
+
+    def messages(self, round: int, messages: Sequence[Message]) -> None:  # noqa: A002
+        assert self.folder is not None  # noqa: S101 - opened before the first round
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for message in messages:
+            if message.tensors is not None:
+                own = {name: tensor.clone() for name, tensor in message.tensors.items()}
+                torch.save(own, self.folder / f"{round}-{message.node}.pt")
+                self.saved += 1
+
+
+class Arm:
+    """One of the runs."""
+
+    def __init__(self, experiment: lab.Experiment, tape: Tape | None, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.tape = tape
+        self.monitor = Listening(folder / "runs.db", experiment.name, host="lab", tape=tape)
+        self._rounds = lab.rounds(experiment, self.monitor)
+        self.costs: dict[str, list[float]] = {name: [] for name in (*COSTS, "thread")}
+
+    def block(self, count: int) -> dict[str, float]:
+        """A round's mean over so many."""
+        own, thread, main, cpu = self.monitor.own, self._thread(), time.thread_time(), cpu_seconds()
+        began = time.perf_counter()
+        for _ in range(count):
+            next(self._rounds)
+        self.monitor.flush()
+        if self.tape is not None:
+            self.tape.flush()
+        wall = time.perf_counter() - began
+        spent = {
+            "wall": wall,
+            "cpu": cpu_seconds() - cpu,
+            "own": self.monitor.own - own,
+            "main": time.thread_time() - main,
+            "thread": self._thread() - thread,
+        }
+        return {name: seconds / count for name, seconds in spent.items()}
+
+    def measure(self, count: int) -> None:
+        for name, seconds in self.block(count).items():
+            self.costs[name].append(seconds)
+
+    def _thread(self) -> float:
+        """Seconds that the tape's own thread had of a processor, where the system tells."""
+        thread = None if self.tape is None else self.tape._thread  # noqa: SLF001 - nobody else needs to know of it
+        if thread is None or thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+    def close(self) -> None:
+        self._rounds.close()  # type: ignore[attr-defined]  # a generator: its processes end here
+        self.monitor.close()
+
+
+def cpu_seconds() -> float:
+    """Of this process and the lab's workers."""
+    total = time.process_time()
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total += int(Path(str(CPU).format(child.pid)).read_text(encoding="ascii").split()[0]) / 1e9
+    return total
+
+
+@contextlib.contextmanager
+def arms_of(experiment: lab.Experiment, folder: Path) -> Iterator[dict[str, Arm]]:
+    with contextlib.ExitStack() as stack:
+        arms = {}
+        for name, tape in (("none", None), ("tape", Tape()), ("every model", EveryModel())):
+            arms[name] = Arm(experiment, tape, folder / name.replace(" ", "-"))
+            stack.callback(arms[name].close)
+        yield arms
+
+
+def measured(workload: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
+    load = WORKLOADS[workload]
+    pairs, block = (2, 1) if quick else (load.pairs, load.block)
+    experiment = load.experiment(8, 2) if quick else load.experiment()
+    gc.collect()
+    with arms_of(experiment, folder) as arms:
+        for arm in arms.values():  # the first rounds are slow, and nobody's cost
+            arm.block(1 if quick else 2)
+        for turn in range(pairs):
+            began = time.perf_counter()
+            names = ["none", "tape"] if turn % 2 else ["tape", "none"]
+            names += ["every model"] if turn % SELDOM == 0 else []
+            for name in names:
+                arms[name].measure(block)
+            seconds = time.perf_counter() - began
+            tell(f"{workload}: {turn + 1} of {pairs} pairs of {block} rounds, {seconds:.0f} s; load {_busy():.1f}")
+    return {"workload": workload, "pairs": pairs, "rounds": block, **compared(arms)}
+
+
+def compared(arms: Mapping[str, Arm]) -> Row:
+    """By how many per cent each is longer than the run without a tape, in the same turns."""
+    bare, over = arms["none"].costs, overhead._overhead  # noqa: SLF001 - its own twin
+    found: Row = {"busy": _busy()}
+    for name, every in (("tape", 1), ("every model", SELDOM)):
+        costs = arms[name].costs
+        found[name] = {kind: over(bare[kind][::every], costs[kind]) for kind in COSTS}
+        found[name] |= {f"{kind}_seconds": float(np.median(costs[kind])) for kind in COSTS}
+    seconds = {kind: float(np.median(bare[kind])) for kind in COSTS}
+    return {
+        **found,
+        "round_seconds": seconds["wall"],
+        "round_cpu_seconds": seconds["cpu"],
+        "aggregation_seconds": seconds["own"],
+        "thread_seconds": float(np.median(arms["tape"].costs["thread"])),
+        "thread_percent": 100 * float(np.median(arms["tape"].costs["thread"])) / seconds["cpu"],
+    }
+
+
+def _busy() -> float:
+    """How many want a processor: what else ran here makes figures worth less."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client-round takes on the wire: bytes, and the time to write and to read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.records import Record, Run, stamped
+from fedvitals.transport.wire.payload import decode, encode
+from fedvitals_studies.bench.workloads import WORKLOADS, step
+
+
+def client_round(*, first: bool = False, probes: str = "standard") -> list[Record]:
+    """The records of one client-round of the paper's CNN, 20 steps, as a worker sends them.
+
+    Layer tables are named by their digest. `first`: of round 0, in which a client tells its label histogram, too.
+    """
+    workload = next(w for w in WORKLOADS if w.name == "paper-cnn")
+    x, y = workload.data(160)
+    payload = b""
+    with torch.random.fork_rng(devices=[]), Monitor(None, probes=probes) as monitor:
+        torch.manual_seed(0)
+        for number in (0,) if first else (0, 1):
+            model = workload.model()
+            with monitor.round(number, model):
+                worker = monitor.for_worker()
+                with worker.client("c17", model, data=(x, y), loss=functional.cross_entropy):
+                    optimizer = workload.optimizer(model)
+                    for i in range(20):
+                        step(model, optimizer, x[16 * (i % 10) :][:16], y[16 * (i % 10) :][:16])
+                payload = worker.payload()
+    here = [record for record in decode(payload) if not isinstance(record, Run)]
+    return [stamped(record, "worker-12345-0a1b2c3d", 1000 + i) for i, record in enumerate(here)]
+
+
+def bench_wire(*, quick: bool = False) -> list[dict[str, Any]]:
+    """Bytes, and microseconds as the median of many calls, of a round like most, of a first one, and of `deep`."""
+    found = []
+    for name, records in (
+        ("standard", client_round()),
+        ("standard, with labels", client_round(first=True)),
+        ("deep", client_round(probes="deep")),
+    ):
+        payload = encode(records)
+        repeats = 200 if quick else 2000
+        times = [_microseconds(partial(encode, records), repeats), _microseconds(partial(decode, payload), repeats)]
+        found.append(
+            {
+                "client_round": name,
+                "records": len(records),
+                "bytes": len(payload),
+                "encode_microseconds": times[0],
+                "decode_microseconds": times[1],
+                "both_microseconds": sum(times),
+            }
+        )
+    return found
+
+
+def _microseconds(work: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return 1e6 * float(np.median(times))

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault bank from its file to its page: train what is missing, examine everything, write what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.errors import ConfigError
+from fedvitals.lab.data.sources import places
+from fedvitals.lab.description import kind_of
+from fedvitals.lab.engines.devices import device_of
+from fedvitals.report.markup import literal
+from fedvitals_studies.faultbank.bundle import OUTCOMES, RUNS, merge
+from fedvitals_studies.faultbank.cases import Bank, Case, healthy_rounds
+from fedvitals_studies.faultbank.comparison import read_other
+from fedvitals_studies.faultbank.examine import examine_all, read_all, sources, to_examine
+from fedvitals_studies.faultbank.page import write_page
+from fedvitals_studies.faultbank.pool import Done, is_there, load_about, watch_all
+from fedvitals_studies.faultbank.report import Summary, summarise
+from fedvitals_studies.faultbank.score import Outcome
+
+Stage = Callable[[str, int], Done]
+"""A stage of the work begins: its name, and how many cases it has; what it gives hears of each case that is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A data set that is not there, and the cases that are left out because of it."""
+
+    dataset: str
+    cases: int
+    words: str  # where it was sought, and how to get it
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A bank that has been run, with its page."""
+
+    bank: Bank
+    summary: Summary
+    files: Sequence[Path]
+    absent: Sequence[Absent]
+    failed: Sequence[tuple[str, str]]  # cases, and what went wrong
+
+
+def listing(bank: Bank) -> dict[str, Any]:
+    """What is in a bank, and the digest by which it is known."""
+    faulty = [case for case in bank.cases if case.faulty]
+    kinds = Counter(kind_of(type(case.experiment.faults[0]).__name__) for case in faulty)
+    return {
+        "bank": bank.name,
+        "digest": bank.digest,
+        "faulty runs": len(faulty),
+        "clean runs": len(bank.cases) - len(faulty),
+        "healthy rounds": healthy_rounds(bank.cases),
+        "fault kinds": dict(sorted(kinds.items())),
+        "domains": dict(sorted(Counter(case.domain for case in faulty).items())),
+    }
+
+
+def without_absent(cases: Sequence[Case], data: Path | None) -> tuple[list[Case], list[Absent]]:
+    """The cases whose data sets are there, and what is missing."""
+    folders = places(data)
+    words: dict[str, str] = {}
+    for case in cases:
+        described = case.experiment.dataset
+        kind = kind_of(type(described).__name__)
+        if kind not in words and hasattr(described, "find"):
+            try:
+                described.find(folders)
+            except ConfigError as error:
+                words[kind] = str(error)
+    count = Counter(kind_of(type(case.experiment.dataset).__name__) for case in cases)
+    left = [case for case in cases if kind_of(type(case.experiment.dataset).__name__) not in words]
+    return left, [Absent(kind, count[kind], text) for kind, text in words.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a bank is run, where there is a choice."""
+
+    workers: int = 1
+    device: str = "cpu"
+    seconds: float | None = None  # of training; what is not trained by then is left out
+    beside: Path | None = None  # another page's summary.json
+
+
+def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) -> Taken:
+    """Run a bank. What is in the folder already is not run again; stopped at any moment, it goes on where it was."""
+    other = None if how.beside is None else read_other(how.beside)
+    device_of(how.device)
+    cases, absent = without_absent(bank.cases, data)
+    if not cases:
+        raise ConfigError("\n".join([f"No case of the bank {bank.name} can be run.", *(a.words for a in absent)]))
+    failed: dict[str, str] = {}
+    missing = [case for case in cases if not is_there(folder / RUNS, case)]
+    if missing:
+        told = _noting(failed, stage("training", len(missing)))
+        watch_all(missing, folder / RUNS, data, how.workers, told, how.device, how.seconds)
+    there = [case for case in cases if is_there(folder / RUNS, case)]
+    told = _noting(failed, stage("examining", to_examine(there, folder / OUTCOMES)))
+    outcomes = examine_all(there, folder / RUNS, folder / OUTCOMES, how.workers, told)
+    if not outcomes and not failed:
+        raise ConfigError("No case was trained in that time: give it more minutes.")
+    if not outcomes:
+        raise ConfigError(f"Every case failed. The first, {next(iter(failed))}:\n{next(iter(failed.values()))}")
+    remarks = [f"left out, since the data set {a.dataset} was not there: {a.cases} runs" for a in absent]
+    return _told(bank, folder, outcomes, {sources()}, failed, remarks, other, absent)
+
+
+def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | None = None) -> Taken:
+    """The page of what was trained and examined on another machine (`faultbank_away`); here, nothing is trained."""
+    other = None if beside is None else read_other(beside)
+    merged = merge(bank, files, folder)
+    outcomes, made_by = read_all(bank.cases, folder / OUTCOMES)
+    if not outcomes:
+        raise ConfigError(f"There is no finished case of the bank {bank.name} in what was brought.")
+    remarks = [
+        f"trained and examined elsewhere: {fact['device']}, torch {fact['torch']}, {fact['processes']} processes, "
+        f"{fact['seconds']:.0f} s, commit {fact['commit']}"
+        for fact in merged.calls
+    ]
+    return _told(bank, folder, outcomes, made_by, merged.failed, remarks, other)
+
+
+def _told(
+    bank: Bank,
+    folder: Path,
+    outcomes: Sequence[Outcome],
+    made_by: Collection[str],
+    failed: Mapping[str, str],
+    remarks: Sequence[str],
+    other: Mapping[str, Any] | None,
+    absent: Sequence[Absent] = (),
+) -> Taken:
+    there = [case for case in bank.cases if is_there(folder / RUNS, case)]
+    devices = Counter((about.device, about.engine) for about in (load_about(folder / RUNS, case) for case in there))
+    trained = Counter[str]()
+    for (device, _), count in devices.items():
+        trained[device] += count
+    not_run = len(bank.cases) - len(there) - len(failed) - sum(a.cases for a in absent)
+    found = [
+        f"digest of the bank: `{bank.digest}`; of the detectors and all else that makes an outcome: "
+        + ", ".join(f"`{each}`" for each in sorted(made_by)),
+        *(f"trained on {device} by the engine {engine}: {count} runs" for (device, engine), count in devices.items()),
+        *remarks,
+    ]
+    found += _left_out(failed)
+    if not_run > 0:
+        found.append(f"not run, for want of time: {not_run} runs")
+    summary = summarise(outcomes)
+    files = write_page(summary, outcomes, folder, found, dict(trained), other)
+    return Taken(bank, summary, (*files, write_rates(summary, bank, folder)), absent, tuple(failed.items()))
+
+
+def _left_out(failed: Mapping[str, str]) -> Iterator[str]:
+    """Which cases failed, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        words = error.strip().splitlines()[-1].removeprefix("fedvitals.errors.ConfigError: ")
+        reasons.setdefault(words, []).append(name)
+    for words, names in reasons.items():
+        more = ", …" if len(names) > 5 else ""
+        yield literal(f"failed, and left out: {len(names)} runs ({', '.join(names[:5])}{more}): {words}")
+
+
+def write_rates(summary: Summary, bank: Bank, folder: Path) -> Path:
+    """Each rule's false alarms, as `diagnosis/rates.json` ships them for docs/issues.md: copied there by hand."""
+    rates = dict.fromkeys(ISSUES_BY_CODE, 0.0) | {
+        row.name: round(row.figures["alarms"].value or 0.0, 3) for row in summary.rules
+    }
+    told = {"bank": bank.digest, "healthy_rounds": summary.counts["healthy rounds"], "per_100_rounds": rates}
+    path = folder / "rates.json"
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _noting(failed: dict[str, str], told: Done) -> Done:
+    def done(name: str, error: str | None) -> None:
+        if error is not None:
+            failed[name] = error
+        told(name, error)
+
+    return done
+
+
+def usable_cores() -> int:
+    """As many as this process may use, not as many as the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came of cases on another machine, as a few files to carry home, and how they are taken in here.
+
+A bundle holds, of each finished case, what is known of it and its outcomes; not the recording, which is ten times as
+large: whoever changes detectors trains again. Bundles of several calls add up, and each tells of the calls before.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from fedvitals.errors import ConfigError
+from fedvitals_studies.faultbank.cases import Bank
+from fedvitals_studies.faultbank.examine import file_of as outcome_of
+from fedvitals_studies.faultbank.pool import file_of as run_of
+from fedvitals_studies.faultbank.pool import is_there
+from fedvitals_studies.packs.unpacked import unpacked
+
+LARGEST = 14 << 20  # bytes of one file: 16 MiB may travel, and what gzip holds back is not counted
+MOST = 8  # files
+PREFIX, SUFFIX = "bank-", ".tar.gz"
+LEVEL = 6  # of gzip: more takes long, and saves little
+FACTS = "facts.json"
+RUNS, OUTCOMES = "runs", "outcomes"
+WHAT = "a bundle of cases"
+
+
+class Facts(msgspec.Struct):
+    """Of the first file: which bank it is, what its calls were like, and which cases went wrong."""
+
+    bank: str
+    calls: list[dict[str, Any]]
+    failed: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What the bundles said besides the cases themselves."""
+
+    cases: int
+    failed: Mapping[str, str] = field(default_factory=dict)  # by case: what went wrong
+    calls: Sequence[Mapping[str, Any]] = ()  # each one's machine, versions, how long it took
+
+
+def write(
+    bank: Bank, work: Path, out: Path, calls: Sequence[Mapping[str, Any]], failed: Mapping[str, str]
+) -> list[Path]:
+    """All finished cases below `work`, in as few files as go; what does not fit in `MOST` files is left out."""
+    out.mkdir(parents=True, exist_ok=True)
+    members = [*_members(bank, work)]
+    first = [(FACTS, msgspec.json.encode(Facts(bank.digest, [dict(call) for call in calls], dict(failed))))]
+    files: list[Path] = []
+    packed = _Packed(out)
+    for group in [first, *members]:
+        if not packed.takes(group):
+            files.append(packed.close(len(files)))
+            if len(files) == MOST:
+                return files
+        packed.add(group)
+    files.append(packed.close(len(files)))
+    return files
+
+
+def merge(bank: Bank, sources: Sequence[Path], folder: Path) -> Merged:
+    """Bundles, or folders of them, into the folder of results. A bundle of another bank is refused."""
+    known = {path.name: path for case in bank.cases for path in _files(folder, case)}
+    failed: dict[str, str] = {}
+    calls: list[Mapping[str, Any]] = []
+    cases = set()
+    for name in (RUNS, OUTCOMES):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for file in _bundles(sources):
+        for name, content in _content(file):
+            if name == FACTS:
+                told = _facts(file, content)
+                if told.bank != bank.digest:
+                    raise ConfigError(f"{file} is of another bank ({told.bank}) than {bank.name} ({bank.digest}).")
+                failed |= told.failed
+                calls += [call for call in told.calls if call not in calls]
+            elif name in known:  # by the names that we expect, never by theirs
+                draft = known[name].with_suffix(".draft")
+                draft.write_bytes(content)
+                draft.replace(known[name])
+                cases.add(PurePosixPath(name).stem)
+    there = {case.name for case in bank.cases if is_there(folder / RUNS, case)}
+    return Merged(len(cases), {name: why for name, why in failed.items() if name not in there}, calls)
+
+
+def _files(folder: Path, case: Any) -> tuple[Path, Path]:
+    return run_of(folder / RUNS, case, "json"), outcome_of(folder / OUTCOMES, case)
+
+
+def _members(bank: Bank, work: Path) -> Iterator[list[tuple[str, bytes]]]:
+    """Case by case, the two files of each, where both are there."""
+    for case in bank.cases:
+        paths = _files(work, case)
+        if all(path.exists() for path in paths):
+            yield [(path.name, path.read_bytes()) for path in paths]
+
+
+class _Packed:
+    """One bundle in the making, in memory."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._begin()
+
+    def _begin(self) -> None:
+        self._raw = io.BytesIO()
+        self._tar = tarfile.open(fileobj=self._raw, mode="w:gz", compresslevel=LEVEL)  # noqa: SIM115 - closed below
+
+    def takes(self, group: Sequence[tuple[str, bytes]]) -> bool:
+        """Whether it surely fits, however badly it packs."""
+        return self._raw.tell() + sum(len(content) + 1024 for _, content in group) < LARGEST
+
+    def add(self, group: Sequence[tuple[str, bytes]]) -> None:
+        for name, content in group:
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            self._tar.addfile(about, io.BytesIO(content))
+
+    def close(self, number: int) -> Path:
+        self._tar.close()
+        path = self._out / f"{PREFIX}{number}{SUFFIX}"
+        path.write_bytes(self._raw.getvalue())
+        self._begin()
+        return path
+
+
+def _bundles(sources: Sequence[Path]) -> Iterator[Path]:
+    for source in sources:
+        found = sorted(source.glob(f"{PREFIX}*{SUFFIX}")) if source.is_dir() else [source]
+        if not found:
+            raise ConfigError(f"There is no {PREFIX}*{SUFFIX} in {source}.")
+        yield from found
+
+
+def _content(file: Path) -> Iterator[tuple[str, bytes]]:
+    content = unpacked(file, WHAT)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+            for member in archive:
+                opened = archive.extractfile(member) if member.isfile() else None
+                if opened is not None:
+                    yield member.name, opened.read()
+    except (OSError, tarfile.TarError, EOFError) as error:
+        raise ConfigError(f"{file} cannot be read as {WHAT}: {error}. Fetch it again.") from error
+
+
+def _facts(file: Path, content: bytes) -> Facts:
+    try:
+        return msgspec.json.decode(content, type=Facts)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} cannot be read as {WHAT}: {error}. Fetch it again.") from error

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many recorded cases examined in several processes; each outcome is kept until something that makes it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from fedvitals import diagnosis
+from fedvitals_studies.faultbank import lying, outcome, pool, recording, score
+from fedvitals_studies.faultbank.baselines import history, sagemaker, updates
+from fedvitals_studies.faultbank.cases import Case
+from fedvitals_studies.faultbank.pool import Done
+from fedvitals_studies.faultbank.score import Outcome
+from fedvitals_studies.faultbank.workers import Ended, in_processes
+
+# What an outcome is made by, besides the diagnosis as a whole.
+MAKERS = (
+    *(history, sagemaker, updates),
+    *(lying, outcome, score, recording),
+)
+Task = tuple[Case, Path, Path, str]
+
+
+class Kept(msgspec.Struct):
+    """On disk: the outcomes of one case (as it is, and with lying culprits), and of what they are made."""
+
+    sources: str
+    outcomes: list[Outcome]
+
+
+@cache
+def sources() -> str:
+    """The digest of everything that has a say in an outcome: source files, and tables that are shipped with them."""
+    folder = Path(diagnosis.__file__ or "").parent
+    files = [file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    files += [Path(module.__file__ or "") for module in MAKERS]
+    found = hashlib.blake2b(digest_size=16)
+    for file in sorted(files):
+        found.update(f"{file.name}\n".encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def examine_all(cases: Sequence[Case], runs: Path, folder: Path, workers: int, done: Done) -> list[Outcome]:
+    """The outcomes of all cases whose runs are there, in their order; one that fails is told, and left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = [case for case in cases if pool.is_there(runs, case)]
+    left = [case for case in there if _kept(folder, case) is None]
+    # The longest first, so that no process is left alone with one at the end.
+    left.sort(key=lambda case: -case.experiment.rounds * case.experiment.clients)
+    for task, error in in_processes(examine, [(case, runs, folder, sources()) for case in left], workers):
+        done(task[0].name, error.why if isinstance(error, Ended) else error)
+    return [outcome for case in there for outcome in _kept(folder, case) or ()]
+
+
+def to_examine(cases: Iterable[Case], folder: Path) -> int:
+    """For how many of the cases the outcome is not there, or not by these sources."""
+    return sum(_kept(folder, case) is None for case in cases)
+
+
+def read_all(cases: Iterable[Case], folder: Path) -> tuple[list[Outcome], set[str]]:
+    """The outcomes that are there, by whatever sources they were made, and by which."""
+    found: list[Outcome] = []
+    made_by = set()
+    for case in cases:
+        kept = _read(folder, case)
+        if kept is not None:
+            found += kept.outcomes
+            made_by.add(kept.sources)
+    return found, made_by
+
+
+def is_examined(folder: Path, case: Case) -> bool:
+    return _kept(folder, case) is not None
+
+
+def file_of(folder: Path, case: Case) -> Path:
+    path = pool.place(folder, case)
+    return path.with_name(f"{path.name}.outcome")
+
+
+def _kept(folder: Path, case: Case) -> list[Outcome] | None:
+    kept = _read(folder, case)
+    return kept.outcomes if kept is not None and kept.sources == sources() else None
+
+
+def _read(folder: Path, case: Case) -> Kept | None:
+    try:
+        # Not JSON, which has no infinity and no NaN.
+        return msgspec.msgpack.decode(file_of(folder, case).read_bytes(), type=Kept)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def examine(task: Task) -> str | None:
+    """Examine one and keep what came of it; gives what went wrong, if it did."""
+    case, runs, folder, made_by = task
+    try:
+        outcomes = _outcomes(case, runs)
+        draft = file_of(folder, case).with_suffix(".part")
+        draft.write_bytes(msgspec.msgpack.encode(Kept(made_by, outcomes)))
+        draft.replace(file_of(folder, case))
+    except Exception:  # noqa: BLE001 - whatever one case does, the others go on
+        return traceback.format_exc(limit=-4)
+    return None
+
+
+def _outcomes(case: Case, runs: Path) -> list[Outcome]:
+    recorded, about = pool.load(runs, case)
+    twin = None
+    if case.faulty and pool.is_there(runs, case.twin):
+        twin = pool.load(runs, case.twin)
+    found = [outcome.outcome_of(case, recorded, about, twin)]
+    if outcome.liars(found[0].faults):
+        found.append(outcome.outcome_of(case, recorded, about, twin, lies=True))
+    return found

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One case of the fault bank, trained and watched: what detectors may see, and apart from it what was wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fedvitals import lab
+from fedvitals.errors import ConfigError
+from fedvitals.lab import streams
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.stacked.steps import suits
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.presets import Preset, preset
+from fedvitals.protocols import Node
+from fedvitals.records import Action, Event
+from fedvitals.store import MemoryStore
+from fedvitals_studies.faultbank.baselines.updates import UpdateBaselines
+from fedvitals_studies.faultbank.cases import Case
+from fedvitals_studies.faultbank.recording import Recording
+
+SCALE_ROUNDS = 4  # gradient scale in every so many rounds
+
+
+class About(msgspec.Struct):
+    """What is known of a case besides its recording: never shown to a detector."""
+
+    case: str
+    bank: str
+    domain: str
+    experiment: str  # as TOML
+    faults: list[dict[str, Any]] = []
+    accuracy: list[float] = []
+    present: dict[str, list[int]] = {}
+    groups: dict[str, str] = {}
+    seconds: float = 0.0
+    engine: str = ""
+    device: str = "cpu"  # on which it trained: this, or the name of a GPU
+    updates: dict[str, dict[str, dict[str, float]]] = {}  # baselines on the updates: method, round, node
+
+
+@dataclass
+class Watched:
+    recording: Recording
+    about: About
+
+
+def bank_preset() -> Preset:
+    """`standard`, with as much measured on a slow machine as on a quick one."""
+    usual = preset("standard")
+    probes = tuple(p if p.percent is None else replace(p, percent=None, rounds=SCALE_ROUNDS) for p in usual.probes)
+    return replace(usual, probes=probes, fit_percent=None)
+
+
+@dataclass
+class Tee:
+    """The monitor, and beside it the baselines that need the updates themselves."""
+
+    monitor: Monitor
+    baselines: UpdateBaselines | None = None
+    looks: Collection[int] = ()  # rounds in which they do
+    looked: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    _model: Any = None
+
+    def round_begin(self, round: int, global_state: Any = None) -> None:  # noqa: A002 - the domain's word
+        self._model = global_state
+        self.monitor.round_begin(round, global_state)
+
+    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
+        if self.baselines is not None and round in self.looks:  # an engine hands over a round in parts
+            self.baselines.gather(round, _at_home(updates), self._model)
+        return self.monitor.updates(round, updates)
+
+    def round_end(self, round: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:  # noqa: A002
+        if self.baselines is not None:
+            for method, found in self.baselines.close().items():
+                self.looked.setdefault(method, {})[str(round)] = found
+        self.monitor.round_end(round, global_state, metrics)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.monitor, name)
+
+
+def _at_home(updates: Mapping[Node, Any]) -> Mapping[Node, Any]:
+    """On the CPU, where the baselines work; what is there already is handed on as it is."""
+    if all(tensor.is_cpu for pieces in updates.values() for tensor in pieces):
+        return updates
+    found = {}
+    for node, pieces in updates.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in pieces]).cpu()  # one way home for all of them
+        found[node] = flat.split([tensor.numel() for tensor in pieces])
+    return found
+
+
+def _healthy(experiment: lab.Experiment, data: Path | None) -> Site:
+    """The federation without its faults: all that has to be known of it before it trains."""
+    return Site.of(msgspec.structs.replace(experiment, faults=()), data)
+
+
+def _filled(case: Case, site: Site) -> lab.Experiment:
+    """With what depends on the data filled in: a label flip begins at the class of which the client has most."""
+    if not case.flips_largest:
+        return case.experiment
+    fault = case.experiment.faults[0]
+    flips = []
+    for node in fault.nodes:
+        counts = site.labels[node]
+        source = int(counts.argmax())
+        others = counts.clone()
+        others[source] = -1
+        flips.append(msgspec.structs.replace(fault, nodes=(node,), source=source, target=int(others.argmax())))
+    return msgspec.structs.replace(case.experiment, faults=tuple(flips))
+
+
+def engine_of(experiment: lab.Experiment) -> str:
+    """By the model alone, so that the same case gives the same numbers everywhere."""
+    return "stacked" if isinstance(experiment.model, lab.MLP | lab.Logistic | lab.Transformer) else "reuse"
+
+
+def _watching(experiment: lab.Experiment, site: Site, store: MemoryStore) -> Tee:
+    """Baselines look in the middle and at the end of the run; they have no answer for tokens, which are no noise."""
+    monitor = Monitor(None, probes=bank_preset(), host="lab", detectors=(), sinks=[store])
+    if site.dataset.vocabulary is not None:
+        return Tee(monitor)
+    last = experiment.rounds - 1
+    looks = (last // 2, last)
+    return Tee(monitor, UpdateBaselines(site.module, site.dataset.shape, experiment.seed, looks), looks)
+
+
+def watch(case: Case, data: Path | None = None, device: str = "cpu") -> Watched:
+    """Train the case under the monitor. On a GPU with the engine «stacked»; what cannot be stacked trains on the CPU.
+
+    So does what the lab refuses there: `About.device` tells where it was.
+    """
+    torch.set_num_threads(1)
+    site = _healthy(case.experiment, data)
+    experiment = _filled(case, site)
+    if device != "cpu" and suits(site):
+        with contextlib.suppress(ConfigError):
+            return _watched(case, experiment, site, data, "stacked", device)
+    return _watched(case, experiment, site, data, engine_of(experiment), "cpu")
+
+
+def _watched(
+    case: Case, experiment: lab.Experiment, site: Site, data: Path | None, engine: str, device: str
+) -> Watched:
+    store = MemoryStore()
+    tee = _watching(experiment, site, store)
+    monitor = tee.monitor
+    began = time.perf_counter()
+    result = lab.run(experiment, tee, engine=engine, workers=1, device=device, data=data)
+    seconds = time.perf_counter() - began
+    where = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
+    monitor.close()
+    run = monitor.run.id
+    history = store.history(run)
+    recording = Recording.of(history, sorted(store.memory(run).metrics))
+    recording.told = [_plain(event) for event in recording.told]
+    truth = [
+        {"kind": t.kind, "nodes": list(t.nodes), "since": t.since, "until": t.until, **t.data}
+        for t in store.truth_of(run)
+    ]
+    about = About(
+        case.name,
+        case.bank,
+        case.domain,
+        case.experiment.to_toml(),
+        truth,
+        [r.metrics["accuracy"] for r in result.rounds if "accuracy" in r.metrics],
+        _called(experiment),
+        _groups(recording.told),
+        seconds,
+        result.engine,
+        where,
+        tee.looked,
+    )
+    return Watched(recording, about)
+
+
+def _plain(event: Event) -> Event:
+    """Without the words of a traceback, which are long and told nobody anything yet."""
+    data = {key: value for key, value in event.data.items() if key != "traceback"}
+    return replace(event, where=replace(event.where, run=""), data=data)
+
+
+def _called(experiment: lab.Experiment) -> dict[str, list[int]]:
+    """In which rounds each client was asked to take part, whatever became of it."""
+    wanted = max(1, round(experiment.clients * experiment.participation))
+    called: dict[str, list[int]] = {}
+    for number in range(experiment.rounds):
+        order = torch.randperm(experiment.clients, generator=streams.stream(experiment.seed, "cohort", number))
+        for index in sorted(order[:wanted].tolist()):
+            called.setdefault(f"c{index}", []).append(number)
+    return called
+
+
+def _groups(events: Sequence[Event]) -> dict[str, str]:
+    groups: dict[str, str] = {}
+    for event in events:
+        if event.name == "groups":
+            groups |= {node: group for group, nodes in event.data.items() for node in nodes}
+    return groups

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one run of the fault bank came to, and its judgement against the truth: hits, misses, false accusations.
+
+A hit is the right issue on the right node within five participations of the onset (of the whole run: five rounds).
+Delays count from 0, the first participation in which the fault strikes. Alarms of severity «note» do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from fedvitals_studies.faultbank.accepted import OF_THE_WHOLE, PAIRED, accepted, accuses, cause_is_right, cause_name
+
+WITHIN = 5  # participations (rounds, of the whole run) after the onset
+EXCHANGING = frozenset({"rings", "hierarchical"})  # inside a group everybody trains on what the culprit sent
+SERVER = "server"
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """A fault, as the truth has it."""
+
+    kind: str
+    issue: str
+    family: str
+    strikes: str  # «clients», «server», «run»
+    nodes: Sequence[str]
+    since: int
+    until: int | None = None
+    strength: float | None = None
+    affected: float | None = None  # share of the culprit's samples
+
+    @property
+    def whole(self) -> bool:
+        return self.strikes != "clients" or self.kind in OF_THE_WHOLE
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        return accepted(self.kind, self.issue)
+
+
+class Alarm(msgspec.Struct, frozen=True, array_like=True):
+    """What a method said in one round. It says so again in every round in which the trouble is still there."""
+
+    round: int
+    issue: str
+    node: str | None
+    group: str | None
+    confidence: float
+    severity: str
+    view: str | None = None  # «telemetry», «server»: which one fired
+    causes: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run: what it was, what was planted, what every method said."""
+
+    case: str
+    bank: str
+    domain: str
+    dataset: str
+    model: str
+    topology: str
+    partition: str
+    clients: int
+    participation: float
+    rounds: int
+    faults: Sequence[Planted]
+    lying: bool
+    accuracy: Sequence[float]  # of the global model, per round
+    damage: float | None  # points of accuracy below the clean twin, at the end
+    present: Mapping[str, Sequence[int]]  # rounds in which a client was called, ascending, whether it answered or not
+    groups: Mapping[str, str]
+    seconds_rounds: float
+    methods: Mapping[str, Sequence[Alarm]]
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    probabilities: Sequence[tuple[float, bool]] = ()  # stated, and whether it was so
+    seconds_detectors: float = 0.0
+
+    @property
+    def clean(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What was to be found: a culprit, or (node None) a trouble of the whole run; and what became of it."""
+
+    fault: Planted
+    node: str | None
+    delay: float = math.inf  # until the right issue was named there; infinite: never
+    located: float = math.inf  # until the node was named, for whatever issue; of a culprit only
+    view: str | None = None  # of the alarm that hit first
+    cause: str | None = None  # of a culprit that was found: as named at the end of the window
+
+    @property
+    def hit(self) -> bool:
+        return self.delay <= WITHIN
+
+    @property
+    def found(self) -> bool:
+        return self.located <= WITHIN
+
+    @property
+    def cause_right(self) -> bool:
+        return self.cause is not None and cause_is_right(self.cause, self.fault.kind, self.fault.issue)
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """One case as a user sees it: the same issue at the same place, until it has been silent for long."""
+
+    issue: str
+    node: str | None
+    group: str | None  # only where no node is named
+    rounds: Sequence[int]
+    verdict: str = "false"  # «true», «false»; «unjudged»: a trouble of the whole after an onset elsewhere
+    right: bool = False  # the right issue, too
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One method on one run."""
+
+    outcome: Outcome
+    targets: Sequence[Target]
+    raised: Sequence[Raised]
+    culprits: int  # clients that were struck
+    culprits_found: int  # of them, accused at any time after the onset
+    wrongly_accused: int  # clients and groups
+    healthy_client_rounds: int
+    accused_client_rounds: int  # of the healthy ones
+    top: int | None  # healthy clients that rank before the best-ranked culprit; None: nothing to rank
+
+    def only(self, targets: Sequence[Target]) -> Judgement:
+        """The same run seen for some of its targets."""
+        return replace(self, targets=targets)
+
+
+def judge(outcome: Outcome, method: str) -> Judgement:
+    """What a method's alarms are worth on a run."""
+    alarms = [_placed(alarm, outcome) for alarm in outcome.methods.get(method, ()) if alarm.severity != "note"]
+    alarms.sort(key=lambda alarm: alarm.round)
+    raised = [_verdict(case, outcome) for case in _cases(alarms, outcome)]
+    culprits = {node for fault in outcome.faults if not fault.whole for node in fault.nodes}
+    blamed_groups = {case.group for case in raised if case.group and case.verdict == "true"}
+    blamed = {case.node for case in raised if case.node and case.verdict == "true"}
+    blamed |= {node for node in culprits if outcome.groups.get(node) in blamed_groups}
+    wrong = {(case.node, case.group) for case in raised if case.verdict == "false" and (case.node or case.group)}
+    healthy, accused = _client_rounds(outcome, raised)
+    return Judgement(
+        outcome,
+        tuple(_target(fault, node, alarms, raised, outcome) for fault in outcome.faults for node in _struck(fault)),
+        raised,
+        len(culprits),
+        len(culprits & blamed),
+        len(wrong),
+        healthy,
+        accused,
+        _rank(outcome.scores.get(method), culprits),
+    )
+
+
+def _struck(fault: Planted) -> Sequence[str | None]:
+    return (None,) if fault.whole else fault.nodes
+
+
+def _placed(alarm: Alarm, outcome: Outcome) -> Alarm:
+    """At one place: a node, else a group, else the whole run. An edge that is named as a node is its group."""
+    node, group = alarm.node, alarm.group
+    if node == SERVER:
+        node, group = None, None
+    elif node is not None and node not in outcome.present and node in set(outcome.groups.values()):
+        node, group = None, node
+    elif node is not None:
+        group = None
+    return msgspec.structs.replace(alarm, node=node, group=group)
+
+
+def _cases(alarms: Sequence[Alarm], outcome: Outcome) -> Iterator[Raised]:
+    """Alarms as cases. One that comes back after more than five silent participations is a new one."""
+    places: dict[tuple[str, str | None, str | None], list[int]] = {}
+    for alarm in alarms:
+        places.setdefault((alarm.issue, alarm.node, alarm.group), []).append(alarm.round)
+    for (issue, node, group), rounds in places.items():
+        lasting = [rounds[0]]
+        for at in rounds[1:]:
+            if participations(outcome, node, lasting[-1] + 1, at - 1) > WITHIN:
+                yield Raised(issue, node, group, tuple(lasting))
+                lasting = []
+            lasting.append(at)
+        yield Raised(issue, node, group, tuple(lasting))
+
+
+def participations(outcome: Outcome, node: str | None, first: int, last: int) -> int:
+    """In how many of these rounds (both included) the node was called; for the whole run, how many there are.
+
+    A client that was never called again is waited for in rounds.
+    """
+    called = outcome.present.get(node, ()) if node is not None else ()
+    if not called or called[-1] < first:
+        return max(0, last - first + 1)
+    return max(0, bisect_right(called, last) - bisect_left(called, first))
+
+
+def _acts(fault: Planted, node: str | None, at: int, outcome: Outcome) -> bool:
+    """Whether a case that begins in this round may be about this fault: it has begun, and is not long over."""
+    if at < fault.since:
+        return False
+    return fault.until is None or participations(outcome, node, fault.until + 1, at) <= WITHIN
+
+
+def _names(fault: Planted, case: Raised, outcome: Outcome) -> bool:
+    """Whether the case names a culprit of this fault, itself or as its group."""
+    if case.node is not None:
+        return case.node in fault.nodes
+    members = {outcome.groups.get(node) for node in fault.nodes}
+    return case.group is not None and case.group in members
+
+
+def _verdict(case: Raised, outcome: Outcome) -> Raised:
+    if not outcome.faults:
+        return case
+    acting = [fault for fault in outcome.faults if _acts(fault, case.node, case.rounds[0], outcome)]
+    for_all = [fault for fault in acting if fault.whole]
+    named = [fault for fault in acting if fault.strikes == "clients" and _names(fault, case, outcome)]
+    # A group is an answer only where its members train on one another's work: elsewhere the client can be told.
+    precise = named if case.group is None or outcome.topology in EXCHANGING else []
+    answered = any(case.issue in fault.accepted for fault in (*precise, *for_all))
+    if precise or answered:
+        return replace(case, verdict="true", right=answered)
+    of_the_whole = case.node is None and case.group is None
+    paired = any(PAIRED.get(fault.kind) == case.issue for fault in acting)
+    if acting and (of_the_whole or named or paired or (for_all and not accuses(case.issue))):
+        return replace(case, verdict="unjudged")
+    return case
+
+
+def _target(
+    fault: Planted, node: str | None, alarms: Sequence[Alarm], raised: Sequence[Raised], outcome: Outcome
+) -> Target:
+    """When it was found. Only cases that began after the onset count: who was accused before was not found."""
+    begun = {(case.issue, case.node, case.group, at) for case in raised if case.verdict == "true" for at in case.rounds}
+    delay, located, view = math.inf, math.inf, None
+    within: list[Alarm] = []
+    for alarm in alarms:
+        if (alarm.issue, alarm.node, alarm.group, alarm.round) not in begun or alarm.round < fault.since:
+            continue
+        here = (
+            node is None or alarm.node == node or (alarm.group is not None and alarm.group == outcome.groups.get(node))
+        )
+        if not here:
+            continue
+        after = max(0, participations(outcome, node, fault.since, alarm.round) - 1)
+        if node is not None:
+            located = min(located, after)
+        if alarm.issue in fault.accepted and after < delay:
+            delay, view = after, alarm.view
+        if after <= WITHIN:
+            within.append(alarm)
+    return Target(fault, node, delay, located, view, None if node is None else _cause(within))
+
+
+def _cause(alarms: Sequence[Alarm]) -> str | None:
+    """The cause that stood in the newest of these alarms; of several in one round, in the surest."""
+    if not alarms:
+        return None
+    newest = max(alarms, key=lambda alarm: (alarm.round, alarm.confidence))
+    likeliest = max(newest.causes, key=lambda cause: cause[1], default=(newest.issue, 1.0))
+    return cause_name(likeliest[0])
+
+
+def _client_rounds(outcome: Outcome, raised: Sequence[Raised]) -> tuple[int, int]:
+    """How many client-rounds were healthy, and in how many of them the client stood accused."""
+    clients = [fault for fault in outcome.faults if fault.strikes == "clients"]
+    struck = {node for fault in clients for node in fault.nodes}
+    healthy = {node: frozenset(called) for node, called in outcome.present.items()}
+    for node in struck & healthy.keys():
+        ill = {at for at in healthy[node] for f in clients if node in f.nodes and _acts(f, node, at, outcome)}
+        healthy[node] -= ill
+    accused: set[tuple[str, int]] = set()
+    for case in raised:
+        if case.verdict == "false" and (case.node or case.group):
+            members = [case.node] if case.node else [n for n, group in outcome.groups.items() if group == case.group]
+            accused |= {(node, at) for node in members for at in case.rounds if at in healthy.get(node, ())}
+    return sum(map(len, healthy.values())), len(accused)
+
+
+def _rank(scores: Mapping[str, float] | None, culprits: set[str]) -> int | None:
+    """How many healthy clients are suspected at least as much as the most suspected culprit: a tie is no find."""
+    if not scores or not culprits or not set(scores) - culprits:
+        return None
+    known = {node: -math.inf if math.isnan(score) else score for node, score in scores.items()}
+    best = max((known.get(node, -math.inf) for node in culprits), default=-math.inf)
+    return sum(score >= best for node, score in known.items() if node not in culprits)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results that travel: all of one piece of work in one file, and back into a folder of results."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals_studies.packs.unpacked import unpacked
+from fedvitals_studies.reproduce.conditions import BY_NAME, Condition
+from fedvitals_studies.reproduce.results import (
+    Result,
+    as_json,
+    checked,
+    keep_pieces,
+    pieces_of,
+    save,
+    shortened,
+)
+
+VERSION = 1
+PATTERN = "results-*.json.gz"
+
+
+def described(result: Result, condition: Condition) -> Result:
+    """A result with all that there is to know of its condition, as it is kept."""
+    return {**result, "series": shortened(result["series"]), "described": dataclasses.asdict(condition)}
+
+
+def write(path: Path, results: Sequence[Result], piece: tuple[float, float] | None = None) -> None:
+    """Whole or not at all; each result with the condition that it is «described» by. `piece`: from when to when."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".half")
+    content = {"version": VERSION, "piece": piece, "results": [*results]}
+    half.write_bytes(gzip.compress(as_json(content).encode(), 6, mtime=0))
+    half.replace(path)
+
+
+def read(path: Path) -> tuple[list[tuple[Condition, Result]], tuple[int, int] | None]:
+    """The results in a file, with their conditions, and when they were made; what is not whole is refused."""
+    packed = unpacked(path, "results of the study")
+    try:
+        content: Any = json.loads(packed)
+        if content["version"] != VERSION:
+            raise ConfigError(f"{path} is of version {content['version']}; this is version {VERSION}.")
+        found = [_checked(result) for result in content["results"]]
+        told = content.get("piece")
+        piece = None if told is None else (int(told[0]), int(told[1]))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as results of the study: {error!r}.") from None
+    return found, piece
+
+
+def merge(folder: Path, files: Sequence[Path], wanted: Sequence[Condition] | None = None) -> int:
+    """Takes the results of these files, or folders of them, into a folder; what it has of the same is replaced.
+
+    All files can be read and are of the `wanted` conditions' size, or none is taken.
+    """
+    count = 0
+    pieces = pieces_of(folder)
+    everything = [(file, *read(file)) for source in files for file in _found(source)]
+    for file, found, _ in everything:
+        for condition, _ in found if wanted is not None else ():
+            _of_this_size(file, condition, wanted or ())
+    for _, found, piece in everything:
+        for condition, result in found:
+            save(folder, result, condition)
+            count += 1
+        pieces |= {piece} if piece is not None else set()
+    if pieces:
+        keep_pieces(folder, pieces)
+    return count
+
+
+def _of_this_size(file: Path, condition: Condition, wanted: Sequence[Condition]) -> None:
+    """A rehearsal must not take the place of what was measured in earnest."""
+    expected = {_size(other) for other in wanted if other.name == condition.name}
+    if _size(condition) not in expected:
+        due = " or ".join(sorted(expected)) or "no such condition"
+        raise ConfigError(
+            f"{file} has '{condition.name}' with {_size(condition)}; expected {due}. "
+            "A rehearsal is merged with --quick, into a folder of its own; the whole study without."
+        )
+
+
+def _size(condition: Condition) -> str:
+    return f"{condition.clients} clients, {condition.rounds} rounds, of {condition.dataset}"
+
+
+def _found(source: Path) -> list[Path]:
+    if not source.is_dir():
+        return [source]
+    found = sorted(source.glob(PATTERN))
+    if not found:
+        raise ConfigError(f"There is no {PATTERN} in {source}: name the folder that run.py was given as --out.")
+    return found
+
+
+def _checked(result: Any) -> tuple[Condition, Result]:
+    """Name and repeat become a file's name here: so only those that the study has."""
+    described = result["described"]
+    condition = Condition(**{**described, "channels": tuple(described["channels"])})
+    if condition.name not in BY_NAME:
+        raise ConfigError(unknown("condition", str(condition.name), BY_NAME))
+    repeat = result["repeat"]
+    if type(repeat) is not int or repeat < 0:
+        raise ConfigError(f"The result of '{condition.name}' is of repeat {repeat!r}; expected a number, 0 or more.")
+    return condition, checked(result, condition, repeat)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts on the paper's claims: `claims.toml` says what counts, the results say what was seen.
+
+The criteria are data, not code: a call of a named function on named series, compared with two thresholds. Whatever was
+not measured on the whole GTSRB with 100 clients and the paper's rounds is a rehearsal and gets other words.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals_studies.reproduce.conditions import BY_NAME
+from fedvitals_studies.reproduce.results import PER_ITERATION, SERIES, Results, objections
+from fedvitals_studies.reproduce.yardsticks import YARDSTICKS, Floats
+
+FILE = Path(__file__).with_name("claims.toml")
+WORDS = {"reproduced": "reproduced", "partly": "partly", "not": "not reproduced", "not run": "not run"}
+REHEARSED = {
+    "reproduced": "would be reproduced",
+    "partly": "would be partly",
+    "not": "would not be reproduced",
+    "not run": "not run",
+}
+SIDES = ("at least", "at most")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One number and the two thresholds it is held against."""
+
+    value: Any  # ["function", argument, ...]
+    side: str
+    reproduced: float
+    partly: float
+    across: bool = False
+
+    @property
+    def series(self) -> tuple[tuple[str, str, str | None], ...]:
+        """(condition, series, part) of every series that it reads."""
+        return tuple(dict.fromkeys(_series_in(self.value)))
+
+    @property
+    def words(self) -> str:
+        return _worded(self.value)
+
+    @property
+    def short(self) -> str:
+        """The same for a table: conditions without their study, series left out, and no more than a line of it."""
+        text = _worded(self.value, short=True)
+        return text if len(text) <= 90 else f"{self.value[0]}(…)"
+
+    def judge(self, number: float) -> str:
+        if math.isnan(number):
+            return "not"
+        beyond = number.__ge__ if self.side == "at least" else number.__le__
+        return "reproduced" if beyond(self.reproduced) else "partly" if beyond(self.partly) else "not"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    id: str
+    figures: tuple[int, ...]
+    says: str
+    why: str
+    checks: tuple[Check, ...]
+    reading: str = ""
+    rereads: str = ""  # the claim of which this is another reading, where its words are others
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(condition for check in self.checks for condition, _, _ in check.series))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Something that the paper does not say."""
+
+    what: str
+    ours: str
+    other: str
+    condition: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A check with what was found: one number per repeat, or one across them."""
+
+    check: Check
+    numbers: tuple[float, ...]
+    repeats: tuple[int, ...]
+    verdict: str
+    lacking: str = ""  # why there is no number
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    claim: Claim
+    verdict: str  # reproduced, partly, not, not run
+    measured: tuple[Measured, ...]
+    objections: tuple[str, ...]  # why it is no reproduction, whatever the numbers say
+
+    @property
+    def word(self) -> str:
+        return (REHEARSED if self.objections else WORDS)[self.verdict]
+
+    @property
+    def repeats(self) -> int:
+        """Repeats behind the number that has fewest of them; 0 if one of its numbers is missing."""
+        return min(len(each.repeats) if each.numbers else 0 for each in self.measured)
+
+
+def read(path: Path = FILE) -> tuple[tuple[Claim, ...], tuple[Choice, ...]]:
+    """The claims and the choices of a file; a name in it that does not exist is refused."""
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    claims = tuple(_claim(entry) for entry in content.get("claim", ()))
+    choices = tuple(Choice(**entry) for entry in content.get("choice", ()))
+    for choice in choices:
+        if choice.condition is not None and choice.condition not in BY_NAME:
+            raise ConfigError(f"The choice '{choice.what}': {unknown('condition', choice.condition, BY_NAME)}")
+    ids = [claim.id for claim in claims]
+    for claim in claims:
+        if claim.rereads and claim.rereads not in ids:
+            raise ConfigError(f"The claim '{claim.id}' rereads: {unknown('claim', claim.rereads, ids)}")
+    if len(set(ids)) < len(ids):
+        raise ConfigError(f"{path} has two claims of the same id among {', '.join(ids)}.")
+    return claims, choices
+
+
+def _claim(entry: dict[str, Any]) -> Claim:
+    name = f"The claim '{entry.get('id', '?')}'"
+    try:
+        checks = tuple(
+            Check(each["value"], each["is"], each["reproduced"], each["partly"], each.get("across", False))
+            for each in entry["check"]
+        )
+        claim = Claim(
+            entry["id"], tuple(entry["figures"]), entry["says"], entry["why"], checks, entry.get("reading", ""),
+            entry.get("rereads", ""),
+        )  # fmt: skip
+    except KeyError as error:
+        raise ConfigError(f"{name} lacks {error}.") from None
+    for check in checks:
+        if check.side not in SIDES:
+            raise ConfigError(f"{name}: {unknown('comparison', check.side, SIDES)}")
+        if (check.partly > check.reproduced) == (check.side == "at least") and check.partly != check.reproduced:
+            raise ConfigError(f"{name}: partly ({check.partly}) must be easier to reach than {check.reproduced}.")
+        for what, got, known in _names_in(check.value):
+            if got not in known:
+                raise ConfigError(f"{name}: {unknown(what, got, known)}")
+    return claim
+
+
+def _parts(reference: str) -> tuple[str, str, str | None]:
+    parts = [part.strip() for part in reference.split(" / ")]
+    if len(parts) not in {2, 3}:
+        raise ConfigError(f"'{reference}' names no series: write 'condition / series' or 'condition / series / part'.")
+    return parts[0], parts[1], parts[2] if len(parts) == 3 else None
+
+
+def _series_in(value: Any) -> Iterator[tuple[str, str, str | None]]:
+    if isinstance(value, str):
+        yield _parts(value)
+    elif isinstance(value, list):
+        for argument in value[1:]:
+            yield from _series_in(argument)
+
+
+def _names_in(value: Any) -> Iterator[tuple[str, str, Iterable[str]]]:
+    """(what, name, known names) of everything that a call names."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        raise ConfigError(f'{value!r} is no call: write ["function", argument, ...].')
+    yield "function", value[0], YARDSTICKS
+    for argument in value[1:]:
+        if isinstance(argument, str):
+            condition, name, _ = _parts(argument)
+            yield "condition", condition, BY_NAME
+            yield "series", name, SERIES
+        elif isinstance(argument, list):
+            yield from _names_in(argument)
+
+
+def _worded(value: Any, *, short: bool = False) -> str:
+    if isinstance(value, list):
+        return f"{value[0]}({', '.join(_worded(argument, short=short) for argument in value[1:])})"
+    if short and isinstance(value, str):
+        condition, name, part = _parts(value)
+        layer = f" {part}" if part and "gradient" in name else ""
+        return condition.partition("-")[2] + layer
+    return str(value)
+
+
+def verdicts(results: Results, path: Path = FILE) -> list[Verdict]:
+    """What the results say of each claim, in the file's order."""
+    return [verdict_of(claim, results) for claim in read(path)[0]]
+
+
+def verdict_of(claim: Claim, results: Results) -> Verdict:
+    """What they say of one."""
+    measured = tuple(_measured(check, results) for check in claim.checks)
+    found = {each.verdict for each in measured}
+    if "not run" in found:
+        overall = "not run"
+    elif len(found) == 1:
+        overall = found.pop()
+    else:
+        overall = "partly"
+    used = [result for condition in claim.conditions for result in results.of(condition)]
+    return Verdict(claim, overall, measured, tuple(objections(used)))
+
+
+def _measured(check: Check, results: Results) -> Measured:
+    for condition, name, part in check.series:
+        if condition not in results:
+            return Measured(check, (), (), "not run", f"{condition} has not been run")
+        if not results.has(condition, name, part):
+            label = name if part is None else f"{name} / {part}"
+            return Measured(check, (), (), "not run", f"{condition} has no {label}")
+    shared = set.intersection(*(set(results.repeats(condition)) for condition, _, _ in check.series))
+    repeats = tuple(sorted(shared))
+    if not repeats or (check.across and len(repeats) < 2):
+        return Measured(check, (), repeats, "not run", f"it needs {'two repeats' if check.across else 'one repeat'}")
+    with np.errstate(all="ignore"):
+        groups = [repeats] if check.across else [(repeat,) for repeat in repeats]
+        numbers = tuple(_number(check.value, results, group) for group in groups)
+    found = {check.judge(number) for number in numbers}
+    return Measured(check, numbers, repeats, found.pop() if len(found) == 1 else "partly")
+
+
+def _number(value: Any, results: Results, repeats: tuple[int, ...]) -> float:
+    function = YARDSTICKS[value[0]]
+    return float(function(*(_argument(argument, results, repeats) for argument in value[1:])))
+
+
+def _argument(argument: Any, results: Results, repeats: tuple[int, ...]) -> float | Floats:
+    if isinstance(argument, list):
+        return _number(argument, results, repeats)
+    if not isinstance(argument, str):
+        return float(argument)
+    condition, name, part = _parts(argument)
+    arrays = [results.array(condition, name, part, repeat) for repeat in repeats]
+    if name in PER_ITERATION:
+        rounds = results.of(condition)[0]["rounds"]
+        arrays = [array.reshape(*array.shape[:-1], rounds, -1) for array in arrays]
+    return np.stack(arrays) if len(repeats) > 1 else arrays[0]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each metric of the study costs a client, in time and bytes: the paper only argues about it.
+
+One client-round of the paper's CNN is watched with one probe at a time; time is what the monitor says that it took on
+the training thread, bytes are what a worker process sends home. Both without what an empty monitor takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedvitals import lab
+from fedvitals.lab.engines.engine import desk_of, one_thread
+from fedvitals.lab.engines.work import Task
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.full_gradient import full_gradient
+from fedvitals.probes.gradients import gradients
+from fedvitals.probes.nonlinearity import nonlinearity
+from fedvitals.probes.presets import Planned, Preset
+from fedvitals.probes.scale import scale
+from fedvitals.probes.weights import weights
+from fedvitals.protocols import NullObserver
+from fedvitals.records import Metric, Record
+from fedvitals.schedule import always
+from fedvitals_studies.reproduce.conditions import BY_NAME
+from fedvitals_studies.reproduce.measure import experiment_of
+
+FILE = "costs.json"
+CLIENTS = 5
+METRICS: dict[str, tuple[Planned, ...]] = {
+    "nothing": (),
+    "gradient statistics, every iteration merged": (Planned(gradients, always),),
+    "gradient statistics, every iteration stored": (Planned(gradients, always, each=True),),
+    "weight statistics": (Planned(weights),),
+    "gradient scale, 16 images, estimated": (Planned(scale()),),
+    "gradient scale, 16 images, exact": (Planned(scale(exact=True)),),
+    "gradient scale, whole set, exact (the paper's)": (Planned(scale(images="all", exact=True)),),
+    "nonlinearity coefficient": (Planned(nonlinearity()),),
+    "gradient over the whole set": (Planned(full_gradient),),
+}
+
+
+class _Costs:
+    """A sink that keeps what the monitor says of itself."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def write(self, records: Sequence[Record], /) -> None:
+        found = (r for r in records if isinstance(r, Metric) and r.name == "monitor.cost" and r.where.node)
+        self.seconds += [r.value for r in found]
+
+
+def measure(data: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """Seconds and bytes per client-round of each metric, and the seconds of the training itself."""
+    site = lab.Site.of(experiment_of(BY_NAME["extended-centralized-baseline"], 0), data)
+    desk, start = desk_of(site, "reuse")(), site.layout.flat(site.module)
+    out = torch.empty(1, site.layout.size)
+    tasks = [Task(0, (f"c{i}",), start) for i in range(CLIENTS)]
+    found: dict[str, tuple[float, float]] = {}
+    with one_thread():
+        times = []
+        for task in tasks:
+            began = time.process_time()
+            desk.train([task], NullObserver(), out)
+            times.append(time.process_time() - began)
+        for name, plan in METRICS.items():
+            sink, sizes = _Costs(), []
+            with Monitor(None, probes=Preset("cost", plan, fit_percent=1e-6), sinks=[sink], host="lab") as monitor:
+                monitor.round_begin(0, site.module)
+                for task in tasks:
+                    watcher = monitor.for_worker()
+                    desk.train([task], watcher, out)
+                    payload = watcher.payload()
+                    sizes.append(len(payload))
+                    monitor.absorb(payload)
+                monitor.round_end(0, site.module)
+            found[name] = statistics.median(sink.seconds), statistics.median(sizes[1:])  # the first tells layer names
+    seconds, size = found.pop("nothing")
+    costs = {name: {"seconds": max(0.0, s - seconds), "bytes": max(0, int(b - size))} for name, (s, b) in found.items()}
+    return {"training": statistics.median(times), "dataset": site.dataset.name, "costs": costs}
+
+
+def write(folder: Path, data: str | os.PathLike[str] | None = None) -> None:
+    (folder / FILE).write_text(json.dumps(measure(data), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study's watcher where clients train as one batch: the cohort's sums as arrays, one copy home per round.
+
+`reproduce_measure.Tally` makes the same series from a monitor's records. Those cost more than a GPU's training: an
+object per client, step and layer. Here the same functions of `probes` measure, and nothing waits for the device before
+the round ends. Whatever is kept is a sum and a count, so that a round in several stacks adds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.kernels import sums
+from fedvitals.probes.scale import seed_of
+from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
+from fedvitals.probes.stacked.model import StackModel
+from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
+from fedvitals.probes.stacked.scale import scale_samples, scale_summaries
+from fedvitals.probes.stacked.scale_graph import ScaleGraph
+from fedvitals.probes.view import View
+from fedvitals.protocols import NullObserver, Stack
+from fedvitals.stats import COUNT, SUM, SUM_MAGNITUDES, Array
+
+COLUMNS = [COUNT, SUM, SUM_MAGNITUDES]
+CHANGES = ("difference", "difference_absolute")
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is measured, and when."""
+
+    rounds: int
+    last: int  # the step of a round whose gradients stand for it
+    iterations: int = 0  # measured one by one: all of a round, or none
+    images: int = 32  # of each client, at the end of a round
+    images_each: int = 0  # the same at every iteration; 0: not then
+    by_group: bool = False  # what is of every iteration, for each edge; else for the cohort
+    full_gradient: int = 0  # every so many rounds, the gradient over the whole set; 0: never
+    nonlinearity: int = 0  # the same of NLC
+    nonlinearity_images: int = 64
+    whole_scale: bool = False  # gradient scale of the whole set, estimated, at the end of each round
+    exact_rounds: tuple[int, ...] = ()  # and exactly, in these
+
+
+@dataclass(slots=True)
+class _Open:
+    """A stack that trains. What is of its steps is worked up when they are over: few large operations, not many."""
+
+    stack: Stack
+    model: StackModel
+    view: View  # names a moment, for the random streams
+    x: Tensor | None
+    x_each: Tensor | None
+    last: Tensor | None
+    heard: Tensor  # [clients], False for those of whom nothing gets home
+    steps: Tensor | None  # [clients], each one's own number, where they differ
+    members: dict[str, Tensor]  # [clients] of 0 and 1, by group
+    weights: Tensor  # which layers are weights
+    columns: Tensor
+    taken: int = 0
+    rows: list[Tensor] = field(default_factory=list)  # nine sums of each step, where the host does not keep them
+    changes: list[Tensor] = field(default_factory=list)  # [2, clients] of each step
+    scales: list[Tensor] = field(default_factory=list)  # [2, clients, samples] of each step
+
+
+class Watch(NullObserver):
+    """An observer for `lab.rounds`; `series()` when it is over."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted, self._round = wanted, 0
+        self._open: _Open | None = None
+        self._graph = ScaleGraph()  # of the shape that is measured at every iteration
+        self._here: dict[str, Tensor] = {}  # of this round, on the device: sums
+        self._home: dict[tuple[str, int], Array] = {}  # by what was measured, and the round
+        self._bytes: dict[tuple[str, int], int] = defaultdict(int)
+        self._groups: dict[int, int] = {}
+        self.group_of: dict[str, str] = {}
+
+    # -- told by the federation ---------------------------------------------------------------------------------------
+
+    def round_begin(self, number: int, *_: Any, **__: Any) -> None:
+        self._round = number
+
+    def transfer(self, sender: str, receiver: str, bytes: int, *_: Any, **__: Any) -> None:  # noqa: A002
+        self._bytes["server" if "server" in (sender, receiver) else "edge", self._round] += bytes
+
+    def event(self, level: str, name: str, message: str, *, data: Any = None, **_: Any) -> None:  # noqa: ARG002
+        if name == "groups":
+            self._groups[self._round] = len(data)
+            for group, nodes in data.items():
+                self.group_of |= dict.fromkeys(nodes, group)
+
+    def round_end(self, *_: Any, **__: Any) -> None:
+        """Everything of the round in one piece."""
+        if self._here:
+            flat = torch.cat([part.double().reshape(-1) for part in self._here.values()]).cpu().numpy()
+            cuts = np.cumsum([part.numel() for part in self._here.values()])[:-1]
+            for (name, part), own in zip(self._here.items(), np.split(flat, cuts), strict=True):
+                self._home[name, self._round] = own.reshape(part.shape)
+            self._here = {}
+
+    # -- told by the engine -------------------------------------------------------------------------------------------
+
+    def stack_begin(self, stack: Stack) -> None:
+        w, model = self._wanted, StackModel(stack)
+        device = model.states.device
+        groups = [group or ALL for group in stack.groups] if w.by_group else [ALL] * len(stack.nodes)
+        weights = [i for i, (name, _) in enumerate(model.parameters) if name.endswith("weight")]
+        self._open = _Open(
+            stack,
+            model,
+            View(stack.module, round=self._round),
+            self._images(stack, w.images, device),
+            self._images(stack, w.images_each, device),
+            model.matrix.detach().clone() if w.iterations else None,
+            torch.tensor([node not in stack.silent for node in stack.nodes], device=device),
+            None if stack.steps is None else torch.tensor(stack.steps, device=device),
+            {
+                name: torch.tensor([group == name for group in groups], dtype=torch.float64, device=device)
+                for name in dict.fromkeys(groups)
+            },
+            torch.tensor(weights, device=device),
+            torch.tensor(COLUMNS, device=device),
+        )
+
+    def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - the lab keeps the losses
+        open_, w = self._open, self._wanted
+        if open_ is None:
+            return
+        if w.iterations and step == open_.taken > 0:
+            self._change(open_)
+        open_.taken = max(open_.taken, step + 1)
+        if open_.stack.sums is None:
+            found = sums(open_.model.layers(gradients.detach()), clients=True)
+            open_.rows.append(torch.as_tensor(found))
+        if open_.x_each is not None and step < w.iterations:
+            open_.scales.append(self._graph(open_.model, open_.x_each, self._seeds(open_, step)))
+
+    def stack_end(self, failed: Mapping[str, BaseException]) -> None:  # noqa: ARG002 - the study has no failures
+        open_, w = self._open, self._wanted
+        self._open = None
+        if open_ is None or not open_.taken:
+            return
+        if w.iterations:
+            self._change(open_)
+            self._iterations(open_)
+        self._gradients(open_)
+        seeds = self._seeds(open_, open_.taken - 1)
+        if open_.x is not None:
+            self._scale(open_, open_.x, seeds)
+        if w.whole_scale:
+            self._whole(open_, seeds)
+        if w.full_gradient and self._round % w.full_gradient == 0 and open_.stack.loss is not None:
+            x, y = (torch.as_tensor(part).to(open_.heard.device) for part in open_.stack.samples(_fewest(open_.stack)))
+            parts = stacked_full_gradient(open_.model, x, y, open_.stack.loss)
+            rows = torch.cat([torch.as_tensor(part) for part in parts])
+            self._add("gradient.full", self._layers(open_, rows[None], open_.heard[None])[0])
+        if w.nonlinearity and self._round % w.nonlinearity == 0:
+            some = self._images(open_.stack, w.nonlinearity_images, open_.heard.device)
+            if some is not None:
+                found = torch.as_tensor(stacked_nonlinearity(open_.model, some, seeds)).to(open_.heard.device)
+                self._put("nonlinearity.nlc", found, open_.heard)
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def _images(self, stack: Stack, count: int, device: torch.device) -> Tensor | None:
+        return torch.as_tensor(stack.samples(count)[0]).to(device) if count else None
+
+    def _seeds(self, open_: _Open, step: int) -> list[int]:
+        """As of the probe in a monitor: of the same round, client and step."""
+        found, own = [], open_.stack.steps or [step + 1] * len(open_.stack.nodes)
+        for node, steps in zip(open_.stack.nodes, own, strict=True):
+            open_.view.node, open_.view.step = node, min(step, steps - 1)
+            found.append(seed_of(open_.view))
+        return found
+
+    def _took(self, open_: _Open, steps: int) -> Tensor:
+        """[steps, clients]: who took which of the first steps, and is heard."""
+        if open_.steps is None:
+            return open_.heard.expand(steps, -1)
+        return open_.heard & (open_.steps > torch.arange(steps, device=open_.heard.device)[:, None])
+
+    def _put(self, name: str, values: Tensor, who: Tensor) -> None:
+        """The sum and number of the clients' finite values, [..., 2] of [..., clients]."""
+        counted = values.isfinite() & who
+        self._add(name, torch.stack([values.where(counted, 0.0).sum(-1), counted.sum(-1).double()], -1))
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self._here[name] = self._here[name] + values if name in self._here else values
+
+    def _change(self, open_: _Open) -> None:
+        """What the last step changed: weights after minus before, signed and absolute."""
+        assert open_.last is not None  # noqa: S101 - asked by the caller
+        now = open_.model.matrix.detach()
+        change = (now - open_.last).double()
+        open_.last.copy_(now)
+        open_.changes.append(torch.stack([change.sum(1), change.abs().sum(1)]))
+
+    def _iterations(self, open_: _Open) -> None:
+        """Changes of each group, and gradient scale, of every iteration."""
+        steps = min(self._wanted.iterations, len(open_.changes))
+        who = self._took(open_, steps)
+        changes = torch.stack(open_.changes[:steps]) * who[:, None]
+        for group, members in open_.members.items():
+            self._add(f"change/{group}", (changes * members).sum(2))
+        if open_.scales:
+            found = scale_summaries(torch.stack(open_.scales, 1))["scale.gsc"]
+            self._put("iteration.gsc", found, who[: len(open_.scales)])
+
+    def _gradients(self, open_: _Open) -> None:
+        w, stack = self._wanted, open_.stack
+        rows = stack.sums() if stack.sums is not None else torch.stack(open_.rows)
+        who = self._took(open_, len(rows))
+        if w.iterations:
+            self._add("iteration.gradient", self._layers(open_, rows[: w.iterations], who[: w.iterations]))
+        if w.last < len(rows):
+            self._add("gradient", self._layers(open_, rows[w.last, None], who[w.last, None])[0])
+
+    def _layers(self, open_: _Open, rows: Tensor, who: Tensor) -> Tensor:
+        """[steps, weight layers, 3] of the nine sums [steps, clients, layers, 9], added over the clients."""
+        chosen = rows.index_select(2, open_.weights).index_select(3, open_.columns).double()
+        return chosen.where(who[:, :, None, None], 0.0).sum(1)
+
+    def _scale(self, open_: _Open, x: Tensor, seeds: Sequence[int]) -> None:
+        samples = self._graph if open_.x_each is not None and x.shape == open_.x_each.shape else scale_samples
+        found = scale_summaries(samples(open_.model, x, seeds))
+        for name in ("scale.gsc", "scale.gsc_median", "scale.gsc_spread", "scale.sensitivity"):
+            self._put(name, found[name], open_.heard)
+        for name in ("scale.zero_samples", "scale.nonfinite_samples"):
+            self._put(name, found[name] / found["scale.images"], open_.heard)
+
+    def _whole(self, open_: _Open, seeds: Sequence[int]) -> None:
+        """Of all the images that every client has: the paper's form, estimated, and exactly now and then."""
+        x = self._images(open_.stack, _fewest(open_.stack), open_.heard.device)
+        if x is None:
+            return
+        found = scale_summaries(scale_samples(open_.model, x, seeds))
+        self._put("scale.gsc_whole", found["scale.gsc"], open_.heard)
+        self._put("scale.sensitivity_whole", found["scale.sensitivity"], open_.heard)
+        if self._round in self._wanted.exact_rounds:
+            exact = scale_summaries(scale_samples(open_.model, x, seeds, exact=True))
+            self._put("scale.gsc_exact", exact["scale.gsc"], open_.heard)
+
+    # -- at the end ---------------------------------------------------------------------------------------------------
+
+    def series(self) -> dict[str, Any]:
+        """By name, as `Tally.series`."""
+        w, rounds = self._wanted, range(self._wanted.rounds)
+        found: dict[str, Any] = {}
+        names = [
+            "scale.gsc", "scale.gsc_median", "scale.gsc_spread", "scale.sensitivity", "scale.zero_samples",
+            "scale.nonfinite_samples", *(["nonlinearity.nlc"] if w.nonlinearity else []),
+        ]  # fmt: skip
+        if w.whole_scale:
+            names += ["scale.gsc_whole", "scale.sensitivity_whole", *(["scale.gsc_exact"] if w.exact_rounds else [])]
+        for name in names:
+            found[name] = [_mean(self._home.get((name, r))) for r in rounds]
+        found |= _layered([self._home.get(("gradient", r)) for r in rounds], "gradient")
+        if w.full_gradient:
+            found |= _layered([self._home.get(("gradient.full", r)) for r in rounds], "gradient.full")
+        if w.iterations:
+            found |= self._per_iteration()
+        groups_now, known = [], 1
+        for r in rounds:
+            known = self._groups.get(r, known)
+            groups_now.append(known)
+        found["groups"] = groups_now
+        return found | {f"bytes.{where}": [self._bytes[where, r] for r in rounds] for where in ("server", "edge")}
+
+    def _per_iteration(self) -> dict[str, Any]:
+        w, rounds = self._wanted, range(self._wanted.rounds)
+
+        def each(name: str) -> list[Array | None]:
+            """Of all iterations of all rounds; None where a round has fewer, or none."""
+            own = [self._home.get((name, r), ()) for r in rounds]
+            return [part[step] if step < len(part) else None for part in own for step in range(w.iterations)]
+
+        found: dict[str, Any] = {}
+        if w.images_each:
+            found["iteration.gsc"] = [_mean(pair) for pair in each("iteration.gsc")]
+        found |= _layered(each("iteration.gradient"), "iteration.gradient")
+        groups = sorted({name.partition("/")[2] for name, _ in self._home if name.startswith("change/")})
+        for column, name in enumerate(CHANGES):
+            found[f"iteration.{name}"] = {
+                group: [math.nan if own is None else float(own[column]) for own in each(f"change/{group}")]
+                for group in groups
+            }
+        return found
+
+
+def _mean(pair: Array | None) -> float:
+    return float(pair[0] / pair[1]) if pair is not None and pair[1] else math.nan
+
+
+def _layered(rows: Sequence[Array | None], told: str) -> dict[str, Any]:
+    layers = max((len(own) for own in rows if own is not None), default=0)
+    found: dict[str, Any] = {f"{told}.mean": {}, f"{told}.magnitude": {}}
+    for layer in range(layers):
+        for column, name in ((1, "mean"), (2, "magnitude")):
+            found[f"{told}.{name}"][str(layer + 1)] = [
+                math.nan if own is None else float(own[layer, column] / max(1.0, own[layer, 0])) for own in rows
+            ]
+    return found
+
+
+def _fewest(stack: Stack) -> int:
+    """How many samples every client has: all of them, where they were dealt out equally."""
+    return min((len(own) for own in stack.labels or ()), default=0)

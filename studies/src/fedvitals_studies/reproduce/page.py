@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of the reproduction: every claim beside our figure, with a verdict computed from `claims.toml`.
+
+Nothing but the whole GTSRB with 100 clients and the paper's rounds is called a reproduction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedvitals.report.markup import Block, Code, Heading, Picture, Points, Table, Text, markdown, page
+from fedvitals_studies.reproduce import extra_conditions as beyond
+from fedvitals_studies.reproduce import verdicts as standings
+from fedvitals_studies.reproduce.claims import FILE, REHEARSED, WORDS, Choice, Measured, Verdict, read, verdicts
+from fedvitals_studies.reproduce.conditions import CONDITIONS
+from fedvitals_studies.reproduce.figures import FIGURES, Drawn, Figure, coverage, draw, write
+from fedvitals_studies.reproduce.results import Results, as_json, busy, objections
+
+PAPER = (
+    "Bogacka, Danilenka, Wasielewska-Michniewska, «Gradient scale monitoring for federated learning systems», "
+    "JAMRIS 3/2024"
+)
+MARKS = {"reproduced": "●", "partly": "◐", "not": "○", "not run": "–"}
+SIGNS = {"at least": "≥", "at most": "≤"}
+STUDIED = tuple(condition.name for condition in CONDITIONS if condition.study in {"initial", "extended"})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the results come to."""
+
+    verdicts: tuple[Verdict, ...]
+    objections: tuple[str, ...]  # empty: a reproduction
+    done: int  # of the paper's conditions
+    files: tuple[Path, ...]
+
+    @property
+    def standing(self) -> str:
+        return standing(self.done, self.objections)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many claims got which word."""
+        found = Counter(verdict.word for verdict in self.verdicts)
+        order = dict.fromkeys((*WORDS.values(), *REHEARSED.values()))
+        return {word: found[word] for word in order if found[word]}
+
+
+def standing(done: int, against: Sequence[str]) -> str:
+    """What the results may be called."""
+    if not done:
+        return "Nothing has been run yet"
+    if against:
+        return "A rehearsal, not a reproduction"
+    return "A reproduction" if done == len(STUDIED) else f"A reproduction, {done} of {len(STUDIED)} conditions so far"
+
+
+def write_page(folder: Path, results: Results, claims: Path = FILE) -> Outcome:
+    """Writes README.md, index.html, verdicts.json and the figures; gives what the results come to."""
+    found = verdicts(results, claims)
+    studied = [result for name in STUDIED for result in results.of(name)]
+    done = sum(name in results for name in STUDIED)
+    pictures = {figure.name: draw(figure, results) for figure in (*FIGURES, *beyond.BEYOND_FIGURES)}
+    for name, drawn in pictures.items():
+        if drawn is None:
+            for ending in ("svg", "json"):  # of an earlier page: it would show what is no longer there
+                (folder / "figures" / f"{name}.{ending}").unlink(missing_ok=True)
+        else:
+            write(drawn, folder / "figures")
+    against = tuple(objections(studied))
+    files = tuple(folder / name for name in ("README.md", "index.html", "verdicts.json"))
+    outcome = Outcome(tuple(found), against, done, files)
+    costs = folder / "costs.json"
+    measured = json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else None
+    blocks = _blocks(results, outcome, pictures, read(claims)[1], measured)
+    folder.mkdir(parents=True, exist_ok=True)
+    files[0].write_text(markdown(blocks), encoding="utf-8")
+    files[1].write_text(page(blocks, f"fedvitals: {outcome.standing}"), encoding="utf-8")
+    files[2].write_text(as_json(as_facts(outcome)), encoding="utf-8")
+    return outcome
+
+
+def as_facts(outcome: Outcome) -> dict[str, Any]:
+    """The verdicts with their numbers, for programs."""
+    return {
+        "standing": outcome.standing,
+        "reproduction": bool(outcome.done) and not outcome.objections,
+        "objections": list(outcome.objections),
+        "conditions": {"done": outcome.done, "of": len(STUDIED)},
+        "counts": outcome.counts,
+        "claims": [
+            {
+                "id": verdict.claim.id, "says": verdict.claim.says, "reading": verdict.claim.reading,
+                "figures": list(verdict.claim.figures), "verdict": verdict.word, "repeats": verdict.repeats,
+                "checks": [_check_facts(each) for each in verdict.measured],
+            }
+            for verdict in outcome.verdicts
+        ],
+    }  # fmt: skip
+
+
+def _check_facts(each: Measured) -> dict[str, Any]:
+    return {
+        "value": each.check.words, "numbers": list(each.numbers), "repeats": list(each.repeats), "is": each.check.side,
+        "reproduced": each.check.reproduced, "partly": each.check.partly, "verdict": each.verdict,
+        "lacking": each.lacking,
+    }  # fmt: skip
+
+
+def _blocks(
+    results: Results,
+    outcome: Outcome,
+    pictures: dict[str, Drawn | None],
+    choices: Sequence[Choice],
+    costs: Mapping[str, Any] | None,
+) -> list[Block]:
+    blocks: list[Block] = [
+        Heading(1, f"Gradient scale monitoring: {outcome.standing[0].lower()}{outcome.standing[1:]}"),
+        *_opening(results, outcome),
+        Heading(2, "What holds, what depends on choices, what does not hold"),
+        *standings.blocks(standings.sentences(outcome.verdicts, results, choices)),
+        Heading(2, "The claims"),
+        _summary(outcome),
+        Heading(2, "The figures"),
+    ]
+    for figure in FIGURES:
+        blocks += _figure(figure, pictures[figure.name], outcome)
+    blocks.append(Heading(2, "Beyond the paper"))
+    blocks += beyond.setting_tables(results)
+    for figure in beyond.BEYOND_FIGURES:
+        blocks += _figure(figure, pictures[figure.name], outcome)
+    blocks += [
+        standings.whole_set_table(results),
+        beyond.model_table(results),
+        Heading(2, "Where the paper is silent"),
+        beyond.sensitivity_table(results, choices),
+        Heading(2, "What the metrics cost"),
+        beyond.cost_table(costs),
+        Heading(2, "All runs"),
+        beyond.run_table(results),
+        Heading(2, "How to run it again"),
+        *_again(),
+    ]
+    return blocks
+
+
+def _opening(results: Results, outcome: Outcome) -> list[Block]:
+    studied = [result for name in STUDIED for result in results.of(name)]
+    blocks: list[Block] = [
+        Text(
+            f"The paper: {PAPER}. No code was published for it; this is what our own gives. Criteria stood in "
+            "`claims.toml` before the first run; verdicts, figures and tables are computed, none is written by hand."
+        )
+    ]
+    if outcome.objections:
+        reasons = "; ".join(outcome.objections)
+        blocks.append(Text(f"**{outcome.standing}**: {reasons}. What follows shows only that the machinery works."))
+    if studied:
+        blocks.append(Points(tuple(f"{what}: {said}" for what, said in _facts(results, outcome, studied).items())))
+    said = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
+    blocks.append(Text(f"**Of {len(outcome.verdicts)} checked readings: {said}.**"))
+    return blocks
+
+
+def _facts(results: Results, outcome: Outcome, studied: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    per_condition = [len(results.of(name)) for name in STUDIED if name in results]
+    trained = [run for run in results.all() if "beginning_of" not in run]
+    rounds = sum(run["rounds"] for run in trained)
+    facts = {
+        "conditions of the paper": f"{outcome.done} of {len(STUDIED)}",
+        "repeats of each": _span(per_condition),
+        "data": _listed(f"{run['dataset']}, digest `{str(run['digest'])[:16]}`" for run in studied),
+        "clients": _listed(run["clients"] for run in studied),
+        "engine and device": _listed(_where(run) for run in studied),
+        "gradient scale": _images(studied),
+        "commit": _listed(f"`{run['commit']}`" for run in studied),
+        "time, the paper's conditions": beyond.seconds_words(_seconds(studied)),
+    }
+    for device, words in (("cpu", "time on CPU"), ("cuda", "time on GPU")):
+        own = [run for run in trained if str(run["device"]).startswith(device)]
+        if own:
+            facts[f"{words}, added up over all {len(own)} runs"] = beyond.seconds_words(_seconds(own))
+    if results.pieces:
+        told = f"{beyond.seconds_words(busy(results.pieces))} in {len(results.pieces)} pieces, some at the same time"
+        facts["of the lent machine's clock"] = told
+    return facts | {"rounds trained": f"{rounds:,}"}
+
+
+def _seconds(runs: Sequence[Mapping[str, Any]]) -> float:
+    return float(sum(run["seconds"] for run in runs if "beginning_of" not in run))
+
+
+def _where(run: Mapping[str, Any]) -> str:
+    return f"{run['engine']}, {run['device']}" + (f" ({run['machine']})" if run.get("machine") else "")
+
+
+def _images(runs: Sequence[Mapping[str, Any]]) -> str:
+    """On how many images of each client it was measured, and when."""
+    told = [run["images"] for run in runs if run.get("images")]
+    said = [
+        f"{_span([images[when] for images in told if when in images])} images of each client {words}"
+        for when, words in (("round", "at the end of a round"), ("iteration", "at every local iteration"))
+        if any(when in images for images in told)
+    ]
+    whole = {run["repeat"] + 1 for run in runs if "scale.gsc_whole" in run["series"]}
+    said += (
+        [f"the whole set at the end of each round in repeat {_span([*whole])} of the extended study"] if whole else []
+    )
+    return "; ".join(said) or "16 images of each client at the end of a round, 4 at every iteration"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+
+
+def _listed(words: Iterable[object]) -> str:
+    return ", ".join(sorted({str(word) for word in words}))
+
+
+def _summary(outcome: Outcome) -> Table:
+    rows = tuple(
+        (
+            verdict.claim.id,
+            verdict.claim.says + (f" [{verdict.claim.reading}]" if verdict.claim.reading else ""),
+            ", ".join(map(str, verdict.claim.figures)),
+            f"{MARKS[verdict.verdict]} {verdict.word}",
+            "<br>".join(_numbers(each) for each in verdict.measured),
+            str(verdict.repeats),
+        )
+        for verdict in outcome.verdicts
+    )
+    return Table(
+        "What the paper says, and what we see",
+        ("claim", "in words [reading]", "figure", "verdict", "numbers (range of the repeats), threshold", "repeats"),
+        rows,
+        "● all checks in all repeats; ◐ some, or only the easier threshold; ○ none; – not run. A reading is named "
+        "where the paper's words allow two.",
+    )
+
+
+def _numbers(each: Measured) -> str:
+    if not each.numbers:
+        return each.lacking
+    return f"{each.check.short} {beyond.over_repeats(each.numbers)} {_threshold(each)}"
+
+
+def _threshold(each: Measured) -> str:
+    sign = SIGNS[each.check.side]
+    held = beyond.number_words(each.check.reproduced)
+    if each.verdict == "reproduced":
+        return f"({sign} {held})"
+    return f"(wanted {sign} {held}, partly {sign} {beyond.number_words(each.check.partly)})"
+
+
+def _figure(figure: Figure, drawn: Drawn | None, outcome: Outcome) -> list[Block]:
+    blocks: list[Block] = [Heading(3, f"Figure {figure.number}: {figure.title}" if figure.number else figure.title)]
+    if drawn is None:
+        blocks.append(Text(f"Not run: {', '.join(figure.conditions)}."))
+    else:
+        words = f"{figure.title}; numbers in figures/{figure.name}.json"
+        blocks += [Picture(drawn.svg, f"figures/{figure.name}.svg", words), Text(f"{coverage(drawn)}.")]
+    if figure.adds:
+        blocks.append(Text(figure.adds))
+    about = [verdict for verdict in outcome.verdicts if figure.number in verdict.claim.figures]
+    if about:
+        blocks.append(Points(tuple(_said_and_seen(verdict) for verdict in about)))
+    return blocks
+
+
+def _said_and_seen(verdict: Verdict) -> str:
+    claim = verdict.claim
+    reading = f" Reading: {claim.reading}." if claim.reading else ""
+    seen = "; ".join(_numbers(each) for each in verdict.measured)
+    return (
+        f"{claim.id}: «{claim.says}»{reading} **{MARKS[verdict.verdict]} {verdict.word}.** "
+        f"Criterion: {claim.why} Seen: {seen}"
+    )
+
+
+def _again() -> list[Block]:
+    return [
+        Code(
+            (
+                "fedvitals reproduce gsc --quick                  # a rehearsal in minutes",
+                "fedvitals reproduce gsc --out docs/reproduction  # the paper and beyond, resumable",
+                "fedvitals reproduce gsc --only extended --repeats 3",
+                "fedvitals reproduce gsc --device cuda --minutes 8  # on a GPU, in pieces",
+                "fedvitals reproduce gsc --page-only              # draw again what is there",
+                "# where the GPU is lent and has torch, Triton and numpy only:",
+                "fedvitals reproduce gsc --pack PACK  # carry it there; there: python PACK/code/run.py --out OUT",
+                "fedvitals reproduce gsc --merge OUT --out docs/reproduction",
+            )
+        ),
+        Text(
+            "Each condition and repeat is one file under `results/`; what is there is not run again. Bands go from the "
+            "lowest to the highest repeat. A figure's numbers lie beside it as JSON. On a CPU every iteration is "
+            "measured of hierarchical only, on fewer images."
+        ),
+    ]

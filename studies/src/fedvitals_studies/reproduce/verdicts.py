@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the paper's sentences hold, which depend on what the paper does not say, and which do not hold.
+
+Computed: a sentence depends on a reading where its readings get different verdicts, and on a choice where the same
+criterion, held against runs with another choice, gives another verdict than against ours cut to as many rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fedvitals.report.markup import Block, Points, Table, Text
+from fedvitals_studies.reproduce.claims import WORDS, Choice, Claim, Verdict, verdict_of
+from fedvitals_studies.reproduce.conditions import BY_NAME, SCENARIOS, TOPOLOGIES
+from fedvitals_studies.reproduce.results import Result, Results, beginning
+
+ONLY_IN_BASELINE = {"slope", "clip_by"}  # LeakyReLU and clipping: neither of the other scenarios has them
+KINDS = {
+    "holds": "These hold",
+    "partly": "These hold in part: some repeats, some checks, or only the easier threshold",
+    "depends": "These depend on choices that the paper does not give",
+    "not": "These do not hold",
+    "not run": "These were not run",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another choice that gives another verdict."""
+
+    choice: Choice
+    ours: str  # cut to as many rounds as the other has
+    other: str
+
+    @property
+    def words(self) -> str:
+        return f"{self.choice.what}: {self.choice.other}: {WORDS[self.other]} (ours, cut alike: {WORDS[self.ours]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """What the paper says in one place, in each of its readings."""
+
+    readings: tuple[Verdict, ...]
+    changes: tuple[tuple[Change, ...], ...]  # of each reading
+    tried: int  # other choices that it could be held against
+
+    @property
+    def kind(self) -> str:
+        found = {each.verdict for each in self.readings if each.verdict != "not run"}
+        if not found:
+            return "not run"
+        if len(found) > 1 or any(self.changes):
+            return "depends"
+        return {"reproduced": "holds"}.get(*found, *found)
+
+    @property
+    def words(self) -> str:
+        ids = ", ".join(each.claim.id for each in self.readings)
+        said = f"{ids}: «{self.readings[0].claim.says}»"
+        if len({each.verdict for each in self.readings}) > 1:
+            readings = "; ".join(f"{each.claim.reading or 'ours'} {each.word}" for each in self.readings)
+            said += f" By reading: {readings}."
+        elif self.kind == "depends":
+            said += f" Ours: {self.readings[0].word}."
+        for each, changes in zip(self.readings, self.changes, strict=True):
+            if changes:
+                reading = f" [{each.claim.reading}]" if each.claim.reading and len(self.readings) > 1 else ""
+                said += f" Another choice{reading}: {'; '.join(change.words for change in changes)}."
+        if self.tried and not any(self.changes):
+            said += f" {self.tried} other choices tried: the same."
+        return said
+
+
+def sentences(verdicts: Sequence[Verdict], results: Results, choices: Iterable[Choice]) -> list[Sentence]:
+    """All of them, in the paper's order."""
+    groups: dict[str, list[Verdict]] = {}
+    by_id = {each.claim.id: each.claim for each in verdicts}
+    for each in verdicts:
+        twin = by_id.get(each.claim.rereads, each.claim)
+        groups.setdefault(twin.says, []).append(each)
+    told = [choice for choice in choices if choice.condition is not None]
+    found = []
+    for readings in groups.values():
+        looked = [[_under(each.claim, results, choice) for choice in told] for each in readings]
+        changes = tuple(
+            tuple(change for change in row if change is not None and change.ours != change.other) for row in looked
+        )
+        tried = len({change.choice.what for row in looked for change in row if change is not None})
+        found.append(Sentence(tuple(readings), changes, tried))
+    return found
+
+
+def blocks(found: Sequence[Sentence]) -> list[Block]:
+    """For the top of the page."""
+    counts = ", ".join(
+        f"{sum(s.kind == kind for s in found)} {word}"
+        for kind, word in (
+            ("holds", "hold"), ("partly", "hold in part"), ("depends", "depend on what the paper leaves open"),
+            ("not", "do not hold"), ("not run", "were not run"),
+        )
+        if any(s.kind == kind for s in found)
+    )  # fmt: skip
+    made: list[Block] = [Text(f"**Of {len(found)} sentences (readings of one counted once): {counts}.**")]
+    for kind, title in KINDS.items():
+        own = [sentence.words for sentence in found if sentence.kind == kind]
+        if own:
+            made += [Text(f"**{title}** ({len(own)})"), Points(tuple(own))]
+    tried = sum(sentence.tried > 0 for sentence in found)
+    made.append(
+        Text(
+            f"Other choices could be tried on {tried} of the {len(found)}: those about the centralized scenarios, and "
+            "about topologies without clipping. Of the others it is not known what they depend on."
+        )
+    )
+    return made
+
+
+def whole_set_table(results: Results) -> Table:
+    """How far a few images lie from the paper's form, the client's whole set; and that, estimated, from the exact."""
+    rows = []
+    for topology in TOPOLOGIES:
+        for scenario in SCENARIOS:
+            name = f"extended-{topology}-{scenario}"
+            runs = [run for run in results.of(name) if "scale.gsc_whole" in run["series"]]
+            if runs:
+                series = runs[0]["series"]
+                few, whole, exact = (series.get(n) for n in ("scale.gsc", "scale.gsc_whole", "scale.gsc_exact"))
+                where = [i + 1 for i, value in enumerate(exact or ()) if value is not None]
+                rows.append(
+                    (name, str(runs[0].get("images", {}).get("round", "–")), _number(few[-1]), _number(whole[-1]),
+                     _distances(few, whole), _distances(whole, exact or []), ", ".join(map(str, where)) or "–")
+                )  # fmt: skip
+    head = (
+        "condition", "images of a client", "GSC of them, last round", "of the whole set",
+        "distance, median (largest) of the rounds", "estimate from exact, median (largest)", "in rounds",
+    )  # fmt: skip
+    note = (
+        "One repeat. The whole set: as many images as every client has, about 313 of each; estimated by two backward "
+        "passes, exactly by one per class."
+    )
+    return Table("How far a few images lie from the whole set", head, tuple(rows), note)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def _distances(ones: Sequence[float | None], others: Sequence[float | None]) -> str:
+    pairs = [(a, b) for a, b in zip(ones, others, strict=False) if a is not None and b is not None]
+    found = sorted(abs(a / b - 1) if b else (0.0 if a == b else float("inf")) for a, b in pairs)
+    if not found:
+        return "–"
+    return f"{100 * found[len(found) // 2]:.3g} % ({100 * found[-1]:.3g} %)"
+
+
+def _under(claim: Claim, results: Results, choice: Choice) -> Change | None:
+    """The claim with another choice, if that was run for all that the claim is about."""
+    instead = stand_ins(choice, results)
+    wanted = claim.conditions
+    if not all(name in instead and name in results for name in wanted) or all(instead[n] == n for n in wanted):
+        return None
+    ours: list[Result] = []
+    other: list[Result] = []
+    for name in wanted:
+        rounds = min(results.of(name)[0]["rounds"], results.of(instead[name])[0]["rounds"])
+        repeats = set(results.repeats(name)) & set(results.repeats(instead[name]))
+        short = dataclasses.replace(BY_NAME[name], rounds=rounds)
+        ours += [beginning(run, short) for run in results.of(name) if run["repeat"] in repeats]
+        other += [beginning(run, short) for run in results.of(instead[name]) if run["repeat"] in repeats]
+    found = [verdict_of(claim, Results(runs)).verdict for runs in (ours, other)]
+    return None if "not run" in found else Change(choice, *found)
+
+
+def stand_ins(choice: Choice, results: Results) -> dict[str, str]:
+    """By the paper's condition: the one that is the same but for this choice, where it was run."""
+    name = choice.condition or ""
+    found = {}
+    if name.startswith("beyond-"):  # one of a row over the topologies, all clipped
+        stem = name.rpartition("-")[0]
+        found = {f"initial-{topology}-clipped": f"{stem}-{topology}" for topology in TOPOLOGIES}
+    else:
+        found["initial-centralized-clipped"] = name
+        found |= {f"initial-{topology}-unclipped": f"{name}-{topology}-unclipped" for topology in TOPOLOGIES}
+        same = name in BY_NAME and set(BY_NAME[name].settings) <= ONLY_IN_BASELINE
+        for scenario in SCENARIOS[1:]:
+            plain = f"extended-centralized-{scenario}"
+            found[plain] = plain if same else f"{name}-{scenario}"
+    found["extended-centralized-baseline"] = name
+    return {paper: other for paper, other in found.items() if other in results}

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals reproduce`: a published study, run again here, with a verdict on each of its claims."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fedvitals.cli.options import json_option, print_json
+
+if TYPE_CHECKING:
+    from fedvitals_studies.reproduce.conditions import Condition
+    from fedvitals_studies.reproduce.page import Outcome
+    from fedvitals_studies.reproduce.study import Job, Progress
+
+
+@click.command()
+@click.argument("study", type=click.Choice(["gsc"]))
+@click.option("--quick", is_flag=True, help="A rehearsal: 10 clients, 6 rounds, digits where GTSRB is not there.")
+@click.option("--out", default=None, metavar="DIR", help="Where results, figures and page go. Default: reproduction.")
+@click.option("--data", default=None, metavar="DIR", help="Where GTSRB lies. Default: FEDVITALS_DATA, ../shared/data.")
+@click.option("--only", multiple=True, metavar="CONDITION", help="A condition, a study, or a pattern; may be repeated.")
+@click.option("--repeats", type=int, default=None, help="Runs of each condition. Default: 3; quick: 1.")
+@click.option("--page-only", is_flag=True, help="Run nothing: draw the page again from what is there.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Where to train. Default: cpu.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    help="Begin no run that would not fit into so many minutes.",
+)
+@click.option("--pack", default=None, metavar="DIR", help="Run nothing: write what a GPU machine without us needs.")
+@click.option("--python", default="3.12", help="With --pack: the version of Python over there.")
+@click.option("--wheel", multiple=True, metavar="FILE", help="With --pack: a wheel to take, where pip has no network.")
+@click.option(
+    "--merge", multiple=True, metavar="FILE|DIR", help="Take in the results of a pack's run; then draw the page."
+)
+@json_option
+def command(
+    study: str,
+    quick: bool,
+    out: str | None,
+    data: str | None,
+    only: tuple[str, ...],
+    repeats: int | None,
+    page_only: bool,
+    device: str | None,
+    minutes: float | None,
+    pack: str | None,
+    python: str,
+    wheel: tuple[str, ...],
+    merge: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Run the study of gradient scale monitoring (GSC) again, and put each of its claims beside what is seen here.
+
+    Results are kept per condition: stopped at any moment, it goes on where it was. Only GTSRB, whole, with 100 clients
+    and the paper's rounds is called a reproduction. Exit code 1: some condition could not be run.
+
+    For a GPU that is lent for minutes, with torch, Triton and numpy on it: --pack writes a folder to carry there,
+    its run.py works in pieces, and --merge brings their results home.
+    """
+    if pack is not None and (merge or page_only):
+        raise click.UsageError("--pack sends the study away, --merge and --page-only draw its page: give one of them.")
+    if wheel and pack is None:
+        raise click.UsageError("--wheel goes with --pack.")
+    if pack is not None:
+        _pack(Path(pack), Path(data) if data else None, python, [Path(each) for each in wheel], as_json=as_json)
+        return
+    from fedvitals_studies.reproduce.conditions import CONDITIONS, chosen
+    from fedvitals_studies.reproduce.conditions import quick as in_quick
+    from fedvitals_studies.reproduce.page import as_facts, write_page
+    from fedvitals_studies.reproduce.results import Results
+
+    folder = Path(out or ("reproduction-quick" if quick else "reproduction"))
+    place = Path(data) if data else None
+    everything = in_quick(_dataset(folder, place, page_only or bool(merge))) if quick else CONDITIONS
+    conditions = chosen(everything, only)
+    failed: list[str] = []
+    if merge:
+        _merge(folder, merge, everything)
+    elif not page_only:
+        failed = _run(folder, conditions, repeats or (1 if quick else 3), place, device, minutes)
+        if not quick and not failed and minutes is None and not (folder / "costs.json").exists():
+            from fedvitals_studies.reproduce import costs as reproduce_costs
+
+            click.echo("Measuring what each metric costs ...", err=True)
+            reproduce_costs.write(folder, place)
+    click.echo("Drawing the page ...", err=True)
+    outcome = write_page(folder, Results.read(folder, everything))
+    if as_json:
+        print_json("reproduce", {**as_facts(outcome), "study": study, "failed": failed, "files": _names(outcome)})
+    else:
+        _print(outcome, failed)
+    if failed:
+        sys.exit(1)
+
+
+def _dataset(folder: Path, data: Path | None, nothing_to_run: bool) -> str:
+    """GTSRB where it is there, else digits; of a folder that has results already, theirs."""
+    import json
+
+    before = sorted((folder / "results").glob("*.json"))
+    if before:
+        return str(json.loads(before[0].read_text(encoding="utf-8"))["dataset"])
+    if nothing_to_run:  # a pack is of GTSRB
+        return "gtsrb"
+    from fedvitals_studies.reproduce.study import has_gtsrb
+
+    return "gtsrb" if has_gtsrb(data) else "digits"
+
+
+def _merge(folder: Path, files: Sequence[str], conditions: Sequence[Condition]) -> None:
+    from fedvitals_studies.reproduce import bundle
+
+    count = bundle.merge(folder, [Path(file) for file in files], conditions)
+    click.echo(f"{count} results taken into {folder / 'results'}", err=True)
+
+
+def _pack(folder: Path, data: Path | None, python: str, wheels: list[Path], *, as_json: bool) -> None:
+    from fedvitals_studies.packs.pack import pack, size
+    from fedvitals_studies.reproduce.data import packed_gtsrb
+
+    with packed_gtsrb(data) as files:
+        made = pack(folder, data=files, entry="fedvitals_studies.reproduce.piece:main", python=python, wheels=wheels)
+    told = {str(part): size(part) for part in (made.code, *made.parts)}
+    if as_json:
+        print_json("reproduce", {"pack": told, "script": str(made.script)})
+        return
+    for path, count in told.items():
+        click.echo(f"{count / 1e6:7.1f} MB  {path}")
+    click.echo(f"There, with all of it in place, by Python {python}: python {made.script} --minutes 8 --out OUT")
+    click.echo("Then here: fedvitals reproduce gsc --merge OUT")
+
+
+def _run(
+    folder: Path,
+    conditions: Sequence[Condition],
+    repeats: int,
+    data: Path | None,
+    device: str | None,
+    minutes: float | None,
+) -> list[str]:
+    from fedvitals_studies.reproduce.conditions import richly
+    from fedvitals_studies.reproduce.study import default_measure, in_words, measure_all, plan
+
+    where = device or "cpu"
+    if where != "cpu":
+        conditions = [richly(condition) for condition in conditions]
+    planned = plan(folder, conditions, repeats, where)
+    if not planned.todo:
+        click.echo(f"All {len(planned.done)} runs are there: {folder / 'results'}", err=True)
+        return []
+    if where != "cpu":
+        from fedvitals.lab.engines.devices import device_of
+
+        device_of(where)  # before anything is announced
+    guess = " (a guess until the first is done)" if planned.guessed else ""
+    click.echo(
+        f"{len(planned.todo)} runs to do, {len(planned.done)} done; about {in_words(planned.seconds)}{guess}. "
+        f"Each is kept in {folder / 'results'}: stop with Ctrl-C, go on with the same command.",
+        err=True,
+    )
+    measure = default_measure(device)
+    with _bars() as progress:
+        return measure_all(
+            folder,
+            conditions,
+            repeats=repeats,
+            measure=measure,
+            data=data,
+            tell=_tell,
+            progress=progress,
+            minutes=minutes,
+            device=where,
+        )
+
+
+def _tell(text: str) -> None:
+    click.echo(text, err=True)
+
+
+class _bars:  # noqa: N801 - used as a function is
+    """One bar per run on a terminal; nothing elsewhere, where the lines around it are enough."""
+
+    def __enter__(self) -> Callable[[Job], Progress]:
+        self._open: Any = None
+        return self._start
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.stop()
+            self._open = None
+
+    def _start(self, job: Job) -> Progress:
+        self._close()
+        if not sys.stderr.isatty():
+            return lambda *_: None
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        text = TextColumn("  round {task.completed} of {task.total}")
+        self._open = bar = Progress(text, BarColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+        task = bar.add_task("", total=job.condition.rounds)
+        bar.start()
+
+        def show(done: int, rounds: int) -> None:
+            bar.update(task, completed=done, total=rounds)
+            if done >= rounds:
+                self._close()
+
+        return show
+
+
+def _names(outcome: Outcome) -> list[str]:
+    return [str(file) for file in outcome.files]
+
+
+def _print(outcome: Outcome, failed: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedvitals.cli.screen import shown
+    from fedvitals_studies.reproduce.page import MARKS
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{outcome.standing}[/]" + (": " + "; ".join(outcome.objections) if outcome.objections else ""))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("claim", "verdict", "in words", "reading", "repeats"):
+        table.add_column(column, justify="right" if column == "repeats" else "left")
+    ran = [verdict for verdict in outcome.verdicts if verdict.verdict != "not run"]
+    for verdict in ran:
+        claim = verdict.claim
+        word = f"{MARKS[verdict.verdict]} {verdict.word}"
+        table.add_row(claim.id, word, shown(claim.says), claim.reading, str(verdict.repeats))
+    if ran:
+        console.print(table)
+    console.print(", ".join(f"{count} {word}" for word, count in outcome.counts.items()))
+    for line in failed:
+        console.print(f"[red]failed[/] {shown(line)}")
+    console.print(f"Page: {outcome.files[1]} and {outcome.files[0].name} beside it", soft_wrap=True)

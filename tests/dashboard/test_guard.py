@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may ask the dashboard what: addresses, tokens, writes, sizes, headers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from fedvitals.dashboard import guard, tokens
+from fedvitals.dashboard.app import create_app
+from fedvitals.dashboard.server import Address, bind, is_loopback
+from fedvitals.errors import ConfigError
+from support.timed_run import begin, stored
+
+HOME = "http://127.0.0.1:8321"
+WRITE = {"X-Fedvitals": "1"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    told = begin("20260101-000000-tiny", "tiny")
+    told.round({"c0": (0.1, 1.0, 0.2), "c1": (0.1, 2.0, 0.2)}, accuracy=0.5)
+    return stored(tmp_path_factory.mktemp("guarded") / "runs.db", told)
+
+
+@pytest.fixture(scope="module")
+def open_(store: Path) -> Iterator[TestClient]:
+    with TestClient(create_app(store), base_url=HOME) as client:
+        yield client
+
+
+@pytest.fixture
+def closed(store: Path) -> Iterator[TestClient]:
+    with TestClient(create_app(store, token="right"), base_url="http://lab.example:8321") as client:
+        yield client
+
+
+def test_every_answer_carries_the_headers_that_keep_other_peoples_scripts_out(open_: TestClient) -> None:
+    for path in ("/", "/api/store", "/api/nothing", "/static/app.js", "/static/../pyproject.toml"):
+        policy = open_.get(path).headers["Content-Security-Policy"]
+        assert "script-src 'self';" in policy
+        assert "unsafe" not in policy
+        assert "default-src 'none'" in policy
+        assert open_.get(path).headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "[::2]", "", "localhost.evil"])
+def test_another_name_for_this_machine_is_refused(open_: TestClient, host: str) -> None:
+    answer = open_.get("/api/store", headers={"Host": host})
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "refused"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:1", "[::1]:8321", "LOCALHOST:5"])
+def test_its_own_names_are_served(open_: TestClient, host: str) -> None:
+    assert open_.get("/api/store", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"X-Fedvitals": "2"},
+        {**WRITE, "Origin": "https://evil.example"},
+        {**WRITE, "Origin": "null"},
+        {**WRITE, "Sec-Fetch-Site": "cross-site"},
+    ],
+)
+def test_a_change_must_come_from_our_own_page(open_: TestClient, headers: dict[str, str]) -> None:
+    for method, path in (("PUT", "/api/runs/tiny/tags/x"), ("DELETE", "/api/runs/tiny")):
+        assert open_.request(method, path, headers=headers).status_code == 403
+    assert open_.get("/api/store").json()["runs"] == 1
+
+
+def test_a_page_of_another_site_reads_nothing(open_: TestClient) -> None:
+    assert open_.get("/api/runs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert open_.get("/", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200  # a link may lead here
+
+
+def test_large_requests_are_refused(open_: TestClient) -> None:
+    large = b"x" * (guard.LARGEST_BODY + 1)
+    assert open_.put("/api/runs/tiny/tags/x", content=large, headers=WRITE).status_code == 413
+    assert open_.get("/api/runs?search=" + "x" * 9000).status_code == 413
+
+
+def test_a_body_that_does_not_say_its_length_ends_where_it_becomes_too_long(closed: TestClient) -> None:
+    def login(size: int) -> int:
+        parts = iter([b'{"token": "', b"x" * size, b'"}'])
+        return closed.post("/api/login", content=parts, headers=WRITE).status_code
+
+    assert login(1000) == 401  # read whole, and wrong
+    assert login(guard.LARGEST_BODY) == 400  # cut, and so no longer JSON
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2fapp.py",
+        "/static//etc/passwd",
+        "/static/%00",
+        "/static/views/../../guard.py",
+    ],
+)
+def test_no_file_outside_the_static_folder_is_served(open_: TestClient, path: str) -> None:
+    answer = open_.get(path)
+    assert answer.status_code in (404, 400)
+    assert "from __future__" not in answer.text
+    assert "root:" not in answer.text
+
+
+def test_without_the_token_only_the_way_in_is_open(closed: TestClient) -> None:
+    for path in ("/api/store", "/api/runs", "/api/live", "/api/openapi.json"):
+        answer = closed.get(path)
+        assert answer.status_code == 401, path
+        assert answer.json()["error"]["code"] == "token_needed"
+    assert closed.get("/login").status_code == 200
+    assert "tiny" not in closed.get("/runs/tiny").text
+
+
+def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_can_use(closed: TestClient) -> None:
+    answer = closed.post("/api/login", json={"token": "right"}, headers=WRITE)
+    assert answer.status_code == 200
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert "right" not in cookie
+    assert closed.get("/api/store").json()["runs"] == 1
+    closed.cookies.clear()
+    assert closed.get("/api/store").status_code == 401
+    assert closed.get("/api/store", headers={"Cookie": f"{tokens.COOKIE}=right"}).status_code == 401
+
+
+def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
+    assert closed.get("/api/store", headers={"Authorization": "Bearer right"}).status_code == 200
+    assert closed.get("/api/store", headers={"Authorization": "Bearer wrong"}).status_code == 401
+
+
+@pytest.mark.parametrize("bearer", [False, True])
+def test_guessing_is_slowed_down_and_then_even_the_right_one_waits(closed: TestClient, bearer: bool) -> None:
+    def attempt(token: str) -> int:
+        if bearer:
+            return closed.get("/api/store", headers={"Authorization": f"Bearer {token}"}).status_code
+        return closed.post("/api/login", json={"token": token}, headers=WRITE).status_code
+
+    wrong = [attempt(f"guess {i}") for i in range(tokens.TRIES + 1)]
+    assert wrong[0] == 401
+    assert wrong[-1] == 429
+    assert attempt("right") == 429
+    told = closed.get("/api/store", headers={"Authorization": "Bearer x"})
+    assert int(told.headers["Retry-After"]) > 0
+
+
+def test_a_login_that_says_nothing_is_told_so(closed: TestClient) -> None:
+    for body in (b"", b"[]", b"{}", b'{"token": 3}', b"\xff", b'{"token": null}'):
+        assert closed.post("/api/login", content=body, headers=WRITE).status_code == 400, body
+
+
+def test_a_login_from_another_site_is_refused(closed: TestClient) -> None:
+    assert closed.post("/api/login", json={"token": "right"}).status_code == 403
+
+
+def test_which_addresses_are_this_machines_own() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example")))
+
+
+def test_the_token_stands_where_no_server_log_sees_it() -> None:
+    assert Address("192.0.2.1", 80, "secret").url == "http://192.0.2.1:80/login#token=secret"
+    assert Address("::1", 81, None).url == "http://[::1]:81"
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_this_machines_is_told(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host"):
+        bind(host, None)
+
+
+def test_a_port_that_is_taken_is_told_and_a_free_one_is_found() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="--port"):
+            bind("127.0.0.1", taken.getsockname()[1])
+    with bind("127.0.0.1", None) as one:
+        one.listen()
+        with bind("127.0.0.1", None) as two:
+            assert one.getsockname()[1] != two.getsockname()[1]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README and the examples show works as shown."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import fedvitals
+from fedvitals.store import open_reader
+from fedvitals.store.read import queries
+from support.paths import ROOT
+
+
+def test_the_readmes_snippet_is_the_example():
+    """Every line of the README's Python snippet stands in examples/plain_loop.py, in order."""
+    snippet = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    example = (ROOT / "examples" / "plain_loop.py").read_text()
+    body = snippet.split("\n", 2)[2].strip()  # after the import
+    assert body.replace('"runs.db"', "store") in example
+
+
+@pytest.mark.thorough
+def test_the_plain_loop_runs(tmp_path):
+    """The example trains, and the store has every client's vital signs in every round."""
+    pytest.importorskip("sklearn", reason="the example's data ship inside scikit-learn")
+    store = tmp_path / "runs.db"
+    subprocess.run([sys.executable, ROOT / "examples" / "plain_loop.py", store], check=True, cwd=tmp_path)
+    with open_reader(store) as reader:
+        run = queries.find_run(reader, "digits")
+        history = reader.history(run)
+        assert history.rounds() == list(range(5))
+        for number in range(5):
+            assert len(history.latest("gradient.norm", number)) == 8
+            assert len(history.latest("update.cosine_mean", number)) == 8
+        _, nodes, values = history.matrix("gradient", "l2", "0.weight")
+        assert [node for node in nodes if node] == [f"c{i}" for i in range(8)]
+        assert (values[:, [i for i, node in enumerate(nodes) if node]] > 0).all()
+        assert history.series("accuracy", None)[1][-1] > 0.8
+
+
+@pytest.mark.thorough
+def test_the_readmes_ten_lines_of_the_lab_run(tmp_path, capsys):
+    """With those after them, which heal the same federation."""
+    _, *snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    short = "\n".join(snippets).replace("rounds=15", "rounds=2").replace("since=5", "since=1")
+    short = short.replace('"runs.db"', repr(str(tmp_path / "runs.db")))
+    names = {"fv": fedvitals}
+    exec(short, names)
+    assert len(names["result"].rounds) == 2
+    assert len(capsys.readouterr().out.splitlines()) >= 2  # its accuracy, and what was found
+
+
+def test_the_readmes_sinks_are_what_they_are_called(tmp_path):
+    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for name in ("google.protobuf", "prometheus_client"):
+        pytest.importorskip(name)
+    snippet = snippet.replace('"runs.db"', repr(str(tmp_path / "runs.db"))).replace(
+        "Prometheus()", "Prometheus(port=0)"
+    )
+    names = {"fv": fedvitals}
+    exec(snippet.replace('"alerts.toml"', repr(str(ROOT / "examples/alerts.toml"))), names)
+    with names["monitor"] as monitor:
+        assert len(monitor._chart._sinks) == 3

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk-throughs work as they are written: every block runs, every picture is one that was drawn."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+pytestmark = pytest.mark.thorough  # each trains for seconds
+
+for package in ("matplotlib", "sklearn"):
+    pytest.importorskip(package, reason="the guides need the extras lab and plots")
+
+GUIDE = ROOT / "docs" / "guide"
+_spec = importlib.util.spec_from_file_location("guide_make", GUIDE / "make.py")
+make = importlib.util.module_from_spec(_spec)
+sys.modules["guide_make"] = make  # dataclasses look their module up
+_spec.loader.exec_module(make)
+
+
+def test_every_guide_is_in_the_list():
+    pages = {path.stem for path in GUIDE.glob("*.md")} - {"README"}
+    assert pages == set(make.GUIDES)
+    index = (GUIDE / "README.md").read_text(encoding="utf-8")
+    assert all(f"({name}.md)" in index for name in make.GUIDES)
+
+
+@pytest.mark.parametrize("name", make.GUIDES)
+def test_a_guide_works_as_written(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDVITALS_STORE", raising=False)
+    text = (GUIDE / f"{name}.md").read_text(encoding="utf-8")
+    played = make.play(GUIDE / f"{name}.md")
+    assert played.codes
+    for line, code in played.codes.items():
+        assert code in ((0, 1) if line.startswith("fedvitals findings") else (0,)), line
+        assert played.said[line].strip(), line
+    assert list(played.pictures) == re.findall(r"\(figures/([\w-]+)\.svg\)", text)
+    for picture, svg in played.pictures.items():
+        assert "<svg" in svg
+        drawn = GUIDE / "figures" / f"{picture}.svg"
+        assert drawn.stat().st_size < 150_000, f"draw it: python docs/guide/make.py {name}"
+    taken = set(re.findall(r'"([\w-]+)": \("', (GUIDE / "screenshots.py").read_text(encoding="utf-8")))
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        if link.endswith(".png"):  # a page of the dashboard, taken by screenshots.py
+            assert Path(link).stem in taken, link
+        else:
+            assert (GUIDE / link).exists(), link
+    assert "fedvitals.views" not in text  # only what is public
+    assert "fedvitals.store" not in text

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+from fedvitals.protocols import History, Sink
+from fedvitals.records import Event, Where
+from fedvitals.store.in_memory import MemoryStore
+from support.store_contract import RUN, StoreContract, metric, stats
+
+
+class TestMemory(StoreContract):
+    def make(self, folder):
+        return MemoryStore(everything=True)
+
+    def make_second(self, store):
+        return MemoryStore(everything=True)
+
+    def reopen(self, store):
+        return store
+
+    def history(self, store, run="r-1"):
+        return store.history(run)
+
+    def read(self, store, kind, run="r-1"):
+        return store.records(run, kind)
+
+    def run(self, store, run="r-1"):
+        return store.runs[run]
+
+
+def test_it_is_what_it_says():
+    store = MemoryStore()
+    assert isinstance(store, Sink)
+    assert isinstance(store.history("r"), History)
+
+
+def test_only_the_newest_rounds_are_kept_where_memory_has_a_limit():
+    store, whole = MemoryStore(rounds=20), MemoryStore()
+    for number in range(200):
+        batch = [
+            *(metric(number, f"c{c}", float(number), sequence=10 * number + c) for c in range(3)),
+            stats(number, "c1", number, 10 * number + 5),
+            Event(Where("r-1", number), number, "info", "round", "", {}, "m", 10 * number + 6),
+        ]
+        for each in (store, whole):
+            each.write([RUN, *batch])
+    history, wanted = store.history("r-1"), whole.history("r-1")
+    kept = history.rounds()
+    assert 20 <= len(kept) <= 25
+    assert kept == wanted.rounds()[-len(kept) :]
+    rounds, values = history.series("loss", "c1")
+    assert (rounds, values) == (kept, [float(number) for number in kept])
+    assert history.matrix("gradient", "l2", "conv.bias")[0] == kept
+    assert [n for n in range(200) if history.across("gradient", ("l2",), n)[0]] == kept
+    assert [event.where.round for event in history.events()] == kept
+    assert history.latest("loss", 199) == wanted.latest("loss", 199)
+    store.write([metric(1, "c1", 1.0, sequence=11)])  # delivered again, long after
+    assert history.latest("loss", 1) == {}

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+from fedvitals.protocols import History, Sink
+from fedvitals.store import open_reader, open_store
+from fedvitals.store.read import queries
+from fedvitals.store.sqlite import SqliteStore
+from support.store_contract import StoreContract
+
+
+class TestSqlite(StoreContract):
+    def make(self, folder):
+        return SqliteStore(folder / "runs.db")
+
+    def make_second(self, store):
+        return SqliteStore(store.path.with_name("second.db"))
+
+    def reopen(self, store):
+        store.close()
+        return SqliteStore(store.path)
+
+    def history(self, store, run="r-1"):
+        return _Asked(store.path, run)
+
+    def read(self, store, kind, run="r-1"):
+        with open_reader(store.path) as reader:
+            return queries.records(reader, run, kind)
+
+    def run(self, store, run="r-1"):
+        with open_reader(store.path) as reader:
+            return queries.get_run(reader, run)
+
+
+class _Asked:
+    """A history that opens the store for each question, as the dashboard does."""
+
+    def __init__(self, path, run):
+        self._path, self._run = path, run
+
+    def __getattr__(self, name):
+        def ask(*args, **kwargs):
+            with open_reader(self._path) as reader:
+                return getattr(reader.history(self._run), name)(*args, **kwargs)
+
+        return ask
+
+
+def test_it_is_what_it_says(tmp_path):
+    with open_store(tmp_path / "runs.db") as store:
+        assert isinstance(store, Sink)
+        store.write(())
+        assert not store.path.exists()
+        from support.store_contract import RUN
+
+        store.write([RUN])
+        with open_reader(store.path) as reader:
+            assert isinstance(reader.history("r-1"), History)

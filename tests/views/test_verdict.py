@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict in words is what the findings say: other findings, another sentence."""
+
+import dataclasses
+
+import pytest
+
+from fedvitals.diagnosis.cases import cases
+from fedvitals.diagnosis.finding import finding
+from fedvitals.diagnosis.issues.table import ISSUES
+from fedvitals.records import Action, Finding, Metric, Run, Suspect, Where
+from fedvitals.store import open_reader, open_store
+from fedvitals.views.cases import case_key, case_of, cases_of
+from fedvitals.views.verdict import Facts, judge, verdict_of
+from fedvitals.views.verdict_words import OF_CLIENTS, OF_THE_RUN
+
+FACTS = Facts(rounds=40, clients=20, detectors=34, accuracy=0.87)
+HOSTILE = "<img src=x onerror=alert(1)>/~%2F é"
+
+
+def found(issue="LABEL_NOISE", number=39, confidence=0.96, node="c7", since=5, **more):
+    return finding(
+        issue, number, more.pop("message", "so it is"), confidence=confidence, node=node, since=since, **more
+    )
+
+
+def verdict(*findings, facts=FACTS, rounds=40):
+    return judge(cases(findings, {None: range(rounds)}), facts)
+
+
+def test_the_sentence_says_who_what_since_when_and_how_sure():
+    told = verdict(found())
+    assert told.headline == "c7 sends updates like a client with wrong labels, since round 5 (96 %)"
+    assert (told.state, told.since, told.confidence, told.node, told.issue) == ("ill", 5, 0.96, "c7", "LABEL_NOISE")
+    assert told.key == "LABEL_NOISE~c7~~"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"issue": "STRAGGLER"}, "c7 is far slower than the others, since round 5 (96 %)"),
+        ({"node": "c12"}, "c12 sends updates like a client with wrong labels, since round 5 (96 %)"),
+        ({"since": 9}, "c7 sends updates like a client with wrong labels, since round 9 (96 %)"),
+        ({"confidence": 0.71}, "c7 sends updates like a client with wrong labels, since round 5 (71 %)"),
+        ({"confidence": 0.999}, "c7 sends updates like a client with wrong labels, since round 5 (over 99 %)"),
+        ({"confidence": 1.0}, "c7 sends updates like a client with wrong labels, since round 5 (over 99 %)"),
+        (
+            {"issue": "NAN_UPDATE", "confidence": 1.0},
+            "c7 sends updates that are NaN or infinite, since round 5 (100 %)",
+        ),
+        ({"issue": "FROZEN_LAYER", "layer": "0.weight"}, "c7 does not train layer 0.weight, since round 5 (96 %)"),
+        (
+            {"issue": "EXPLODING_GRADIENT", "node": None, "layer": "3.bias"},
+            "Gradients explode, in layer 3.bias, since round 5 (96 %)",
+        ),
+        ({"issue": "DIVERGENCE", "node": None}, "The loss runs away, since round 5 (96 %)"),
+        (
+            {"node": None, "group": "edge-2"},
+            "Nearly all of edge-2 send updates like clients with wrong labels, since round 5 (96 %)",
+        ),
+        (
+            {
+                "issue": "GROUP_LEFT_BEHIND",
+                "node": None,
+                "suspects": [Suspect(node, 1.0, "badly served") for node in ("c9", "c3", "c11")],
+            },
+            "The global model does not serve c3, c9 and 1 more, since round 5 (96 %)",
+        ),
+    ],
+)
+def test_another_finding_gives_another_sentence(change, words):
+    assert verdict(found(**change)).headline == words
+
+
+def test_several_culprits_of_one_issue_are_one_sentence():
+    told = verdict(*(found(node=f"c{i}", since=i, confidence=0.6 + i / 100) for i in (12, 3, 7, 5)))
+    assert told.headline == "c3, c5 and 2 more send updates like clients with wrong labels, since round 3 (up to 72 %)"
+    assert told.key == "LABEL_NOISE~c12~~"  # of the surest
+    assert "other" not in told.detail
+
+
+def test_the_worst_decides_and_the_others_are_counted():
+    told = verdict(
+        found(),
+        found("NAN_UPDATE", node="c2", confidence=1.0, since=30),
+        found("MISSING_CLASSES", node="c4", severity="note"),
+        found("STRAGGLER", node="c9", number=10),
+    )
+    assert told.headline == "c2 sends updates that are NaN or infinite, since round 30 (100 %)"
+    assert told.detail == "Accuracy 0.87. 1 other finding, 1 other note, 1 over."
+
+
+def test_a_finding_of_a_users_own_speaks_in_its_own_words():
+    own = Finding(Where("", 39, "c7"), 0.0, "MY_RULE", "warning", 0.8, "c7 is\nodd.", {"since": 20})
+    assert verdict(own).headline == "c7 is odd, since round 20 (80 %)"
+    long = dataclasses.replace(own, message="word " * 200)
+    assert len(verdict(long).headline) < 300
+
+
+def test_healthy_is_said_as_plainly():
+    told = verdict()
+    assert told.state == "healthy"
+    assert told.headline == "Healthy. 40 rounds, 20 clients, no finding; expected false alarms 0.4."
+    strict = dataclasses.replace(FACTS, false_alarms=0.1, rounds=100)
+    assert "expected false alarms 0.1." in verdict(facts=strict).headline
+
+
+def test_what_could_not_be_seen_is_said_with_healthy():
+    assert "Wrong labels cannot be seen" in verdict(facts=dataclasses.replace(FACTS, accuracy=0.2)).detail
+    assert "fewer than 4 clients" in verdict(facts=dataclasses.replace(FACTS, clients=3)).detail
+
+
+def test_notes_and_what_is_over_never_make_a_run_ill():
+    note = verdict(found(severity="note", confidence=0.43))
+    assert note.state == "watch"
+    assert note.headline.startswith("Nothing serious. A note: c7 sends updates")
+    over = verdict(found(number=9))
+    assert over.state == "watch"
+    assert over.headline == (
+        "Nothing serious now. Seen in rounds 5 to 9: c7 sends updates like a client with wrong labels (96 %)"
+    )
+    assert verdict(found(number=9, severity="note")).state == "healthy"
+
+
+def test_who_is_hardly_suspected_any_more_does_not_make_a_run_ill():
+    told = verdict(found(number=20), found(number=39, severity="note", confidence=0.24))
+    assert told.state == "watch"
+    assert "24 %" in told.headline
+
+
+def test_muted_cases_do_not_decide_and_acknowledged_ones_say_so():
+    key = "LABEL_NOISE~c7~~"
+    muted = verdict(found(), facts=dataclasses.replace(FACTS, muted=frozenset({key})))
+    assert muted.state == "healthy"
+    assert "(1 muted)" in muted.headline
+    seen = verdict(found(), facts=dataclasses.replace(FACTS, acknowledged=frozenset({key})))
+    assert seen.state == "ill"
+    assert seen.headline.endswith("since round 5 (96 %, acknowledged)")
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "words"),
+    [
+        ({"rounds": 0}, "warming", "Too early to judge: no round is complete"),
+        ({"rounds": 2}, "warming", "Too early to judge: 2 rounds so far"),
+        ({"rounds": 2, "finished": True}, "warming", "Too short to judge: 2 rounds."),
+        ({"detectors": 0}, "unjudged", "Not judged: no detector looked at this run."),
+    ],
+)
+def test_no_verdict_yet_is_a_state_of_its_own(change, state, words):
+    told = verdict(facts=dataclasses.replace(FACTS, **change))
+    assert told.state == state
+    assert words in told.headline
+
+
+def test_an_exact_finding_makes_a_run_ill_in_its_first_round():
+    told = verdict(found("NAN_UPDATE", 0, 1.0, since=0), facts=dataclasses.replace(FACTS, rounds=1), rounds=1)
+    assert told.state == "ill"
+
+
+def test_the_detail_tells_shares_and_what_was_done_and_invents_nothing():
+    facts = dataclasses.replace(FACTS, samples={"c7": 50.0, "c1": 150.0, "c2": 800.0})
+    assert verdict(found(), facts=facts).detail == "Accuracy 0.87. c7 holds 5 % of the data."
+    why = "The loss is better than the trend before it."
+    done = Action(Where("", 9, "c7"), 1.0, "LABEL_NOISE c7", "quarantine", "c7", {"why": why}, "applied")
+    told = verdict(found(), facts=dataclasses.replace(facts, actions=[done]))
+    assert "Quarantine of c7 in force since round 9: The loss is better than the trend before it." in told.detail
+    of_another = dataclasses.replace(done, finding="LABEL_NOISE c8")
+    assert "Quarantine" not in verdict(found(), facts=dataclasses.replace(facts, actions=[of_another])).detail
+
+
+@pytest.mark.parametrize("issue", ISSUES, ids=lambda issue: issue.code)
+@pytest.mark.parametrize("place", [{"node": "c7"}, {"node": None}, {"node": None, "group": "ring-1"}], ids=str)
+def test_every_issue_can_be_said_of_a_client_a_group_and_the_run(issue, place):
+    told = verdict(found(issue.code, severity="warning", **place))
+    assert "{" not in told.headline
+    assert told.headline.endswith("since round 5 (96 %)")
+    if place.get("node"):
+        assert "c7" in told.headline
+
+
+def test_the_words_are_of_known_issues():
+    known = {issue.code for issue in ISSUES}
+    assert known >= OF_CLIENTS.keys() | OF_THE_RUN.keys()
+
+
+def test_keys_are_one_part_of_a_path_and_tell_cases_apart():
+    hostile = cases([found(node=HOSTILE, layer="a~b/c"), found(node=HOSTILE, layer="a"), found(node=HOSTILE + "~a")])
+    keys = [case_key(case) for case in hostile]
+    assert len(set(keys)) == 3
+    assert all(key.count("~") == 3 and not set(key) & set("/<> ?#") for key in keys)
+
+
+def test_from_a_store_as_from_memory(tmp_path):
+    path = tmp_path / "runs.db"
+    where = dataclasses.replace(found().where, run="r")
+    records = [Run("r", "demo", config={"fedvitals": {"detectors": 34, "false_alarms": 2.0}}, started=1.0)]
+    records += [
+        Metric(Where("r", number, node), float(number), "steps", 5.0)
+        for number in range(12)
+        for node in ("c1", "c7", HOSTILE)
+        if node != "c7" or number % 2
+    ]
+    records += [Metric(Where("r", 11), 11.0, "accuracy", 0.5), Metric(Where("r", 11, "c1"), 11.0, "samples", 9.0)]
+    records += [
+        dataclasses.replace(found(number=3, since=3), where=dataclasses.replace(where, round=3)),
+        dataclasses.replace(found(), where=Where("r", 11, HOSTILE)),
+    ]
+    numbered = [dataclasses.replace(record, source="test", sequence=i) for i, record in enumerate(records)]
+    with open_store(path) as store:
+        store.write(numbered)
+    with open_reader(path) as reader:
+        told = verdict_of(reader, "r")
+        assert told.headline == f"{HOSTILE} and c7 send updates like clients with wrong labels, since round 3 (96 %)"
+        assert told.detail.startswith("Accuracy 0.5.")
+        first = {case.node: case for case in cases_of(reader, "r")}
+        assert first["c7"].still_there  # it took part in four rounds since, the run had eight
+        assert case_of(reader, "r", case_key(first[HOSTILE])).node == HOSTILE
