@@ -242,6 +242,6 @@ def test_allowed_files_break_no_rule(tmp_path):
 def test_commands_of_the_readme_exist_and_run():
     named = set(re.findall(r"scripts/(\w+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert {"demo", "test"} <= named
-    for name in named | {"check", "docs", "env", "rules"}:
+    for name in named | {"check", "docs", "env", "rules", "shape"}:
         assert os.access(ROOT / "scripts" / name, os.X_OK), f"scripts/{name} cannot be run"
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
