@@ -41,19 +41,19 @@ def test_the_plain_loop_runs(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_readmes_ten_lines_of_the_lab_run(tmp_path, capsys):
-    """With those after them, which heal the same federation."""
+def test_the_readmes_lab_snippet_runs(tmp_path, capsys):
+    """The README's second snippet simulates a federation and prints its accuracy and findings."""
     _, *snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     short = "\n".join(snippets).replace("rounds=15", "rounds=2").replace("since=5", "since=1")
     short = short.replace('"runs.db"', repr(str(tmp_path / "runs.db")))
     names = {"fv": fedvitals}
     exec(short, names)
     assert len(names["result"].rounds) == 2
-    assert len(capsys.readouterr().out.splitlines()) >= 2  # its accuracy, and what was found
+    assert len(capsys.readouterr().out.splitlines()) >= 2  # its accuracy, and its findings
 
 
-def test_the_readmes_sinks_are_what_they_are_called(tmp_path):
-    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_sinks_of_the_exporters_page_can_be_given_to_a_monitor(tmp_path):
+    (snippet,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "exporters.md").read_text(), re.DOTALL)
     for name in ("google.protobuf", "prometheus_client"):
         pytest.importorskip(name)
     snippet = snippet.replace('"runs.db"', repr(str(tmp_path / "runs.db"))).replace(
