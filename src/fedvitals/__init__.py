@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedvitals import lab as lab
     from fedvitals import plot as plot
     from fedvitals.hosts import flower as flower
-    from fedvitals.hosts.loop.watch import watch as watch
+    from fedvitals.hosts.loop.single_model import watch as watch
     from fedvitals.monitor.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
     from fedvitals.replay.debugger.session import open_replay as open_replay
@@ -38,7 +38,7 @@ _HOME = {
     "flower": "fedvitals.hosts.flower",
     "lab": "fedvitals.lab",
     "plot": "fedvitals.plot",
-    "watch": "fedvitals.hosts.loop.watch",
+    "watch": "fedvitals.hosts.loop.single_model",
     "preset": "fedvitals.probes.presets",
     "budget": "fedvitals.schedule",
     "every": "fedvitals.schedule",

@@ -66,7 +66,7 @@ class History(Protocol):
         """The names of a family's layers, first to last; () when there are none."""
         ...
 
-    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+    def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
         """Each node's newest value of a metric in that round."""
         ...
 
@@ -78,7 +78,7 @@ class History(Protocol):
         """One layer's statistic as [rounds × nodes]; NaN where a node took no part."""
         ...
 
-    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+    def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
         """One round's statistics of every node, as [nodes × `layers(family)` × statistics]; NaN where there is none.
 
         Of each node its newest record of the whole round; those of single steps are left out.
@@ -149,21 +149,21 @@ class Recorder(Protocol):
         """Once, before the first round: what re-executing the run needs, as JSON."""
         ...
 
-    def begin(self, round: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:  # noqa: A002
+    def begin(self, round_index: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:
         """All that is known before a round: «model», and whatever the server remembers besides."""
         ...
 
-    def messages(self, round: int, messages: Sequence[Message]) -> None: ...  # noqa: A002
+    def messages(self, round_index: int, messages: Sequence[Message]) -> None: ...
 
     def end(
         self,
-        round: int,  # noqa: A002
+        round_index: int,
         state: Mapping[str, Mapping[str, Any]],
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None: ...
 
-    def gate(self, round: int) -> None:  # noqa: A002
+    def gate(self, round_index: int) -> None:
         """Between two rounds. The one place that may wait: for a person who debugs, and has asked for it."""
         ...
 
@@ -175,11 +175,11 @@ class Replayable(Protocol):
     aggregate(state, updates, weights) gives the next global state; the others are by node.
     """
 
-    def restore(self, round: int, tensors: dict[str, Any], notes: Mapping[str, Any], /) -> Any:  # noqa: A002
+    def restore(self, round_index: int, tensors: dict[str, Any], notes: Mapping[str, Any], /) -> Any:
         """The global model as it was before a round, in whatever form `train` begins from; once for each client."""
         ...
 
-    def train(self, node: Node, state: Any, round: int, /) -> Any:  # noqa: A002
+    def train(self, node: Node, state: Any, round_index: int, /) -> Any:
         """One client's local training, from there: its state, or a pair of it and the losses of its steps."""
         ...
 
@@ -196,7 +196,7 @@ class Observer(Protocol):
         """The tape that wants to have the states themselves; None where there is none."""
         ...
 
-    def round_begin(self, round: int, global_state: Any = None) -> None: ...  # noqa: A002
+    def round_begin(self, round_index: int, global_state: Any = None) -> None: ...
 
     def client_begin(
         self,
@@ -215,7 +215,7 @@ class Observer(Protocol):
 
     def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...
 
-    def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
+    def prescribed(self, round_index: int) -> Sequence[Action]:
         """Before a round begins: every correction in force in it; what is not named any more is undone.
 
         Of kind «checkpoint», where there may be need of one: the host keeps the state as it is now, by the number of
@@ -227,7 +227,7 @@ class Observer(Protocol):
         """The host cannot apply it: why, as a sentence."""
         ...
 
-    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
+    def updates(self, round_index: int, updates: Mapping[Node, Any]) -> Sequence[Action]:
         """Before aggregation: what each client sends. Guards answer whom to «exclude»; the host applies."""
         ...
 
@@ -243,7 +243,7 @@ class Observer(Protocol):
 
     def round_end(
         self,
-        round: int,  # noqa: A002
+        round_index: int,
         global_state: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None: ...

@@ -59,7 +59,7 @@ def group_name(group: AnyName | None) -> str | None:
     return None if group is None else node_name(group)
 
 
-def round_index(number: object) -> int:
+def as_round_index(number: object) -> int:
     """Return a round's number as an int; ConfigError unless it is an integer (also of NumPy or torch) from 0 on."""
     try:
         index = operator.index(number)  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def check_probe(probe: Probe, models: Iterable[tuple[nn.Module, Tensor, Tensor]]
     for model, x, y in models:
         functional.cross_entropy(model(x), y).backward()
         before = _fingerprint(model)
-        view = View(model, round=0, node="c0", data=(x, y), loss=functional.cross_entropy)
+        view = View(model, round_index=0, node="c0", data=(x, y), loss=functional.cross_entropy)
         first, second = probe(view), probe(view)
         _require(_fingerprint(model) == before, f"{_name(probe)} changed the model, its hooks or a random stream.")
         _check_numbers(probe, first, view)

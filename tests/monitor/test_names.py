@@ -12,7 +12,7 @@ import torch
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError
-from fedvitals.records import Metric, Where, node_name, round_index
+from fedvitals.records import Metric, Where, as_round_index, node_name
 from fedvitals.resources.capture import Captures
 from fedvitals.sinks.curves import Curves
 from fedvitals.store import MemoryStore, open_reader
@@ -61,14 +61,14 @@ def test_what_has_no_text_is_no_name(name):
 
 @pytest.mark.parametrize("number", [3, np.int64(3), np.uint8(3), torch.tensor(3)])
 def test_integers_of_any_kind_are_rounds(number):
-    assert round_index(number) == 3
-    assert type(round_index(number)) is int
+    assert as_round_index(number) == 3
+    assert type(as_round_index(number)) is int
 
 
 @pytest.mark.parametrize("number", ["zero", "3", 1.5, 2.0, None, -1, 1 << 60, torch.tensor([1, 2]), [0]])
 def test_anything_else_is_no_round(number):
     with pytest.raises(ConfigError, match="A round's number is an integer from 0 on"):
-        round_index(number)
+        as_round_index(number)
 
 
 def train(monitor, names, rounds, ill=None):

@@ -295,7 +295,7 @@ def test_a_model_with_two_heads_is_evaluated_sample_by_sample(kind):
         return functional.cross_entropy(classes, y) + heights.square().mean()
 
     model, (x, y) = TwoHeads(kind), make_data()
-    view = View(model, node="c0", round=0, data=(x, y), loss=loss)
+    view = View(model, node="c0", round_index=0, data=(x, y), loss=loss)
     found, _ = Fit(None).before(view)
     with torch.no_grad():
         close(found["fit.loss_before"], float(loss(model(x), y)))

@@ -25,7 +25,7 @@ class Number:
 
 def finding(
     issue: str,
-    round: int,  # noqa: A002 - the domain's word
+    round_index: int,
     message: str,
     *,
     confidence: float,
@@ -45,14 +45,14 @@ def finding(
     """
     known = ISSUES_BY_CODE[issue]
     evidence: dict[str, Any] = {
-        "since": round if since is None else since,
+        "since": round_index if since is None else since,
         "numbers": [
             {"name": n.name, "value": n.value, "usual": n.usual, "score": n.score, "of": n.of} for n in numbers
         ],
         **(more or {}),
     }
     # What clients say may give any number, and a store takes no larger one.
-    where = Where("", round, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
+    where = Where("", round_index, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
     level = known.severity if severity is None else severity
     # The time, too, is filled in by whoever runs the detector: the same history must give the same finding.
     return Finding(where, 0.0, issue, level, min(max(confidence, 0.0), 1.0), message, evidence, tuple(suspects))

@@ -92,10 +92,10 @@ class Until:
     def layers(self, family: str) -> tuple[str, ...]:
         return self._ask(self._kept, ("layers", family), lambda: self._history.layers(family))
 
-    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
-        if round > self._round:
+    def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
+        if round_index > self._round:
             return {}
-        return self._ask(self._of_round, ("latest", name, round), lambda: self._history.latest(name, round))
+        return self._ask(self._of_round, ("latest", name, round_index), lambda: self._history.latest(name, round_index))
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
         rounds, values = self._ask(self._kept, ("series", name, node), lambda: self._history.series(name, node))
@@ -111,10 +111,10 @@ class Until:
         there = np.flatnonzero(~np.isnan(values).all(axis=0)) if len(rounds) else np.arange(0)
         return rounds, [nodes[i] for i in there], values[:, there]
 
-    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
-        key = ("across", family, tuple(statistics), round)
-        nodes, values = self._ask(self._of_round, key, lambda: self._history.across(family, statistics, round))
-        return (list(nodes), values.copy()) if round <= self._round else ([], values[:0])
+    def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
+        key = ("across", family, tuple(statistics), round_index)
+        nodes, values = self._ask(self._of_round, key, lambda: self._history.across(family, statistics, round_index))
+        return (list(nodes), values.copy()) if round_index <= self._round else ([], values[:0])
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         # An event without a round comes from before the first one.

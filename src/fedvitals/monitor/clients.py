@@ -189,7 +189,7 @@ class Clients:
         from fedvitals.probes.session import ClientSession  # noqa: PLC0415 - imports torch
 
         node = opened.scope.node or ""
-        view = self._kit.view(model, round=opened.scope.round, node=node, data=data, loss=loss)
+        view = self._kit.view(model, round_index=opened.scope.round, node=node, data=data, loss=loss)
         if not self._kit.preset.brief:
             tables = tables_of(self._kit, view)
             self._chart.know(tables)

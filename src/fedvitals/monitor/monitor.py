@@ -37,7 +37,7 @@ from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import instruments, measured_apart
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Detector, Node, Recorder, Sink, Stack
-from fedvitals.records import Action, AnyName, Record, Run, Truth, Where, node_name, round_index
+from fedvitals.records import Action, AnyName, Record, Run, Truth, Where, as_round_index, node_name
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.time_ledger import Exchange, Ledger
 from fedvitals.scope import Scope
@@ -262,13 +262,13 @@ class Monitor:
 
     # -- the Observer protocol ----------------------------------------------------------------------------------------
 
-    def round_begin(self, round: int, global_state: Any = None) -> None:  # noqa: A002 - the domain's word
+    def round_begin(self, round_index: int, global_state: Any = None) -> None:
         def begin() -> None:
             if self._rounds.open is not None:
                 unclosed = self._rounds.open.scope.round
                 self._record.event(self._chart.here(), "warning", "round.unclosed", f"Round {unclosed} was still open.")
                 self.round_end(unclosed or 0)
-            self._rounds.begin(round, _model(global_state))
+            self._rounds.begin(round_index, _model(global_state))
 
         self._guard("opening a round", begin)
         opened = self._rounds.open
@@ -295,13 +295,13 @@ class Monitor:
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
         self._clients.end_of(node, outcome)
 
-    def updates(self, round: int, updates: Mapping[Any, Any]) -> Sequence[Action]:  # noqa: A002
+    def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
         """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out.
 
         The `target` of an action is the client's name as text, also where the keys are integers: str(key) == target.
         """
         answers: list[Action] = []
-        number: int | None = self._guard("updates()", lambda: round_index(round))
+        number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
             return ()
 
@@ -323,13 +323,13 @@ class Monitor:
         self._guard("taping updates", lambda: self._chart.loop.sent(number, named, excluded))
         return tuple(answers)
 
-    def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002
+    def prescribed(self, round_index: int) -> Sequence[Action]:
         """The corrections in force in the coming round. Waits for the detectors, if anything may be done unasked."""
         self._asked = True
         if not self._cure.automatic:
             return ()
         self._chart.flush(30.0, own=True)
-        return self._guard("prescribing", lambda: self._care.prescribed(round_index(round))) or ()
+        return self._guard("prescribing", lambda: self._care.prescribed(as_round_index(round_index))) or ()
 
     def refused(self, action: Action, why: str) -> None:
         """The host cannot apply a correction: noted, and another one gets its turn."""
@@ -468,7 +468,7 @@ class Monitor:
 
     def round_end(
         self,
-        round: int,  # noqa: A002, ARG002 - the one that is open
+        round_index: int,  # noqa: ARG002 - the one that is open
         global_state: Any = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:

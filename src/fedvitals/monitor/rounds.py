@@ -20,7 +20,7 @@ from fedvitals.probes.backends import as_array
 from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
-from fedvitals.records import AnyName, LayerStats, Span, node_name, round_index
+from fedvitals.records import AnyName, LayerStats, Span, as_round_index, node_name
 from fedvitals.resources.memory import peak_bytes, resident_bytes
 from fedvitals.resources.time_ledger import Ledger, Told
 from fedvitals.scope import Scope
@@ -61,7 +61,7 @@ class Rounds:
     def begin(self, number: object, model: Any) -> None:
         """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
         self._chart.last_round = None
-        number = round_index(number)
+        number = as_round_index(number)
         self.open = OpenScope(*self._chart.enter_round(number))
         if self._ledger is not None:
             self._ledger.begin(self.open.scope.span, self.open.at)

@@ -36,8 +36,8 @@ from fedvitals.records import (
     AnyName,
     LayerTable,
     Run,
+    as_round_index,
     node_name,
-    round_index,
 )
 from fedvitals.resources.capture import Capture
 from fedvitals.scope import Scope
@@ -105,14 +105,14 @@ class WorkerObserver:
         data: Any = None,
         loss: Callable[..., Any] | None = None,
         group: AnyName | None = None,
-        round: int | None = None,  # noqa: A002 - the domain's word
+        round_index: int | None = None,
     ) -> Iterator[WorkerObserver]:
         """One client's local training, as `Monitor.client`.
 
         `round` is needed where this observer was made in an earlier round; without any, `absorb` fills in its own.
         """
         desk = self._desk()
-        with desk.clients.scope(self._begin(desk, name, model, data, group, loss, round)):
+        with desk.clients.scope(self._begin(desk, name, model, data, group, loss, round_index)):
             yield self
 
     def client_begin(
@@ -124,18 +124,18 @@ class WorkerObserver:
         group: AnyName | None = None,
         *,
         loss: Callable[..., Any] | None = None,
-        round: int | None = None,  # noqa: A002
+        round_index: int | None = None,
     ) -> None:
-        self._begin(self._desk(), node, model, data, group, loss, round)
+        self._begin(self._desk(), node, model, data, group, loss, round_index)
 
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
         self._desk().clients.end_of(node, outcome)
 
-    def stack_begin(self, stack: Stack, *, round: int | None = None) -> None:  # noqa: A002
+    def stack_begin(self, stack: Stack, *, round_index: int | None = None) -> None:
         """Clients begin to train as one batch: records as of `client_begin`, for all of them at `stack_end`."""
         desk = self._desk()
         desk.chart.guard("watching clients", desk.kit.prepare)
-        desk.clients.begin_stack(stack, inside=self._inside(desk, round))
+        desk.clients.begin_stack(stack, inside=self._inside(desk, round_index))
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
         """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
@@ -212,7 +212,7 @@ class WorkerObserver:
 
     def _inside(self, desk: _Desk, number: int | None) -> Scope:
         """The round's scope, as far as it is known here."""
-        own = None if number is None else desk.chart.guard("opening a client", lambda: round_index(number))
+        own = None if number is None else desk.chart.guard("opening a client", lambda: as_round_index(number))
         number = self.round if number is None else own
         span = self.span if number == self.round else None
         return Scope(self.run, desk.chart.emit, number, trace=self.trace, span=span)

@@ -20,18 +20,18 @@ LANES = 40
 @drawn
 def waterfall(
     run: Which,
-    round: int | None = None,  # noqa: A002 - the domain's word
+    round_index: int | None = None,
     *,
     lanes: int = LANES,
     store: Target = None,
 ) -> Figure:
     """A round's waterfall; without a number, that of the longest round."""
     with opened(run, store) as (reader, chosen):
-        if round is None:
-            round = longest(lengths_of(reader, chosen, "virtual") or lengths_of(reader, chosen, "real"))  # noqa: A001
-        if round is None:
+        if round_index is None:
+            round_index = longest(lengths_of(reader, chosen, "virtual") or lengths_of(reader, chosen, "real"))
+        if round_index is None:
             return nothing("No round was timed.", "`monitor.round(...)` times them.")
-        page = round_page(reader, chosen, round, limit=lanes)
+        page = round_page(reader, chosen, round_index, limit=lanes)
     return draw_waterfall(page)
 
 

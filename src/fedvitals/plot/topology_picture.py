@@ -23,15 +23,15 @@ WIDEST = 3.0  # points, of the edge with the most bytes
 
 
 @drawn
-def topology(run: Which, round: int | None = None, *, store: Target = None) -> Figure:  # noqa: A002 - the domain's word
+def topology(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
     """The federation as it was in a round, else in the newest."""
     with opened(run, store) as (reader, chosen):
         if not reader.history(chosen).rounds():
             return nothing("The run has no round yet.")
         try:
-            page = topology_page(reader, chosen, round)
+            page = topology_page(reader, chosen, round_index)
         except ConfigError:
-            if round is not None:
+            if round_index is not None:
                 raise
             return nothing("The run has no round yet.")
     return draw_topology(page)

@@ -27,26 +27,26 @@ MISSING = ("No update was sketched.", "Sketches come from the server's side of `
 
 
 @drawn
-def update_map(run: Which, round: int | None = None, *, store: Target = None) -> Figure:  # noqa: A002 - the domain's word
+def update_map(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
     """The directions of a round's updates in the plane that keeps most of their distances; the newest round's."""
     with opened(run, store) as (reader, chosen):
-        found = _map(reader, chosen, round)
+        found = _map(reader, chosen, round_index)
     return nothing(*MISSING) if found.round is None or not found.points else draw_plane(found)
 
 
 @drawn
-def similarity(run: Which, round: int | None = None, *, store: Target = None) -> Figure:  # noqa: A002
+def similarity(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
     """Cosines between the updates of a round's clients, neighbours alike."""
     with opened(run, store) as (reader, chosen):
-        found = _map(reader, chosen, round)
+        found = _map(reader, chosen, round_index)
         named = suspects(cases_of(reader, chosen), 20)
     if found.similarity is None or not found.similarity.names:
         return nothing(*MISSING)
     return draw_similarity(found, named)
 
 
-def _map(reader: Reader, run: str, round: int | None) -> UpdateMap:  # noqa: A002
-    return map_of(reader, run, Layouts(), round=round, severities=severities(reader, run))
+def _map(reader: Reader, run: str, round_index: int | None) -> UpdateMap:
+    return map_of(reader, run, Layouts(), round_index=round_index, severities=severities(reader, run))
 
 
 @drawn

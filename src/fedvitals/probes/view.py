@@ -30,7 +30,7 @@ class View:
         self,
         model: nn.Module,
         *,
-        round: int | None = None,  # noqa: A002 - the domain's word
+        round_index: int | None = None,
         node: str | None = None,
         data: Any = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -45,7 +45,7 @@ class View:
         self.parameters: list[Tensor] = [p for _, p in self.named_parameters]
         self.owned: Sequence[Tensor | None] = self.parameters
         self.before: Tensor | None = None  # all parameters in one vector, as the scope began
-        self.round, self.node, self.step = round, node, 0
+        self.round, self.node, self.step = round_index, node, 0
         self.data, self.loss = data, loss
         self.last_input: Tensor | None = None  # of the last training batch, where a probe needs it and `data` is absent
         self._buffers: list[tuple[str, Tensor]] | None = None

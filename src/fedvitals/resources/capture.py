@@ -55,14 +55,14 @@ class Captures:
     def begin(
         self,
         node: str,
-        round: int | None,  # noqa: A002 - the domain's word
+        round_index: int | None,
         model: Any,
         report: Callable[[Exception, str], None],
     ) -> Recording | None:
         wanted = self._wanted
         if (
             wanted is None
-            or round not in wanted.rounds
+            or round_index not in wanted.rounds
             or (wanted.nodes and node not in map(node_name, wanted.nodes))
             or not self._left
         ):

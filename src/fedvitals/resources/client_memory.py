@@ -119,7 +119,7 @@ class ClientMemory:
         self,
         opened: OpenMemory,
         node: str,
-        round: int | None,  # noqa: A002 - the domain's word
+        round_index: int | None,
         optimizers: Sequence[Any],
         telemetry: Callable[[], int],
         *,
@@ -136,7 +136,7 @@ class ClientMemory:
                 if opened.heap is not None:
                     found["memory.kept"] = self._heaps.timed(heap_bytes) - opened.heap
         found |= _peaks(opened.device)
-        return found | self._shares(opened, node, round or 0, optimizers, telemetry, failed=failed)
+        return found | self._shares(opened, node, round_index or 0, optimizers, telemetry, failed=failed)
 
     def begin_stack(self, states: Any) -> Any:
         """The GPU on which clients train as one batch, from whose peak on all is theirs; None if it is none."""
@@ -149,10 +149,10 @@ class ClientMemory:
         """What each of them took there at most: its share of the stack's peak. Nobody waits for the device."""
         return {name: peak / max(1, clients) for name, peak in _peaks(device).items()}
 
-    def grown(self, round: int | None, resident: float | None) -> tuple[str, dict[str, Any]] | None:  # noqa: A002
+    def grown(self, round_index: int | None, resident: float | None) -> tuple[str, dict[str, Any]] | None:
         """Words and data of the event `memory.census`, if the process grows and it is time for one."""
         with self._lock:
-            census = None if resident is None else self._leak.note(round, int(resident))
+            census = None if resident is None else self._leak.note(round_index, int(resident))
         return None if census is None else (in_words(census), census)
 
     def _shares(

@@ -203,9 +203,9 @@ class MemoryHistory:
             table = self._store.tables.get(blocks[-1][0]) if blocks else None
             return () if table is None else table.names
 
-    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+    def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
         with self._store.lock:
-            newest = self._store.memory(self._run).metrics.get(name, {}).get(round, {})
+            newest = self._store.memory(self._run).metrics.get(name, {}).get(round_index, {})
             return {node: newest[node][1] for node in sorted((n for n in newest if n is not None), key=natural)}
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
@@ -227,14 +227,14 @@ class MemoryHistory:
                         parts.append((entries.rounds, entries.at, entries.nodes, values))
             return over_rounds(parts, self._store.texts)
 
-    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+    def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
         for statistic in statistics:
             check_statistic(family, statistic)
         with self._store.lock:
             tables = self._store.tables
             slices = [
-                slice_of(tables[digest].names, round, entries, numbers)
-                for digest, entries, numbers in self._store.memory(self._run).of_round.get((family, round), ())
+                slice_of(tables[digest].names, round_index, entries, numbers)
+                for digest, entries, numbers in self._store.memory(self._run).of_round.get((family, round_index), ())
                 if digest in tables
             ]
             return over_nodes(family, statistics, self.layers(family), slices, self._store.texts)

@@ -71,7 +71,7 @@ class Profile:
 def profile_of(
     reader: Reader,
     run: str,
-    round: int | None = None,  # noqa: A002 - the domain's word
+    round_index: int | None = None,
     *,
     clock: str | None = None,
     target_seconds: float | None = None,
@@ -85,7 +85,7 @@ def profile_of(
         raise ConfigError(f"The run {run} has no {clock} clock, only the {' and '.join(clocks)} one.")
     clock = clock or (main_clock(everything) if everything else "real")
     times, left_open = _finished(of_clock(everything, clock), described)
-    shown = _shown(times, round, run)
+    shown = _shown(times, round_index, run)
     paths = [critical_path(time) for time in times]
     verdict = judge(times, paths=paths)
     latency = latency_of(described, times, transfers) if clock == "virtual" else None

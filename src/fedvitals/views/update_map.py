@@ -146,12 +146,12 @@ def newest_version(reader: Reader, run: str) -> int:
     return int(found[0][0]) if found else 1
 
 
-def sketches(reader: Reader, run: str, round: int) -> dict[str, Array]:  # noqa: A002 - the domain's word
+def sketches(reader: Reader, run: str, round_index: int) -> dict[str, Array]:
     """Each client's newest sketch of a round; of one length, that of most."""
     found = reader.database.rows(
         'SELECT n.text, s."values" FROM sketch AS s JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ? '
         "AND s.version = ? ORDER BY s.arrival",
-        (reader.names.number(run) or 0, round, newest_version(reader, run)),
+        (reader.names.number(run) or 0, round_index, newest_version(reader, run)),
     )
     newest = {node: bytes(values) for node, values in found if is_client(node) and values}
     sizes = Counter(len(values) for values in newest.values())
@@ -294,7 +294,7 @@ def update_map(
     run: str,
     layouts: Layouts,
     *,
-    round: int | None = None,  # noqa: A002
+    round_index: int | None = None,
     node: str | None = None,
     kind: Kind = "run",
     severities: Mapping[str, str] | None = None,
@@ -308,7 +308,7 @@ def update_map(
     rounds, ill, grouped = rounds_with_sketches(reader, run), severities or {}, groups or {}
     if not rounds:
         return UpdateMap(None, [], [], 0, 0, [], [], None)
-    at = len(rounds) - 1 if round is None else max(0, int(np.searchsorted(rounds, round, "right")) - 1)
+    at = len(rounds) - 1 if round_index is None else max(0, int(np.searchsorted(rounds, round_index, "right")) - 1)
     shown = layouts.layout(reader, run, rounds, at, kind)
     points = [
         Point(name, float(x), float(y), grouped.get(name), ill.get(name))

@@ -119,7 +119,7 @@ def map_of_updates(
             reader,
             found,
             layouts,
-            round=round,
+            round_index=round,
             node=node,
             kind=plane,
             severities=severities(reader, found),

@@ -45,41 +45,41 @@ RISEN, RISEN_MANY, RISEN_UNLIKE = (
 WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least this share of the layers
 
 
-def weight_explosion(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
     """WEIGHT_EXPLOSION: the norm of the global weights grows by a factor, round after round."""
-    norms = up_to(history.series("weight.norm", SERVER), round)[-GROWTHS - 1 :]
+    norms = up_to(history.series("weight.norm", SERVER), round_index)[-GROWTHS - 1 :]
     values = np.array([value for _, value in norms])
     if len(values) <= GROWTHS or not (values > 0).all() or not np.isfinite(values).all():
         return
     factors = values[1:] / values[:-1]
-    if factors.min() > GROWTH and values[-1] > GROWN * values[0] and not _learns(history, norms[0][0], round):
+    if factors.min() > GROWTH and values[-1] > GROWN * values[0] and not _learns(history, norms[0][0], round_index):
         text = f"The norm of the global weights grew {values[-1] / values[0]:.3g} times in {GROWTHS} rounds."
         number = Number("weight.norm", float(values[-1]), float(values[0]), of="own past")
         since = norms[0][0]
-        yield finding("WEIGHT_EXPLOSION", round, text, confidence=0.97, since=since, numbers=[number])
+        yield finding("WEIGHT_EXPLOSION", round_index, text, confidence=0.97, since=since, numbers=[number])
 
 
-def _learns(history: History, since: int, round: int) -> bool:  # noqa: A002
+def _learns(history: History, since: int, round_index: int) -> bool:
     """Whether the loss fell meanwhile: weights that began too small may grow fast, and well."""
-    curve = loss_curve(history, round)
+    curve = loss_curve(history, round_index)
     losses = [value for number, value in zip(curve.rounds, curve.values, strict=True) if number >= since]
     return len(losses) > 1 and bool(losses[-1] < losses[0])
 
 
-def dominant_clients(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
     """DOMINANT_CLIENT: one whose honest number of samples outweighs the others by far more than clients usually do.
 
     Where the number is not that of its data, it is WRONG_SAMPLE_COUNT, and not said here.
     """
-    claims = history.latest("update.samples", round)
+    claims = history.latest("update.samples", round_index)
     if not claims or max(claims.values()) <= LARGE * max(min(claims.values()), 1.0):
         return
     known: dict[Node, float] = {}
-    for number in rounds_until(history, round):
+    for number in rounds_until(history, round_index):
         known |= history.latest("update.samples", number)
     if len(known) < FEW_KNOWN or not any(known.values()):
         return
-    sizes = history.latest("samples", round)
+    sizes = history.latest("samples", round_index)
     median, large = float(np.median([*known.values()])), _above_the_gap(known)
     total = sum(claims.values())
     for node, claim in claims.items():
@@ -90,7 +90,7 @@ def dominant_clients(history: History, round: int) -> Iterator[Finding]:  # noqa
             share = f"{claim / total:.0%} of this round's weight"
             text = f"{node} has {claim:.0f} samples, {share}; the median client has {median:.0f}."
             size = Number("update.samples", claim, median)
-            yield finding("DOMINANT_CLIENT", round, text, confidence=0.95, node=node, numbers=[size])
+            yield finding("DOMINANT_CLIENT", round_index, text, confidence=0.95, node=node, numbers=[size])
 
 
 def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
@@ -102,16 +102,16 @@ def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
     return set()
 
 
-def group_left_behind(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def group_left_behind(history: History, round_index: int) -> Iterator[Finding]:
     """GROUP_LEFT_BEHIND: several clients whose own samples the global model fits far worse than the others', lastingly.
 
     Either apart from all others, where these are alike, or since a sudden change that the others did not see.
     """
-    now = _excess(history, round)
+    now = _excess(history, round_index)
     if sum(off > BEHIND for off, _ in now.values()) < LEAST_GROUP:
         return
     past: dict[Node, list[tuple[float, float]]] = {node: [] for node in now}
-    for number in rounds_until(history, round):
+    for number in rounds_until(history, round_index):
         for node, value in _excess(history, number).items():
             past.setdefault(node, []).append(value)
     own = {node: past[node] for node in now}
@@ -119,7 +119,7 @@ def group_left_behind(history: History, round: int) -> Iterator[Finding]:  # noq
     found = changed or _apart(own)
     if not LEAST_GROUP <= len(found) <= MOST_GROUP * len(now):
         return
-    losses = history.latest("fit.loss_before", round)
+    losses = history.latest("fit.loss_before", round_index)
     usual = float(np.median([value for node, value in losses.items() if node not in found]))
     theirs = float(np.median([losses[node] for node in found]))
     names = sorted(found, key=lambda node: -found[node])
@@ -129,7 +129,7 @@ def group_left_behind(history: History, round: int) -> Iterator[Finding]:  # noq
     loss = Number("fit.loss_before", theirs, usual, float(np.median([*found.values()])))
     yield finding(
         "GROUP_LEFT_BEHIND",
-        round,
+        round_index,
         f"The global model serves {shown} worse, {how}: {fit}.",
         confidence=0.9,
         severity=None if changed or not _of_few_classes(history, found, now) else "note",
@@ -146,9 +146,11 @@ def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Itera
     return bool(inside and outside) and float(np.median(inside)) < float(np.median(outside)) - FEWER_CLASSES
 
 
-def _excess(history: History, round: int) -> dict[Node, tuple[float, float]]:  # noqa: A002
+def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float]]:
     """How much higher than the median the received model's loss is, relative to it, and in robust deviations."""
-    losses = {node: value for node, value in history.latest("fit.loss_before", round).items() if np.isfinite(value)}
+    losses = {
+        node: value for node, value in history.latest("fit.loss_before", round_index).items() if np.isfinite(value)
+    }
     if len(losses) < FEW_KNOWN:
         return {}
     values = np.array([*losses.values()])
@@ -201,14 +203,14 @@ def _spread(values: Array) -> float:
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
-def running_statistics(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def running_statistics(history: History, round_index: int) -> Iterator[Finding]:
     """BATCH_NORM_STATISTICS: running variances that are negative, not finite, or far wider than the peers'."""
     layers = history.layers("buffer")
     rows = [i for i, name in enumerate(layers) if name.endswith("running_var")]
     if not rows:
         return
-    nodes, sums = history.across("buffer", ("min", "max", "nans", "infs"), round)
-    clients = set(clients_of(history, round))
+    nodes, sums = history.across("buffer", ("min", "max", "nans", "infs"), round_index)
+    clients = set(clients_of(history, round_index))
     peers = [i for i, node in enumerate(nodes) if node in clients]
     widest = np.log(np.clip(sums[:, rows, 1], 1e-30, 1e30))
     for i, node in enumerate(nodes):
@@ -226,7 +228,7 @@ def running_statistics(history: History, round: int) -> Iterator[Finding]:  # no
         number = Number("buffer", float(np.exp(widest[i, worst])), peers_own)
         yield finding(
             "BATCH_NORM_STATISTICS",
-            round,
+            round_index,
             f"Running variances of {who} {how}.",
             confidence=1.0 if broken else 0.95,
             node=None if node == SERVER else node,

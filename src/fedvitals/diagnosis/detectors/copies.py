@@ -27,11 +27,11 @@ UNLIKE = 0.9  # up to which the others' must stay where telemetry tells nothing
 Pair = tuple[Node, Node]
 
 
-def duplicates(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def duplicates(history: History, round_index: int) -> Iterator[Finding]:
     """DUPLICATE_UPDATE of each pair, exact or nearly so."""
-    pairs = dict.fromkeys(_equal(history, round), 1.0) or _nearly_equal(history, round)
+    pairs = dict.fromkeys(_equal(history, round_index), 1.0) or _nearly_equal(history, round_index)
     for pair, cosine in pairs.items():
-        copier = _who(history, round, pair)
+        copier = _who(history, round_index, pair)
         order = pair if copier in (None, pair[0]) else pair[::-1]
         alike = "send the same update" if cosine == 1.0 else f"send nearly the same update (cosine {cosine:.4f})"
         text = f"{order[0]} and {order[1]} {alike}."
@@ -41,22 +41,26 @@ def duplicates(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
         for node in order[:1] if copier else order:
             yield finding(
                 "DUPLICATE_UPDATE",
-                round,
+                round_index,
                 text,
                 confidence=1.0 if cosine == 1.0 else 0.97,
                 node=node,
-                numbers=[Number("update.peers.nearest", cosine, _usual_nearest(history, round, pair))],
+                numbers=[Number("update.peers.nearest", cosine, _usual_nearest(history, round_index, pair))],
                 suspects=suspects,
                 more={"pair": list(order), "copier": copier},
             )
 
 
-def _equal(history: History, round: int) -> list[Pair]:  # noqa: A002
+def _equal(history: History, round_index: int) -> list[Pair]:
     """Pairs of equal updates; not of groups all of whose members send the same, as an edge's do that share a model."""
-    twins = history.latest("update.duplicates", round)
+    twins = history.latest("update.duplicates", round_index)
     if not twins:
         return []
-    norms, clients, groups = history.latest("update.norm", round), clients_of(history, round), groups_of(history, round)
+    norms, clients, groups = (
+        history.latest("update.norm", round_index),
+        clients_of(history, round_index),
+        groups_of(history, round_index),
+    )
     if groups and len(twins) > len(clients) / 2:
         return []  # groups whose members average with each other at each step, and then send the same
     classes: dict[float, list[Node]] = {}
@@ -71,7 +75,7 @@ def _equal(history: History, round: int) -> list[Pair]:  # noqa: A002
     return pairs
 
 
-def _nearly_equal(history: History, round: int) -> dict[Pair, float]:  # noqa: A002
+def _nearly_equal(history: History, round_index: int) -> dict[Pair, float]:
     """Pairs of which one is almost the other. Both bear the very same number, the cosine of the two.
 
     Clients with the same few classes are nearly as alike (cosines of 0.99 were seen), so one of the pair must not have
@@ -79,11 +83,17 @@ def _nearly_equal(history: History, round: int) -> dict[Pair, float]:  # noqa: A
     never inside a group, whose members pass their models on. Nobody where updates are transformed on their way: coarse
     values make honest updates alike, and telemetry tells of none that it was trained.
     """
-    values = _column(history, "nearest", round)
-    if max(values.values(), default=0.0) <= COPY or transformation(history, round) is not None:
+    values = _column(history, "nearest", round_index)
+    if max(values.values(), default=0.0) <= COPY or transformation(history, round_index) is not None:
         return {}
-    liars, known, groups = untrained(history, round), trained(history, round), groups_of(history, round)
-    steps = _column(history, "step", round)  # what several send back is nearer to the server's step than to each other
+    liars, known, groups = (
+        untrained(history, round_index),
+        trained(history, round_index),
+        groups_of(history, round_index),
+    )
+    steps = _column(
+        history, "step", round_index
+    )  # what several send back is nearer to the server's step than to each other
     alike: dict[float, list[Node]] = {}
     for node, value in values.items():
         if value > COPY and steps.get(node, 0.0) <= value:
@@ -103,13 +113,13 @@ def _nearly_equal(history: History, round: int) -> dict[Pair, float]:  # noqa: A
     return found
 
 
-def _who(history: History, round: int, pair: Pair) -> Node | None:  # noqa: A002
+def _who(history: History, round_index: int, pair: Pair) -> Node | None:
     """The copy, where something tells: what it sent is not what it trained, or its peer is ever another."""
-    lying = [node for node in pair if node in untrained(history, round)]
+    lying = [node for node in pair if node in untrained(history, round_index)]
     if len(lying) == 1:
         return lying[0]
     counts = dict.fromkeys(pair, 0)
-    for number in rounds_until(history, round, 10):
+    for number in rounds_until(history, round_index, 10):
         for other in (*_equal(history, number), *_nearly_equal(history, number)):
             for node in pair:
                 counts[node] += node in other
@@ -119,24 +129,24 @@ def _who(history: History, round: int, pair: Pair) -> Node | None:  # noqa: A002
     return None
 
 
-def _usual_nearest(history: History, round: int, pair: Pair) -> float | None:  # noqa: A002
-    others = [value for node, value in _column(history, "nearest", round).items() if node not in pair]
+def _usual_nearest(history: History, round_index: int, pair: Pair) -> float | None:
+    others = [value for node, value in _column(history, "nearest", round_index).items() if node not in pair]
     return float(np.median(others)) if others else None
 
 
-def free_riders(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def free_riders(history: History, round_index: int) -> Iterator[Finding]:
     """FREE_RIDER: an update of zeros, or the server's last step sent back."""
-    clients = clients_of(history, round)
-    idle = [node for node, zero in history.latest("update.zero", round).items() if zero]
+    clients = clients_of(history, round_index)
+    idle = [node for node, zero in history.latest("update.zero", round_index).items() if zero]
     for node in idle if len(clients) > 1 and len(idle) <= max(1, MANY * len(clients)) else ():
         text = f"{node} sent back the model that it got: its update is exactly zero."
-        number = Number("update.norm", 0.0, _median(history.latest("update.norm", round), node))
-        yield finding("FREE_RIDER", round, text, confidence=1.0, node=node, numbers=[number])
-    steps = _column(history, "step", round)
-    if max(steps.values(), default=0.0) <= STEP or transformation(history, round) is not None:
+        number = Number("update.norm", 0.0, _median(history.latest("update.norm", round_index), node))
+        yield finding("FREE_RIDER", round_index, text, confidence=1.0, node=node, numbers=[number])
+    steps = _column(history, "step", round_index)
+    if max(steps.values(), default=0.0) <= STEP or transformation(history, round_index) is not None:
         return
-    liars, known = untrained(history, round), trained(history, round)
-    nearest = _column(history, "nearest", round)
+    liars, known = untrained(history, round_index), trained(history, round_index)
+    nearest = _column(history, "nearest", round_index)
     for node, cosine in steps.items():
         others = [value for other, value in steps.items() if other != node and other not in liars]
         if len(others) < 2 or node in known or nearest.get(node, 0.0) > cosine + 1e-3:
@@ -149,12 +159,12 @@ def free_riders(history: History, round: int) -> Iterator[Finding]:  # noqa: A00
             usual = float(np.median(others))
             text = f"{node} sends the server's last step again (cosine {cosine:.3f}; its peers have {usual:.2f})."
             number = Number("update.peers.step", cosine, usual)
-            yield finding("FREE_RIDER", round, text, confidence=0.97, node=node, numbers=[number])
+            yield finding("FREE_RIDER", round_index, text, confidence=0.97, node=node, numbers=[number])
 
 
-def _column(history: History, statistic: str, round: int) -> Mapping[Node, float]:  # noqa: A002
+def _column(history: History, statistic: str, round_index: int) -> Mapping[Node, float]:
     """How each client's update stands among the others of its round."""
-    nodes, values = history.across("update.peers", (statistic,), round)
+    nodes, values = history.across("update.peers", (statistic,), round_index)
     if not nodes or not values.size:
         return {}
     return {node: float(value) for node, value in zip(nodes, values[:, 0, 0], strict=True) if np.isfinite(value)}

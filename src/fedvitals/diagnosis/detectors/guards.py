@@ -34,47 +34,51 @@ LASTING = 3  # participations in a row, of what may pass by itself
 FEW_VALUES = 16  # of a bias: gradients that are whole numbers (of L1 and hinge losses) cancel out to exactly 0
 
 
-def misfits(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+def misfits(history: History, round_index: int) -> Iterator[Finding]:
     """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; a weight that is none is WRONG_SAMPLE_COUNT."""
-    for event in events_in(history, round, "update.refused"):
+    for event in events_in(history, round_index, "update.refused"):
         weight, node = bool(event.data.get("weight")), event.where.node
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
         why = "it claims a number of samples that is none" if weight else "its shape or type is not the model's"
         text = f"The update of {node} was refused: {why}."
-        since = _first_refused(history, round, node)
-        yield finding(issue, round, text, confidence=1.0, since=since, node=node)
+        since = _first_refused(history, round_index, node)
+        yield finding(issue, round_index, text, confidence=1.0, since=since, node=node)
 
 
-def _first_refused(history: History, round: int, node: Node | None) -> int:  # noqa: A002
+def _first_refused(history: History, round_index: int, node: Node | None) -> int:
     rounds = [event.where.round for event in history.events("update.refused") if event.where.node == node]
-    return min((number for number in rounds if number is not None), default=round)
+    return min((number for number in rounds if number is not None), default=round_index)
 
 
-def no_weight(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def no_weight(history: History, round_index: int) -> Iterator[Finding]:
     """ZERO_TOTAL_WEIGHT: the aggregation failed, or would, since all claim to have no samples."""
-    failed = events_in(history, round, "aggregation.failed")
-    claims = history.latest("update.samples", round)
+    failed = events_in(history, round_index, "aggregation.failed")
+    claims = history.latest("update.samples", round_index)
     # Of everybody who took part: what one client claims is no word for the others.
-    empty = bool(claims) and not any(claims.values()) and all(node in claims for node in clients_of(history, round))
+    empty = (
+        bool(claims) and not any(claims.values()) and all(node in claims for node in clients_of(history, round_index))
+    )
     if not failed and not empty:
         return
     text = f"All {len(claims)} clients claim to have 0 samples." if empty else "Nothing could be aggregated."
     text += " The model stays as it was." if failed else ""
     numbers = [Number("update.samples", sum(claims.values()), of="limit")] if claims else []
-    since = round
-    for number in reversed(rounds_until(history, round)):
+    since = round_index
+    for number in reversed(rounds_until(history, round_index)):
         if not events_in(history, number, "aggregation.failed"):
             break
         since = number
-    yield finding("ZERO_TOTAL_WEIGHT", round, text, confidence=1.0, since=since, severity="critical", numbers=numbers)
+    yield finding(
+        "ZERO_TOTAL_WEIGHT", round_index, text, confidence=1.0, since=since, severity="critical", numbers=numbers
+    )
 
 
-def sample_counts(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def sample_counts(history: History, round_index: int) -> Iterator[Finding]:
     """WRONG_SAMPLE_COUNT: the claim that the aggregation uses is not the size of the client's data.
 
     Compared with what the client's own telemetry says of its data, where that is there; else with its first claim.
     """
-    claims, sizes = history.latest("update.samples", round), history.latest("samples", round)
+    claims, sizes = history.latest("update.samples", round_index), history.latest("samples", round_index)
     if not any(claims.values()):
         return
     ratios = {node: claim / sizes[node] for node, claim in claims.items() if sizes.get(node)}
@@ -85,22 +89,22 @@ def sample_counts(history: History, round: int) -> Iterator[Finding]:  # noqa: A
             wrong = ratios[node] != 1 if exact else not 0.5 <= ratios[node] / usual <= 2 if usual else False
             told = Number("update.samples", claim, sizes[node], of="its data")
         else:
-            first = _first_claim(history, node, round)
+            first = _first_claim(history, node, round_index)
             wrong = first is not None and not 1 / FAR_CLAIM <= (claim / first if first else 1.0) <= FAR_CLAIM
             told = Number("update.samples", claim, first, of="own past")
         if wrong:
             against = f"its data are {told.usual:.0f}" if node in ratios else f"its first claim was {told.usual:.0f}"
             text = f"{node} claims {claim:.0f} samples; {against}."
             confidence = 1.0 if exact and node in ratios else 0.9
-            yield finding("WRONG_SAMPLE_COUNT", round, text, confidence=confidence, node=node, numbers=[told])
+            yield finding("WRONG_SAMPLE_COUNT", round_index, text, confidence=confidence, node=node, numbers=[told])
 
 
-def _first_claim(history: History, node: Node, round: int) -> float | None:  # noqa: A002
+def _first_claim(history: History, node: Node, round_index: int) -> float | None:
     numbers, values = history.series("update.samples", node)
-    return values[0] if numbers and numbers[0] < round else None
+    return values[0] if numbers and numbers[0] < round_index else None
 
 
-def frozen_layers(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def frozen_layers(history: History, round_index: int) -> Iterator[Finding]:
     """FROZEN_LAYER: a layer whose update (or, where models are exchanged, gradient) is zero on this client alone.
 
     At once where the rest of its module learns; where nothing of the module does, units may have died in a bad round:
@@ -109,23 +113,23 @@ def frozen_layers(history: History, round: int) -> Iterator[Finding]:  # noqa: A
     """
     accused: dict[Node, tuple[str, str]] = {}
     for family in ("update", "gradient"):
-        zero = _zero_layers(history, family, round)
-        if family == "update" and zero and transformation(history, round) is not None:
+        zero = _zero_layers(history, family, round_index)
+        if family == "update" and zero and transformation(history, round_index) is not None:
             continue
         for node, (layer, alone) in zero.items():
-            if (alone and family == "update") or _frozen_before(history, family, round, node, layer):
+            if (alone and family == "update") or _frozen_before(history, family, round_index, node, layer):
                 accused.setdefault(node, (family, layer))
     for node, (family, layer) in accused.items():
         what = "does not change" if family == "update" else "gets a gradient of zeros at every step"
         text = f"Layer {layer} {what} on {node}, unlike on the others."
         number = Number(family, 0.0, of="peers")
-        yield finding("FROZEN_LAYER", round, text, confidence=0.98, node=node, layer=layer, numbers=[number])
+        yield finding("FROZEN_LAYER", round_index, text, confidence=0.98, node=node, layer=layer, numbers=[number])
 
 
-def _frozen_before(history: History, family: str, round: int, node: Node, layer: str) -> bool:  # noqa: A002
+def _frozen_before(history: History, family: str, round_index: int, node: Node, layer: str) -> bool:
     """Whether it was so in the two participations before as well."""
     seen = 0
-    for number in reversed(rounds_until(history, round - 1)):
+    for number in reversed(rounds_until(history, round_index - 1)):
         if node in clients_of(history, number):
             if _zero_layers(history, family, number).get(node, ("", False))[0] != layer:
                 return False
@@ -135,10 +139,10 @@ def _frozen_before(history: History, family: str, round: int, node: Node, layer:
     return False
 
 
-def _zero_layers(history: History, family: str, round: int) -> dict[Node, tuple[str, bool]]:  # noqa: A002
+def _zero_layers(history: History, family: str, round_index: int) -> dict[Node, tuple[str, bool]]:
     """Each client's first layer of zeros that few others share, and whether the rest of its module is not zero."""
-    clients = set(clients_of(history, round))
-    nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity", "count"), round)
+    clients = set(clients_of(history, round_index))
+    nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity", "count"), round_index)
     rows = [i for i, node in enumerate(nodes) if node in clients]
     if len(rows) < 3:
         return {}
@@ -151,7 +155,7 @@ def _zero_layers(history: History, family: str, round: int) -> dict[Node, tuple[
     frozen &= np.nan_to_num(np.median(np.nan_to_num(shares), axis=0)) > MOVING
     few = sums[rows, :, 2] <= FEW_VALUES
     if family == "update" and (frozen & few).any():
-        frozen &= ~(few & _with_gradient(history, round, [nodes[i] for i in rows]))
+        frozen &= ~(few & _with_gradient(history, round_index, [nodes[i] for i in rows]))
     if not frozen.any():
         return {}
     layers = history.layers(family)
@@ -167,10 +171,10 @@ def _zero_layers(history: History, family: str, round: int) -> dict[Node, tuple[
     return found
 
 
-def _with_gradient(history: History, round: int, nodes: list[Node]) -> npt.NDArray[np.bool_]:  # noqa: A002
+def _with_gradient(history: History, round_index: int, nodes: list[Node]) -> npt.NDArray[np.bool_]:
     """Whether each layer of an update got a gradient on each of these clients; [clients, layers]."""
     layers, known = history.layers("update"), history.layers("gradient")
-    owners, gradients = history.across("gradient", ("rms",), round)
+    owners, gradients = history.across("gradient", ("rms",), round_index)
     found = np.zeros((len(nodes), len(layers)), dtype=np.bool_)
     columns = [(layers.index(name), i) for i, name in enumerate(known) if name in layers]
     for row, node in enumerate(nodes):
@@ -180,32 +184,32 @@ def _with_gradient(history: History, round: int, nodes: list[Node]) -> npt.NDArr
     return found
 
 
-def old_updates(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def old_updates(history: History, round_index: int) -> Iterator[Finding]:
     """STALE_UPDATE, where it is certain: the client's own previous update once more, or a base that the host told."""
-    cosines, norms = history.latest("update.cosine_previous", round), history.latest("update.norm", round)
+    cosines, norms = history.latest("update.cosine_previous", round_index), history.latest("update.norm", round_index)
     near = [node for node, cosine in cosines.items() if cosine > SAME_DIRECTION]
-    if near and transformation(history, round) is not None:  # coarse values repeat themselves
+    if near and transformation(history, round_index) is not None:  # coarse values repeat themselves
         near = []
     usual = _median_of_others(cosines, near) if near else None
     # Where everybody's updates hardly change, as with whole batches and small steps, a repetition is nothing; nor is it
     # where the client trained what it sent.
-    unchanged = trained(history, round) if near else set()
+    unchanged = trained(history, round_index) if near else set()
     for node in near if usual is not None and usual < SMOOTH and len(near) < MANY * len(cosines) else ():
-        if node not in unchanged and _same_norm(history, node, norms.get(node, 0.0), round):
+        if node not in unchanged and _same_norm(history, node, norms.get(node, 0.0), round_index):
             text = f"{node} sent its previous update again."
             number = Number("update.cosine_previous", cosines[node], usual)
-            yield finding("STALE_UPDATE", round, text, confidence=0.97, node=node, numbers=[number])
-    ages = history.latest("update.staleness", round)
+            yield finding("STALE_UPDATE", round_index, text, confidence=0.97, node=node, numbers=[number])
+    ages = history.latest("update.staleness", round_index)
     newest = float(np.median([*ages.values()])) if ages else 0.0
     for node, age in ages.items():
         if newest == 0 and age >= OLD:
             text = f"{node} began {age:.0f} models ago; its peers began with the newest."
             number = Number("update.staleness", age, newest)
-            yield finding("STALE_UPDATE", round, text, confidence=0.9, node=node, numbers=[number])
+            yield finding("STALE_UPDATE", round_index, text, confidence=0.9, node=node, numbers=[number])
 
 
-def _same_norm(history: History, node: Node, norm: float, round: int) -> bool:  # noqa: A002
-    before = value_before(history, "update.norm", node, round)
+def _same_norm(history: History, node: Node, norm: float, round_index: int) -> bool:
+    before = value_before(history, "update.norm", node, round_index)
     return before is not None and norm > 0 and abs(before[1] - norm) <= SAME_NORM * norm
 
 

@@ -59,20 +59,20 @@ class Growth:
         return self.bytes / self.rounds
 
 
-def leaks(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+def leaks(history: History, round_index: int) -> Iterator[Finding]:
     """MEMORY_LEAK: the process that holds the clients, or the server, grows and does not level off."""
-    numbers = [n for n in history.rounds() if n <= round][WARM_UP:][-WINDOW:]
+    numbers = [n for n in history.rounds() if n <= round_index][WARM_UP:][-WINDOW:]
     if len(numbers) < FEWEST:
         return
-    for lows in (_lows(history, numbers), dict(up_to(history.series("memory.resident", None), round))):
+    for lows in (_lows(history, numbers), dict(up_to(history.series("memory.resident", None), round_index))):
         points = [(n, lows[n]) for n in numbers if n in lows]
         grown = growing([n for n, _ in points], [value for _, value in points])
-        if grown is None or points[-1][0] != round:
+        if grown is None or points[-1][0] != round_index:
             continue
-        group = _piling_up(history, round, grown)
-        if group is None and not _beyond_doubt(history, round, grown, points):
+        group = _piling_up(history, round_index, grown)
+        if group is None and not _beyond_doubt(history, round_index, grown, points):
             continue
-        yield _leak(history, round, grown, group, points[-1][1])
+        yield _leak(history, round_index, grown, group, points[-1][1])
         return
 
 

@@ -32,56 +32,56 @@ class Origin:
     partly: bool  # some layers had fewer such steps: it began inside this client
 
 
-def nonfinite(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
     """NAN_GRADIENT and NAN_UPDATE of the clients where it began, NAN_WEIGHTS of the global model."""
-    began = _poisoned_since(history, round)
+    began = _poisoned_since(history, round_index)
     origins = _origins(history, began)
     sent = _lost_in(history, "update", began)
     tainted = _lost_gradients(history, began)
     senders = {node: count for node, count in sent.items() if node not in tainted}
-    yield from _gradients(history, round, began, origins)
-    if began < round:
-        yield from _gradients(history, round, round, _newly(history, round, origins))
-    still = _lost_in(history, "update", round)
+    yield from _gradients(history, round_index, began, origins)
+    if began < round_index:
+        yield from _gradients(history, round_index, round_index, _newly(history, round_index, origins))
+    still = _lost_in(history, "update", round_index)
     for node, count in senders.items():
         if node in still:
             text = f"The update of {node} has {count:.0f} values that are NaN or infinite"
-            text += "." if began == round else f", first in round {began}."
+            text += "." if began == round_index else f", first in round {began}."
             number = Number("update", count, 0.0, of="limit")
-            yield finding("NAN_UPDATE", round, text, confidence=1.0, since=began, node=node, numbers=[number])
-    yield from _weights(history, round, began, [*origins, *senders])
+            yield finding("NAN_UPDATE", round_index, text, confidence=1.0, since=began, node=node, numbers=[number])
+    yield from _weights(history, round_index, began, [*origins, *senders])
 
 
-def _poisoned_since(history: History, round: int) -> int:  # noqa: A002
+def _poisoned_since(history: History, round_index: int) -> int:
     """The round in which the global model that clients got in this round was lost; this round, if it was good."""
-    began = round
-    for number, count in reversed(up_to(history.series("weight.nonfinite", SERVER), round - 1)):
+    began = round_index
+    for number, count in reversed(up_to(history.series("weight.nonfinite", SERVER), round_index - 1)):
         if not count:
             break
         began = number
     return began
 
 
-def _lost_in(history: History, family: str, round: int) -> dict[Node, float]:  # noqa: A002
+def _lost_in(history: History, family: str, round_index: int) -> dict[Node, float]:
     """How many values are not finite, of the clients where any is.
 
     Of updates, the server's count stands beside its sums per layer: it needs no names of layers.
     """
-    nodes, counts = history.across(family, ("nans", "infs"), round)
+    nodes, counts = history.across(family, ("nans", "infs"), round_index)
     totals = np.nansum(counts, axis=(1, 2)).tolist() if nodes else []
     lost = {node: n for node, n in zip(nodes, totals, strict=True) if n > 0}
-    lost = {**(history.latest("update.nonfinite", round) if family == "update" else {}), **lost}
-    clients = set(clients_of(history, round))
+    lost = {**(history.latest("update.nonfinite", round_index) if family == "update" else {}), **lost}
+    clients = set(clients_of(history, round_index))
     return {node: float(n) for node, n in lost.items() if n > 0 and node in clients}
 
 
-def _origins(history: History, round: int) -> dict[Node, Origin]:  # noqa: A002
+def _origins(history: History, round_index: int) -> dict[Node, Origin]:
     """The clients in which gradients were lost first; of a group that exchanges, the member from whom it spread."""
-    found = _lost_gradients(history, round)
+    found = _lost_gradients(history, round_index)
     if not found:
         return {}
-    placed = _placed(history, round, found)
-    groups = groups_of(history, round)
+    placed = _placed(history, round_index, found)
+    groups = groups_of(history, round_index)
     origins: dict[Node, Origin] = {}
     for group in {groups.get(node) for node in placed}:
         members = {node: origin for node, origin in placed.items() if groups.get(node) == group}
@@ -89,13 +89,13 @@ def _origins(history: History, round: int) -> dict[Node, Origin]:  # noqa: A002
     return {node: origins[node] for node in placed if node in origins}
 
 
-def _lost_gradients(history: History, round: int) -> dict[Node, float]:  # noqa: A002
+def _lost_gradients(history: History, round_index: int) -> dict[Node, float]:
     """Clients with such gradients; not those whose GradScaler left the steps out, as it does now and then by design."""
-    skipped, steps = history.latest("steps.skipped", round), history.latest("steps", round)
-    broken = history.latest("weight.nonfinite", round)
+    skipped, steps = history.latest("steps.skipped", round_index), history.latest("steps", round_index)
+    broken = history.latest("weight.nonfinite", round_index)
     return {
         node: count
-        for node, count in history.latest("gradient.nonfinite", round).items()
+        for node, count in history.latest("gradient.nonfinite", round_index).items()
         if count and (broken.get(node) or not 0 < 2 * skipped.get(node, 0.0) <= steps.get(node, 0.0))
     }
 
@@ -112,16 +112,16 @@ def _first(members: Mapping[Node, Origin]) -> Mapping[Node, Origin]:
     return {node: origin for node, origin in members.items() if origin.steps == most}
 
 
-def _placed(history: History, round: int, found: Mapping[Node, float]) -> dict[Node, Origin]:  # noqa: A002
+def _placed(history: History, round_index: int, found: Mapping[Node, float]) -> dict[Node, Origin]:
     """Layer and step of each client's first loss, as far as the sums of the round tell.
 
     Once a weight is lost, so are all gradients after it: the steps with losses are the last ones, and a layer's count
     of lost values says how many there were.
     """
     layers = history.layers("gradient")
-    nodes, sums = history.across("gradient", ("nans", "infs", "count"), round)
-    steps = history.latest("steps", round)
-    broken = {node for node, count in history.latest("weight.nonfinite", round).items() if count}
+    nodes, sums = history.across("gradient", ("nans", "infs", "count"), round_index)
+    steps = history.latest("steps", round_index)
+    broken = {node for node, count in history.latest("weight.nonfinite", round_index).items() if count}
     origins = {}
     for node, values in found.items():
         if node not in nodes or not steps.get(node):
@@ -140,31 +140,31 @@ def _placed(history: History, round: int, found: Mapping[Node, float]) -> dict[N
     return origins
 
 
-def _newly(history: History, round: int, known: Iterable[Node]) -> dict[Node, Origin]:  # noqa: A002
+def _newly(history: History, round_index: int, known: Iterable[Node]) -> dict[Node, Origin]:
     """Who got a good model although the global one is lost (its cluster's own, say), and lost its gradients now."""
-    before = history.latest("fit.loss_before", round)
-    origins = _origins(history, round)
+    before = history.latest("fit.loss_before", round_index)
+    origins = _origins(history, round_index)
     return {n: o for n, o in origins.items() if n not in known and math.isfinite(before.get(n, math.nan))}
 
 
-def _gradients(history: History, round: int, began: int, origins: Mapping[Node, Origin]) -> Iterator[Finding]:  # noqa: A002
-    now = _lost_gradients(history, round)
+def _gradients(history: History, round_index: int, began: int, origins: Mapping[Node, Origin]) -> Iterator[Finding]:
+    now = _lost_gradients(history, round_index)
     if len(origins) > max(FEW, len(clients_of(history, began)) / 4):
         text = f"Gradients are NaN or infinite on {len(origins)} clients at once since round {began}."
         number = Number("gradient.nonfinite", float(sum(now.values())), 0.0, of="limit")
         if now:
-            yield finding("NAN_GRADIENT", round, text, confidence=1.0, since=began, numbers=[number])
+            yield finding("NAN_GRADIENT", round_index, text, confidence=1.0, since=began, numbers=[number])
         return
     for node, origin in origins.items():
         if not now.get(node):
             continue
         place = f" of layer {origin.layer}" if origin.layer is not None else ", of all layers at once,"
         when = "" if origin.step is None else f" from step {origin.step}"
-        when += " on" if began == round and when else "" if began == round else f" of round {began} on"
+        when += " on" if began == round_index and when else "" if began == round_index else f" of round {began} on"
         text = f"Gradients{place} are NaN or infinite on {node}{when}."
         yield finding(
             "NAN_GRADIENT",
-            round,
+            round_index,
             text,
             confidence=1.0,
             since=began,
@@ -176,31 +176,33 @@ def _gradients(history: History, round: int, began: int, origins: Mapping[Node, 
         )
 
 
-def _weights(history: History, round: int, began: int, origins: Iterable[Node]) -> Iterator[Finding]:  # noqa: A002
+def _weights(history: History, round_index: int, began: int, origins: Iterable[Node]) -> Iterator[Finding]:
     suspects = [Suspect(node, 1.0, "its numbers were lost first") for node in origins]
-    known = history.latest("weight.nonfinite", round)
+    known = history.latest("weight.nonfinite", round_index)
     if SERVER in known:
         if known[SERVER]:
             text = f"{known[SERVER]:.0f} weights of the global model are NaN or infinite since round {began}"
             text += f"; it began with {', '.join(s.node for s in suspects)}." if suspects else "."
             number = Number("weight.nonfinite", known[SERVER], 0.0, of="limit")
-            yield _global(round, began, text, number, suspects)
+            yield _global(round_index, began, text, number, suspects)
         return
-    losses = [value for number, value in up_to(history.series("loss", None), round) if number == round]
-    clients = clients_of(history, round)
-    lost = _lost_in(history, "update", round)
+    losses = [value for number, value in up_to(history.series("loss", None), round_index) if number == round_index]
+    clients = clients_of(history, round_index)
+    lost = _lost_in(history, "update", round_index)
     if losses and not math.isfinite(losses[0]):
         number = Number("loss", losses[0], of="limit")
-        yield _global(round, began, "The loss of the global model is NaN or infinite.", number, suspects)
+        yield _global(round_index, began, "The loss of the global model is NaN or infinite.", number, suspects)
     elif clients and len(lost) == len(clients):
         number = Number("update", float(sum(lost.values())), 0.0, of="limit")
-        yield _global(round, began, "Every update has NaN or infinity, and so has their average.", number, suspects)
+        yield _global(
+            round_index, began, "Every update has NaN or infinity, and so has their average.", number, suspects
+        )
 
 
-def _global(round: int, began: int, text: str, number: Number, suspects: list[Suspect]) -> Finding:  # noqa: A002
+def _global(round_index: int, began: int, text: str, number: Number, suspects: list[Suspect]) -> Finding:
     return finding(
         "NAN_WEIGHTS",
-        round,
+        round_index,
         text,
         confidence=1.0,
         since=began,

@@ -78,11 +78,11 @@ def plain_rules(
     """A detector of these limits, for `Monitor(detectors=["standard", plain_rules()])`; None leaves a rule out."""
     limits = Limits(loss_ratio, swing, gradient_norm, layer_norm, change, weight)
 
-    def plain(history: History, round: int) -> Iterable[Finding]:  # noqa: A002 - the domain's word
+    def plain(history: History, round_index: int) -> Iterable[Finding]:
         return [
             finding(
                 found.issue,
-                round,
+                round_index,
                 found.message,
                 confidence=1.0 if found.certain else 0.5,  # how sure a bare limit makes, nobody knows
                 since=found.since,
@@ -92,41 +92,41 @@ def plain_rules(
                 numbers=(found.number,),
                 more={"rule": "plain rule"},
             )
-            for found in crossed(history, round, limits)
+            for found in crossed(history, round_index, limits)
         ]
 
     return plain
 
 
-def crossed(history: History, round: int, limits: Limits) -> list[Crossed]:  # noqa: A002
+def crossed(history: History, round_index: int, limits: Limits) -> list[Crossed]:
     """Every limit that was crossed in this round; of one issue and client the first."""
     first: dict[tuple[str, Node | None], Crossed] = {}
     rules = (
-        *_loss(history, round, limits),
-        *_not_finite(history, round),
-        *_gradients(history, round, limits),
-        *_layers(history, round, limits),
-        *_weights(history, round, limits),
+        *_loss(history, round_index, limits),
+        *_not_finite(history, round_index),
+        *_gradients(history, round_index, limits),
+        *_layers(history, round_index, limits),
+        *_weights(history, round_index, limits),
     )
     for found in rules:
         first.setdefault((found.issue, found.node), found)
     return list(first.values())
 
 
-def losses(history: History, round: int) -> tuple[list[int], list[float]]:  # noqa: A002
+def losses(history: History, round_index: int) -> tuple[list[int], list[float]]:
     """The global model's loss up to this round; where nobody told it, the mean of the clients' own."""
     rounds, values = history.series("loss", None)
     if not rounds:
-        told = [(number, history.latest("loss", number)) for number in history.rounds() if number <= round]
+        told = [(number, history.latest("loss", number)) for number in history.rounds() if number <= round_index]
         rounds = [number for number, found in told if found]
         values = [float(np.mean([*found.values()])) for _, found in told if found]
-    kept = sum(number <= round for number in rounds)
+    kept = sum(number <= round_index for number in rounds)
     return rounds[:kept], values[:kept]
 
 
-def _loss(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
-    rounds, values = losses(history, round)
-    if not rounds or rounds[-1] != round or len(values) <= ROUNDS_BACK:
+def _loss(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
+    rounds, values = losses(history, round_index)
+    if not rounds or rounds[-1] != round_index or len(values) <= ROUNDS_BACK:
         return
     before, *_, now = window = values[-ROUNDS_BACK - 1 :]
     since = rounds[-ROUNDS_BACK - 1]
@@ -140,11 +140,11 @@ def _loss(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  #
             yield Crossed("OSCILLATION", None, message, _limit("loss", min(changes), limits.swing), since=since)
 
 
-def _not_finite(history: History, round: int) -> Iterator[Crossed]:  # noqa: A002
+def _not_finite(history: History, round_index: int) -> Iterator[Crossed]:
     rounds, values = history.series("loss", None)
-    if round in rounds and not math.isfinite(value := values[rounds.index(round)]):
+    if round_index in rounds and not math.isfinite(value := values[rounds.index(round_index)]):
         yield Crossed("NAN_WEIGHTS", None, f"The loss is {value}.", _limit("loss", value), certain=True)
-    for node, value in history.latest("loss", round).items():
+    for node, value in history.latest("loss", round_index).items():
         if not math.isfinite(value):
             message = f"The loss of {node} is {value}."
             yield Crossed("NAN_GRADIENT", node, message, _limit("loss", value), certain=True)
@@ -152,29 +152,29 @@ def _not_finite(history: History, round: int) -> Iterator[Crossed]:  # noqa: A00
         ("NAN_GRADIENT", "gradient.nonfinite", "gradients"),
         ("NAN_WEIGHTS", "weight.nonfinite", "weights"),
     ):
-        for node, count in history.latest(metric, round).items():
+        for node, count in history.latest(metric, round_index).items():
             if count > 0:
                 message = f"{count:.0f} values in the {what} of {node} are NaN or Inf."
                 yield Crossed(issue, node, message, _limit(metric, count, 0.0), certain=True)
 
 
-def _gradients(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
+def _gradients(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
     for metric, limit, what in (
         ("gradient.norm_max", limits.gradient_norm, "largest gradient norm"),
         ("gradient.change", limits.change, "largest change of the gradient norm from step to step"),
     ):
-        for node, value in history.latest(metric, round).items():
+        for node, value in history.latest(metric, round_index).items():
             if limit is not None and value > limit:
                 message = f"The {what} of {node} is {value:.3g}, over {limit:g}."
                 yield Crossed("EXPLODING_GRADIENT", node, message, _limit(metric, value, limit))
 
 
-def _layers(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
+def _layers(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
     names = history.layers("gradient.steps")
     if limits.layer_norm is None or not names or names != history.layers("gradient"):
         return
-    nodes, steps = history.across("gradient.steps", ("norm_max",), round)
-    measured, sizes = history.across("gradient", ("rms",), round)
+    nodes, steps = history.across("gradient.steps", ("norm_max",), round_index)
+    measured, sizes = history.across("gradient", ("rms",), round_index)
     low, high = limits.layer_norm
     for node, norms in zip(nodes, steps[:, :, 0], strict=True):
         if node not in measured:
@@ -192,12 +192,12 @@ def _layers(history: History, round: int, limits: Limits) -> Iterator[Crossed]: 
                 yield Crossed(issue, node, message, _limit("gradient.steps", value, limit), names[worst])
 
 
-def _weights(history: History, round: int, limits: Limits) -> Iterator[Crossed]:  # noqa: A002
+def _weights(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
     """Of all clients together: they set out from the same weights."""
     names = history.layers("weight")
     if limits.weight is None or not names:
         return
-    nodes, values = history.across("weight", ("absmax",), round)
+    nodes, values = history.across("weight", ("absmax",), round_index)
     largest = np.where(np.isfinite(values[..., 0]), values[..., 0], -math.inf)
     if largest.size and (value := float(largest.max())) > limits.weight:
         node, layer = np.unravel_index(int(largest.argmax()), largest.shape)

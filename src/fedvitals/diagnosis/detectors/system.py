@@ -67,26 +67,26 @@ MEMORY = re.compile(
 DISK = re.compile(r"Errno 28|ENOSPC|no space left|disk quota|disk (is )?full|Errno 122", re.IGNORECASE)
 
 
-def failures(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
+def failures(history: History, round_index: int) -> Iterator[Finding]:
     """CRASH, OUT_OF_MEMORY or DISK_FULL of each client whose training ended with an error."""
     seen: set[tuple[str, Node | None]] = set()
-    for event in events_in(history, round, "client.failed", "edge.failed", "round.failed"):
+    for event in events_in(history, round_index, "client.failed", "edge.failed", "round.failed"):
         issue = _kind_of_failure(event)
         if (issue, event.where.node) in seen:
             continue
         seen.add((issue, event.where.node))
         who = event.where.node or "The round"
-        since = _first(history, round, event)
-        before = "" if since == round else f" (since round {since})"
+        since = _first(history, round_index, event)
+        before = "" if since == round_index else f" (since round {since})"
         text, sure = f"{who} failed{_with(event)}{before}.", 1.0
         shares: Mapping[str, Any] = {}
         if issue == "OUT_OF_MEMORY":
-            text, sure = killed_words(history, round, event) or (text, sure)
-            words, shares = memory_words(history, round, event)
+            text, sure = killed_words(history, round_index, event) or (text, sure)
+            words, shares = memory_words(history, round_index, event)
             text += words
         yield finding(
             issue,
-            round,
+            round_index,
             text,
             confidence=sure,
             since=since,
@@ -95,10 +95,10 @@ def failures(history: History, round: int) -> Iterator[Finding]:  # noqa: A002 -
             severity="critical",
             more={"event": event.name, **{k: event.data[k] for k in ("exception",) if k in event.data}, **shares},
         )
-    for event in events_in(history, round, "monitor.error", "log"):
+    for event in events_in(history, round_index, "monitor.error", "log"):
         if event.level in ("warning", "error", "critical") and DISK.search(event.message) and event.where.node is None:
             doing = f", said by {event.data['doing']}" if "doing" in event.data else ""
-            yield finding("DISK_FULL", round, f"The server's disk is full{doing}.", confidence=0.95)
+            yield finding("DISK_FULL", round_index, f"The server's disk is full{doing}.", confidence=0.95)
             return
 
 
@@ -114,30 +114,30 @@ def _kind_of_failure(event: Event) -> str:
     return "OUT_OF_MEMORY" if MEMORY.search(text) or KILLED.search(text) else "CRASH"
 
 
-def _first(history: History, round: int, event: Event) -> int:  # noqa: A002
+def _first(history: History, round_index: int, event: Event) -> int:
     same = [
         other.where.round
         for other in history.events(event.name)
-        if other.where.node == event.where.node and other.where.round is not None and other.where.round <= round
+        if other.where.node == event.where.node and other.where.round is not None and other.where.round <= round_index
     ]
-    return min(same, default=round)
+    return min(same, default=round_index)
 
 
-def drop_outs(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def drop_outs(history: History, round_index: int) -> Iterator[Finding]:
     """DROP_OUT: a client that is asked and is not there, again and again; or that used to take part and does not."""
-    yield from _too_often(history, round, "DROP_OUT", "was asked and was not there", "client.dropped_out")
-    for node, rounds in _silent(history, round).items():
+    yield from _too_often(history, round_index, "DROP_OUT", "was asked and was not there", "client.dropped_out")
+    for node, rounds in _silent(history, round_index).items():
         text = f"{node} took part in every round, and has not since round {rounds[0]}."
         number = Number("clients", 0.0, 1.0, of="own past")
-        yield finding("DROP_OUT", round, text, confidence=0.9, since=rounds[0], node=node, numbers=[number])
+        yield finding("DROP_OUT", round_index, text, confidence=0.9, since=rounds[0], node=node, numbers=[number])
 
 
-def _silent(history: History, round: int) -> dict[Node, list[int]]:  # noqa: A002
+def _silent(history: History, round_index: int) -> dict[Node, list[int]]:
     """Who is missing without a word in the newest rounds, where everybody else takes part in all of them."""
-    numbers = rounds_until(history, round, 12)
+    numbers = rounds_until(history, round_index, 12)
     if len(numbers) < SLOW_ROUNDS + 3:
         return {}
-    first, second, third, now = (set(clients_of(history, number)) for number in (*numbers[:3], round))
+    first, second, third, now = (set(clients_of(history, number)) for number in (*numbers[:3], round_index))
     if not (first & second & third) - now:
         return {}
     present = [set(clients_of(history, number)) for number in numbers]
@@ -154,33 +154,35 @@ def _silent(history: History, round: int) -> dict[Node, list[int]]:  # noqa: A00
     return missing if steady > len(missing) and steady >= 0.8 * len(set.union(*present)) - len(missing) else {}
 
 
-def lost_messages(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def lost_messages(history: History, round_index: int) -> Iterator[Finding]:
     """COMMUNICATION_FAILURE: updates of a client that never arrive, or cannot be read."""
-    yield from _too_often(history, round, "COMMUNICATION_FAILURE", "sent an update that did not arrive", "update.lost")
+    yield from _too_often(
+        history, round_index, "COMMUNICATION_FAILURE", "sent an update that did not arrive", "update.lost"
+    )
 
 
-def late(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def late(history: History, round_index: int) -> Iterator[Finding]:
     """TIMEOUT: a client that misses the deadline again and again, or whose connection hangs where there is none."""
-    yield from _too_often(history, round, "TIMEOUT", "missed the deadline", "update.late")
-    seconds = history.latest("time.client_virtual", round)
+    yield from _too_often(history, round_index, "TIMEOUT", "missed the deadline", "update.late")
+    seconds = history.latest("time.client_virtual", round_index)
     usual = float(np.median([*seconds.values()])) if len(seconds) > 2 else np.inf
     for node, value in seconds.items():
         if value > HANGING_SECONDS and value > HANGING * usual:
             text = f"{node} took {value:,.0f} s; its peers took {usual:.3g} s."
             number = Number("time.client_virtual", value, usual)
-            yield finding("TIMEOUT", round, text, confidence=0.95, node=node, numbers=[number])
+            yield finding("TIMEOUT", round_index, text, confidence=0.95, node=node, numbers=[number])
 
 
-def _too_often(history: History, round: int, issue: str, did: str, name: str) -> Iterator[Finding]:  # noqa: A002
+def _too_often(history: History, round_index: int, issue: str, did: str, name: str) -> Iterator[Finding]:
     """Clients to whom it happens far more often than to the others, this round included."""
-    if not events_in(history, round, name):
+    if not events_in(history, round_index, name):
         return
-    told = calls(history, round, (name,))
+    told = calls(history, round_index, (name,))
     wrong = {node: sum(own.wrong) for node, own in told.items()}
     asked = {node: len(own.wrong) for node, own in told.items()}
     # The others without those who are struck as hard: two clients that have left must not hide each other.
     for node, own in told.items():
-        if not own.wrong[-1] or own.rounds[-1] != round or wrong[node] < FEWEST:
+        if not own.wrong[-1] or own.rounds[-1] != round_index or wrong[node] < FEWEST:
             continue
         rate = wrong[node] / asked[node]
         others = [other for other in told if other != node and wrong[other] < 0.7 * rate * asked[other]]
@@ -192,7 +194,7 @@ def _too_often(history: History, round: int, issue: str, did: str, name: str) ->
         text = f"{node} {did} in {wrong[node]} of its last {asked[node]} calls; the others in {usual:.1%}."
         yield finding(
             issue,
-            round,
+            round_index,
             text,
             confidence=1 - max(chance, 1e-3),
             since=since,
@@ -202,27 +204,27 @@ def _too_often(history: History, round: int, issue: str, did: str, name: str) ->
         )
 
 
-def stragglers(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def stragglers(history: History, round_index: int) -> Iterator[Finding]:
     """STRAGGLER: several times as slow as its peers or its own past, for what it has to do, several rounds in a row."""
     for name, least in (("time.compute_virtual", 0.0), ("time.client_virtual", 0.0), ("time.client", REAL_SECONDS)):
-        now = history.latest(name, round)
+        now = history.latest(name, round_index)
         if now:
-            found = [*_slow(history, round, name, least)]
+            found = [*_slow(history, round_index, name, least)]
             yield from found
             if found or name == "time.client_virtual":
                 return  # real seconds say nothing where a virtual clock runs
 
 
-def _slow(history: History, round: int, name: str, least: float) -> Iterator[Finding]:  # noqa: A002
-    seconds = history.latest(name, round)
+def _slow(history: History, round_index: int, name: str, least: float) -> Iterator[Finding]:
+    seconds = history.latest(name, round_index)
     peers = float(np.median([*seconds.values()]))
     if not any(value > np.sqrt(SLOW) * peers and value - peers >= least for value in seconds.values()):
         return
-    numbers = rounds_until(history, round)
+    numbers = rounds_until(history, round_index)
     scores = _slowness(history, numbers, name)
     found: list[Finding] = []
     slow = 0
-    for node in scores[round]:
+    for node in scores[round_index]:
         own = [number for number in numbers if node in scores[number]]
         newest, before = own[-SLOW_ROUNDS:], own[:-SLOW_ROUNDS]
         off, score = (float(np.median([scores[number][node][i] for number in newest])) for i in (0, 1))
@@ -238,10 +240,12 @@ def _slow(history: History, round: int, name: str, least: float) -> Iterator[Fin
         number = Number(name, seconds[node], peers, score)
         more = {"changed": changed}
         found.append(
-            finding("STRAGGLER", round, text, confidence=0.95, since=newest[0], node=node, numbers=[number], more=more)
+            finding(
+                "STRAGGLER", round_index, text, confidence=0.95, since=newest[0], node=node, numbers=[number], more=more
+            )
         )
     # Many that are slow from the first are another kind of device, as healthy as the rest.
-    many = slow > max(1, KIND_OF_DEVICE * len(scores[round]))
+    many = slow > max(1, KIND_OF_DEVICE * len(scores[round_index]))
     yield from (one for one in found if one.evidence["changed"] or not many)
 
 
@@ -264,12 +268,12 @@ def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, 
     return found
 
 
-def _over_median(history: History, round: int, name: str, work: str) -> dict[Node, float]:  # noqa: A002
+def _over_median(history: History, round_index: int, name: str, work: str) -> dict[Node, float]:
     """The logarithm of each client's time, over its work if that is named, less the median."""
-    seconds = {node: v for node, v in history.latest(name, round).items() if v > 0 and np.isfinite(v)}
+    seconds = {node: v for node, v in history.latest(name, round_index).items() if v > 0 and np.isfinite(v)}
     if len(seconds) < FEWEST_PEERS:
         return {}
-    done = history.latest(work, round) if work else {}
+    done = history.latest(work, round_index) if work else {}
     values = np.log([*seconds.values()]) - np.log([max(done.get(node, 1.0), 1.0) for node in seconds])
     return dict(zip(seconds, (values - np.median(values)).tolist(), strict=True))
 
@@ -279,34 +283,39 @@ def _spread(offs: Sequence[float]) -> float:
     return 1.4826 * float(np.median(np.abs(offs))) if offs else 0.0
 
 
-def clocks(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def clocks(history: History, round_index: int) -> Iterator[Finding]:
     """CLOCK_SKEW: a client's times cannot be true: it began before it was asked, or sent after its message came."""
-    for node, seconds in history.latest("time.clock_error", round).items():
+    for node, seconds in history.latest("time.clock_error", round_index).items():
         if abs(seconds) > 0.5:
             way = "ahead" if seconds > 0 else "behind"
             text = f"The clock of {node} is {abs(seconds):,.1f} s {way}, at least."
             number = Number("time.clock_error", seconds, 0.0, of="limit")
-            yield finding("CLOCK_SKEW", round, text, confidence=1.0, node=node, numbers=[number])
+            yield finding("CLOCK_SKEW", round_index, text, confidence=1.0, node=node, numbers=[number])
 
 
-def lost_telemetry(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
     """TELEMETRY_LOST: a client trained and its measurements did not come; or records were lost here."""
-    told = events_in(history, round, "worker.lost", "telemetry.refused", "client.failed")
+    told = events_in(history, round_index, "worker.lost", "telemetry.refused", "client.failed")
     failed = {event.where.node for event in told if event.name == "client.failed"}
     lost = {event.where.node: event for event in told if event.name != "client.failed"}
     for node, event in lost.items():
         if node not in failed:
             yield finding(
-                "TELEMETRY_LOST", round, event.message, confidence=1.0, since=_first(history, round, event), node=node
+                "TELEMETRY_LOST",
+                round_index,
+                event.message,
+                confidence=1.0,
+                since=_first(history, round_index, event),
+                node=node,
             )
-    counts = up_to(history.series("monitor.lost", None), round)
+    counts = up_to(history.series("monitor.lost", None), round_index)
     before = counts[-2][1] if len(counts) > 1 else 0.0
     named = sum(_records_lost(event) for event in told)
-    more = counts[-1][1] - before - named if counts and counts[-1][0] == round else 0.0
+    more = counts[-1][1] - before - named if counts and counts[-1][0] == round_index else 0.0
     if more > 0 and None not in lost:
         text = f"{more:.0f} records were lost before they were stored."
         number = Number("monitor.lost", counts[-1][1], before, of="own past")
-        yield finding("TELEMETRY_LOST", round, text, confidence=1.0, numbers=[number])
+        yield finding("TELEMETRY_LOST", round_index, text, confidence=1.0, numbers=[number])
 
 
 def _records_lost(event: Event) -> int:
@@ -317,12 +326,12 @@ def _records_lost(event: Event) -> int:
     return records if event.name == "telemetry.refused" and isinstance(records, int) else 0
 
 
-def bottleneck(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
+def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
     """BOTTLENECK: most of each round goes to the same thing, and that is not computing. Up to the round before this."""
-    numbers = rounds_until(history, round - 1, BOUND_ROUNDS)
+    numbers = rounds_until(history, round_index - 1, BOUND_ROUNDS)
     if len(numbers) < BOUND_ROUNDS:
         return
-    shares = {kind: dict(up_to(history.series(f"bottleneck.{kind}", None), round - 1)) for kind in BOTTLENECKS}
+    shares = {kind: dict(up_to(history.series(f"bottleneck.{kind}", None), round_index - 1)) for kind in BOTTLENECKS}
     for kind, words in BOTTLENECKS.items():  # stragglers first: what holds them up is no matter of all
         found = [shares[kind].get(number, 0.0) for number in numbers]
         if min(found) < BOUND:
@@ -338,7 +347,9 @@ def bottleneck(history: History, round: int) -> Iterator[Finding]:  # noqa: A002
         saved = "would be saved without" if kind == "straggler" else "goes to"
         text = f"Of a round of {typical:.3g} s, {share:.0%} {saved} {words}{named}."
         number = Number(f"bottleneck.{kind}", share, BOUND, of="limit")
-        yield finding("BOTTLENECK", round, text, confidence=0.9, since=since, numbers=[number], more={"bound_by": kind})
+        yield finding(
+            "BOTTLENECK", round_index, text, confidence=0.9, since=since, numbers=[number], more={"bound_by": kind}
+        )
         return
 
 

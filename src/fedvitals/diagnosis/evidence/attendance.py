@@ -17,41 +17,45 @@ SERVER = "server"
 LOOK_BACK = 30  # rounds in which the past of a client is looked for
 
 
-def rounds_until(history: History, round: int, most: int = LOOK_BACK) -> list[int]:  # noqa: A002 - the domain's word
+def rounds_until(history: History, round_index: int, most: int = LOOK_BACK) -> list[int]:
     """The newest rounds up to and with this one, ascending."""
-    return [number for number in history.rounds() if number <= round][-most:]
+    return [number for number in history.rounds() if number <= round_index][-most:]
 
 
-def clients_of(history: History, round: int) -> list[Node]:  # noqa: A002
+def clients_of(history: History, round_index: int) -> list[Node]:
     """Who trained or sent an update in a round; edges, clusters and the server are none of them."""
-    sent = history.latest("update.norm", round)
-    return [*sent, *(node for node in history.latest("steps", round) if node not in sent)]
+    sent = history.latest("update.norm", round_index)
+    return [*sent, *(node for node in history.latest("steps", round_index) if node not in sent)]
 
 
-def groups_of(history: History, round: int) -> Mapping[Node, str]:  # noqa: A002
+def groups_of(history: History, round_index: int) -> Mapping[Node, str]:
     """Each client's edge, cluster or ring, as last told; empty where there are none."""
-    told = [event for event in history.events("groups") if event.where.round is None or event.where.round <= round]
+    told = [
+        event for event in history.events("groups") if event.where.round is None or event.where.round <= round_index
+    ]
     members: Mapping[str, Sequence[Node]] = told[-1].data if told else {}
     return {node: group for group, nodes in members.items() for node in nodes}
 
 
-def labels_of(history: History, round: int) -> Mapping[Node, Mapping[str, int]]:  # noqa: A002
+def labels_of(history: History, round_index: int) -> Mapping[Node, Mapping[str, int]]:
     """How many samples of each label each client has, as it told last: it is told when it changes."""
     return {
         event.where.node: event.data["histogram"]
         for event in history.events("labels")
-        if event.where.node is not None and (event.where.round or 0) <= round and event.data.get("histogram")
+        if event.where.node is not None and (event.where.round or 0) <= round_index and event.data.get("histogram")
     }
 
 
-def events_in(history: History, round: int, *names: str) -> list[Event]:  # noqa: A002
+def events_in(history: History, round_index: int, *names: str) -> list[Event]:
     """The events of these names in one round."""
-    return [event for event in history.events(None, round) if event.name in names and event.where.round == round]
+    return [
+        event for event in history.events(None, round_index) if event.name in names and event.where.round == round_index
+    ]
 
 
-def value_before(history: History, name: str, node: Node | None, round: int) -> tuple[int, float] | None:  # noqa: A002
+def value_before(history: History, name: str, node: Node | None, round_index: int) -> tuple[int, float] | None:
     """A node's newest value of a metric before a round, with its round."""
-    for number in reversed(rounds_until(history, round - 1)):
+    for number in reversed(rounds_until(history, round_index - 1)):
         if node is None:
             break
         found = history.latest(name, number).get(node)
@@ -60,9 +64,9 @@ def value_before(history: History, name: str, node: Node | None, round: int) -> 
     return None
 
 
-def up_to(series: tuple[list[int], list[float]], round: int) -> list[tuple[int, float]]:  # noqa: A002
+def up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:
     """A metric's values over the rounds, without what came later."""
-    return [(number, value) for number, value in zip(*series, strict=True) if number <= round]
+    return [(number, value) for number, value in zip(*series, strict=True) if number <= round_index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +77,9 @@ class Calls:
     wrong: tuple[bool, ...]
 
 
-def calls(history: History, round: int, names: Iterable[str], most: int = LOOK_BACK) -> dict[Node, Calls]:  # noqa: A002
+def calls(history: History, round_index: int, names: Iterable[str], most: int = LOOK_BACK) -> dict[Node, Calls]:
     """Every client's calls in the newest rounds; those went wrong that an event of one of these names tells of."""
-    numbers = rounds_until(history, round, most)
+    numbers = rounds_until(history, round_index, most)
     trouble: dict[int, dict[Node, bool]] = {number: {} for number in numbers}
     wanted = set(names)
     for event in history.events(None, numbers[0]) if numbers else ():

@@ -44,26 +44,26 @@ class Locator:
         # What the rounds before have told, by history: only so that a long run is not read anew in every round.
         self._courses: weakref.WeakKeyDictionary[History, Course] = weakref.WeakKeyDictionary()
 
-    def __call__(self, history: History, round: int) -> Iterator[Finding]:  # noqa: A002 - the domain's word
-        course = self.course(history, round)
-        if course.round != round or course.scores is None:
+    def __call__(self, history: History, round_index: int) -> Iterator[Finding]:
+        course = self.course(history, round_index)
+        if course.round != round_index or course.scores is None:
             return
-        elsewhere = {found.where.node for rule in (duplicates, free_riders) for found in rule(history, round)}
-        told = mismatch(history, round)
+        elsewhere = {found.where.node for rule in (duplicates, free_riders) for found in rule(history, round_index)}
+        told = mismatch(history, round_index)
         found = []
         for place, node in enumerate(course.scores.nodes):
             if node in course.named and node not in elsewhere:
                 exact = node in course.swapped
                 found.append(_exact(course, place, told[node]) if exact else _likely(course, place))
-        yield from by_group(found, course.scores.nodes, groups_of(history, round))
+        yield from by_group(found, course.scores.nodes, groups_of(history, round_index))
 
-    def course(self, history: History, round: int) -> Course:  # noqa: A002
+    def course(self, history: History, round_index: int) -> Course:
         """The run up to this round: gone on with where it was left, or read from its beginning."""
         course = self._courses.get(history)
-        if course is None or course.round is None or course.round > round:
+        if course is None or course.round is None or course.round > round_index:
             course = self._courses[history] = Course(self._model or shipped(), self._allowed)
         for number in history.rounds():
-            if number <= round and (course.round is None or number > course.round):
+            if number <= round_index and (course.round is None or number > course.round):
                 course.take(history, number)
         return course
 
@@ -170,28 +170,28 @@ LOCATE = Locator()
 DETECTORS: tuple[Detector, ...] = (LOCATE,)
 
 
-def suspicion(history: History, round: int) -> dict[Node, float]:  # noqa: A002
+def suspicion(history: History, round_index: int) -> dict[Node, float]:
     """Every client's sum of evidence, the largest of all views: the order in which to look at them."""
-    course = LOCATE.course(history, round)
+    course = LOCATE.course(history, round_index)
     return {node: max(course.totals(node).values()) + CAP * (node in course.swapped) for node in course.clients}
 
 
-def probability(history: History, round: int) -> dict[Node, float]:  # noqa: A002
+def probability(history: History, round_index: int) -> dict[Node, float]:
     """Every client's probability of being faulty, as it would be stated now."""
-    course = LOCATE.course(history, round)
+    course = LOCATE.course(history, round_index)
     stated = {node: course.model.probability(course.totals(node)) for node in course.clients}
     return stated | dict.fromkeys(course.swapped, CERTAIN)
 
 
-def verdicts(history: History, round: int) -> dict[Node, str]:  # noqa: A002
+def verdicts(history: History, round_index: int) -> dict[Node, str]:
     """healthy, different, not yet decidable, or faulty; of every client seen so far.
 
     Wrong labels show only against a model that has learnt something: before that nobody is called healthy. Whether it
     has is known by the clients' own samples, or else by the accuracy that the host told before this round. Nobody is
     called healthy either where updates are transformed on their way and evidence abstains.
     """
-    course = LOCATE.course(history, round)
-    told = [value for number, value in zip(*history.series("accuracy", None), strict=True) if number < round]
+    course = LOCATE.course(history, round_index)
+    told = [value for number, value in zip(*history.series("accuracy", None), strict=True) if number < round_index]
     learnt = course.accuracy >= LEARNT or (bool(told) and told[-1] >= LEARNT)
     decidable = learnt and not course.abstains
     said = dict.fromkeys(course.clients, "healthy" if decidable else "not yet decidable")

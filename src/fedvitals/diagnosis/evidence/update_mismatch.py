@@ -15,32 +15,32 @@ NOT_TRAINED = 0.01  # relative difference of two equal sizes; 0 of 323,377 healt
 MANY = 1 / 3  # of a cohort: more than are faulty in any federation that still learns
 
 
-def mismatch(history: History, round: int) -> dict[Node, float]:  # noqa: A002 - the domain's word
+def mismatch(history: History, round_index: int) -> dict[Node, float]:
     """By how much they differ, as a share: in size, or in the sums of the layer that differs most (`differs`).
 
     A model of half precision rounds each value by up to 0.4 %, which is less than `NOT_TRAINED`. Where the sums of all
     trained layers agree, sizes may still differ: what was sent holds more, such as running statistics of batch norm.
     """
-    drift, differs = history.latest("weight.drift", round), history.latest("update.differs", round)
+    drift, differs = history.latest("weight.drift", round_index), history.latest("update.differs", round_index)
     return {
         node: differs[node]
         if differs.get(node, 1.0) <= NOT_TRAINED
         else max(abs(math.log(norm / drift[node])), differs.get(node, 0.0))
-        for node, norm in history.latest("update.norm", round).items()
+        for node, norm in history.latest("update.norm", round_index).items()
         if 0 < drift.get(node, 0.0) < math.inf and 0 < norm < math.inf
     }
 
 
-def untrained(history: History, round: int) -> set[Node]:  # noqa: A002
+def untrained(history: History, round_index: int) -> set[Node]:
     """Who sent something else than it trained.
 
     Nobody, where that is so for many: then updates are compressed, clipped or averaged on their way, and it is known.
     """
-    told = mismatch(history, round)
+    told = mismatch(history, round_index)
     found = {node for node, distance in told.items() if distance > NOT_TRAINED}
     return found if len(found) <= max(1, MANY * len(told)) else set()
 
 
-def trained(history: History, round: int) -> set[Node]:  # noqa: A002
+def trained(history: History, round_index: int) -> set[Node]:
     """Who sent what it trained."""
-    return {node for node, distance in mismatch(history, round).items() if distance <= NOT_TRAINED}
+    return {node for node, distance in mismatch(history, round_index).items() if distance <= NOT_TRAINED}

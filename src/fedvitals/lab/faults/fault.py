@@ -66,13 +66,13 @@ class Fault(Description, frozen=True, kw_only=True):
         good = self.until is None or (_whole(self.until) and self.until >= self.since)
         require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
 
-    def active(self, round: int, node: Node) -> bool:  # noqa: A002 - the domain's word
+    def active(self, round_index: int, node: Node) -> bool:
         """Whether it strikes this node in this round."""
-        return self.lasts(round) and (self.nodes == "all" or node in self.nodes)
+        return self.lasts(round_index) and (self.nodes == "all" or node in self.nodes)
 
-    def lasts(self, round: int) -> bool:  # noqa: A002
+    def lasts(self, round_index: int) -> bool:
         """Whether it strikes anybody in this round."""
-        return self.since <= round and (self.until is None or round <= self.until)
+        return self.since <= round_index and (self.until is None or round_index <= self.until)
 
     def truth(self, nodes: Sequence[Node] = ()) -> dict[str, Any]:
         """What is wrong, for the record that trials compare detectors with; "all" as the names of the federation."""

@@ -93,18 +93,18 @@ def _overrides(kind: type[Fault], hook: str) -> bool:
     return getattr(kind, hook) is not getattr(Fault, hook)
 
 
-def acting(hook: str, faults: Faults, round: int, node: Node) -> list[tuple[int, Fault]]:  # noqa: A002
+def acting(hook: str, faults: Faults, round_index: int, node: Node) -> list[tuple[int, Fault]]:
     """The faults that act at this hook, with their places in the list."""
     return [
         (place, fault)
         for place, fault in enumerate(faults)
-        if _overrides(type(fault), hook) and fault.active(round, node)
+        if _overrides(type(fault), hook) and fault.active(round_index, node)
     ]
 
 
-def any_at(hook: str, faults: Faults, round: int, node: Node) -> bool:  # noqa: A002
+def any_at(hook: str, faults: Faults, round_index: int, node: Node) -> bool:
     """Whether a fault acts at this hook on this client in this round."""
-    return bool(faults) and bool(acting(hook, faults, round, node))
+    return bool(faults) and bool(acting(hook, faults, round_index, node))
 
 
 def _stream(seed: int, place: int, fault: Fault, *coordinates: object) -> torch.Generator:
@@ -138,7 +138,7 @@ def remembers(faults: Faults) -> int:
 
 def apply_data(
     faults: Faults,
-    round: int,  # noqa: A002
+    round_index: int,
     node: Node,
     x: Tensor,
     y: Tensor,
@@ -146,89 +146,89 @@ def apply_data(
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     """What the client trains on. It changes only with the places of `acting("data", ...)`, by which it may be kept."""
-    for place, fault in acting("data", faults, round, node):
+    for place, fault in acting("data", faults, round_index, node):
         x, y = fault.data(x, y, classes, _stream(seed, place, fault, node))
     return x, y
 
 
-def apply_local(faults: Faults, round: int, node: Node, settings: Local) -> Local:  # noqa: A002
+def apply_local(faults: Faults, round_index: int, node: Node, settings: Local) -> Local:
     """The settings that the client trains with."""
-    for _, fault in acting("local", faults, round, node):
+    for _, fault in acting("local", faults, round_index, node):
         settings = fault.local(settings)
     return settings
 
 
-def apply_state(faults: Faults, round: int, node: Node, tensors: Mapping[str, Tensor], seed: int) -> None:  # noqa: A002
+def apply_state(faults: Faults, round_index: int, node: Node, tensors: Mapping[str, Tensor], seed: int) -> None:
     """In place on the state that the client begins from."""
-    for place, fault in acting("state", faults, round, node):
-        fault.state(tensors, _stream(seed, place, fault, round, node))
+    for place, fault in acting("state", faults, round_index, node):
+        fault.state(tensors, _stream(seed, place, fault, round_index, node))
 
 
 def gradient_spoiler(
     faults: Faults,
-    round: int,  # noqa: A002
+    round_index: int,
     node: Node,
     seed: int,
 ) -> Callable[[Mapping[str, Tensor], int], None] | None:
     """What to call with the gradients and the number of each step; None for a client whose gradients are its own."""
-    ill = acting("gradient", faults, round, node)
+    ill = acting("gradient", faults, round_index, node)
     if not ill:
         return None
 
     def spoil(gradients: Mapping[str, Tensor], step: int) -> None:
         for place, fault in ill:
-            fault.gradient(gradients, step, _stream(seed, place, fault, round, node, step))
+            fault.gradient(gradients, step, _stream(seed, place, fault, round_index, node, step))
 
     return spoil
 
 
-def apply_step(faults: Faults, round: int, node: Node, step: int) -> None:  # noqa: A002
+def apply_step(faults: Faults, round_index: int, node: Node, step: int) -> None:
     """Before a local iteration: raises what the client's machine would."""
     if faults:
-        for _, fault in acting("step", faults, round, node):
+        for _, fault in acting("step", faults, round_index, node):
             fault.step(step)
 
 
-def silenced(faults: Faults, round: int, node: Node) -> bool:  # noqa: A002
+def silenced(faults: Faults, round_index: int, node: Node) -> bool:
     """Whether what is measured on this client does not arrive."""
-    return any(fault.silences and fault.active(round, node) for fault in faults)
+    return any(fault.silences and fault.active(round_index, node) for fault in faults)
 
 
 # -- what it sends ----------------------------------------------------------------------------------------------------
 
 
-def apply_update(faults: Faults, round: int, update: Update, past: Past, seed: int) -> None:  # noqa: A002
+def apply_update(faults: Faults, round_index: int, update: Update, past: Past, seed: int) -> None:
     """On what leaves a client, unless it failed: then nothing does."""
     if not faults or update.error is not None:
         return
-    for place, fault in sorted(acting("update", faults, round, update.node), key=lambda entry: entry[1].last):
-        fault.update(update, past, _stream(seed, place, fault, round, update.node))
+    for place, fault in sorted(acting("update", faults, round_index, update.node), key=lambda entry: entry[1].last):
+        fault.update(update, past, _stream(seed, place, fault, round_index, update.node))
 
 
-def colludes(faults: Faults, round: int) -> bool:  # noqa: A002
+def colludes(faults: Faults, round_index: int) -> bool:
     """Whether the updates of this round have to be held until all are there."""
-    return any(_overrides(type(fault), "collude") and fault.lasts(round) for fault in faults)
+    return any(_overrides(type(fault), "collude") and fault.lasts(round_index) for fault in faults)
 
 
-def apply_collusion(faults: Faults, round: int, updates: Sequence[Update], past: Past, seed: int) -> None:  # noqa: A002
+def apply_collusion(faults: Faults, round_index: int, updates: Sequence[Update], past: Past, seed: int) -> None:
     """On the updates of a whole cohort, in its order, after `apply_update` on each of them."""
     for place, fault in enumerate(faults):
         if _overrides(type(fault), "collude"):
-            ill = [update.node for update in updates if fault.active(round, update.node)]
+            ill = [update.node for update in updates if fault.active(round_index, update.node)]
             if ill:
-                fault.collude(updates, ill, past, _stream(seed, place, fault, round))
+                fault.collude(updates, ill, past, _stream(seed, place, fault, round_index))
 
 
-def apply_journey(faults: Faults, round: int, journey: Journey, seed: int) -> Journey:  # noqa: A002
+def apply_journey(faults: Faults, round_index: int, journey: Journey, seed: int) -> Journey:
     """What becomes of a client's way through the network."""
-    for place, fault in acting("journey", faults, round, journey.node):
-        journey = fault.journey(journey, _stream(seed, place, fault, round, journey.node))
+    for place, fault in acting("journey", faults, round_index, journey.node):
+        journey = fault.journey(journey, _stream(seed, place, fault, round_index, journey.node))
     return journey
 
 
-def apply_server(faults: Faults, round: int, before: Tensor, after: Tensor, weights: int) -> Tensor:  # noqa: A002
+def apply_server(faults: Faults, round_index: int, before: Tensor, after: Tensor, weights: int) -> Tensor:
     """The server's new model."""
-    for _, fault in acting("server", faults, round, SERVER):
+    for _, fault in acting("server", faults, round_index, SERVER):
         after = fault.server(before, after, weights)
     return after
 

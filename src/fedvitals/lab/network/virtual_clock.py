@@ -149,7 +149,7 @@ def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
 def journey(
     network: Network,
     node: Node,
-    round: int,  # noqa: A002 - the vocabulary's word
+    round_index: int,
     bytes_down: int,
     bytes_up: int,
     flops: float,
@@ -168,7 +168,7 @@ def journey(
     """
     link, device = profile_of(network, node, seed)
     # Drawn always and in this order, so that one setting does not shift the chances of another.
-    chance = numpy_stream(seed, "network journey", round, node)
+    chance = numpy_stream(seed, "network journey", round_index, node)
     here, loss = chance.random(2)
     # exp(σz − σ²/2) has the mean 1: jitter spreads times, it does not slow the network down.
     jitter = np.exp(network.jitter * chance.standard_normal(4) - network.jitter**2 / 2)
@@ -202,7 +202,7 @@ def sending_seconds(network: Network, size: int, receivers: int) -> float:
     return 0.0 if line is None else tick(8 * size * receivers / line)
 
 
-def edge_way(network: Network, edge: Node, round: int, size: int, seed: int, queue: float = 0.0) -> EdgeWay:  # noqa: A002
+def edge_way(network: Network, edge: Node, round_index: int, size: int, seed: int, queue: float = 0.0) -> EdgeWay:
     """How an edge node gets a model of `size` bytes from the server, and sends one back."""
     links, line = links_of(network), network.server_bits_per_second or math.inf
     own = any(name in links for name in network.overrides.get(edge, ()))
@@ -210,7 +210,7 @@ def edge_way(network: Network, edge: Node, round: int, size: int, seed: int, que
         return EdgeWay(queue, tick(8 * size / line), 0.0)
     choice = network.links if network.edge_links is None else network.edge_links
     link, _ = profile_of(msgspec.structs.replace(network, links=choice), edge, seed)
-    normals = numpy_stream(seed, "network edge", round, edge).standard_normal(2)
+    normals = numpy_stream(seed, "network edge", round_index, edge).standard_normal(2)
     down, up = np.exp(network.jitter * normals - network.jitter**2 / 2).tolist()
     rates = min(link.download_bits_per_second * link.duty, line), link.upload_bits_per_second * link.duty
     there, back = (link.latency_seconds + 8 * size / rate for rate in rates)

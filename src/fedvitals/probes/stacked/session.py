@@ -49,7 +49,7 @@ class StackSession:
         began = time.perf_counter()
         self._kit, self._fit, self._stack, self._report = kit, fit, stack, report
         self._model = StackModel(stack)
-        self._view = View(stack.module, round=number)
+        self._view = View(stack.module, round_index=number)
         self._results = [Results() for _ in stack.nodes]
         self._steps = 0
         self._step_began = self._step_seconds = 0.0

@@ -112,11 +112,11 @@ class Forking(Monitor):
 
     steering: Steering
 
-    def prescribed(self, round: int) -> Sequence[Action]:  # noqa: A002 - the domain's word
-        return [*super().prescribed(round), *self.steering.prescribed(round)]
+    def prescribed(self, round_index: int) -> Sequence[Action]:
+        return [*super().prescribed(round_index), *self.steering.prescribed(round_index)]
 
-    def updates(self, round: int, updates: Mapping[str, Any]) -> Sequence[Action]:  # noqa: A002
-        return [*super().updates(round, updates), *self.steering.updates(round, updates)]
+    def updates(self, round_index: int, updates: Mapping[str, Any]) -> Sequence[Action]:
+        return [*super().updates(round_index, updates), *self.steering.updates(round_index, updates)]
 
     def refused(self, action: Action, why: str) -> None:
         self.steering.refused(action, why)

@@ -104,12 +104,12 @@ class Breakpoints:
         self,
         history: History,
         findings: Sequence[Finding],
-        round: int,  # noqa: A002 - the domain's word
+        round_index: int,
         *,
         but: Collection[int] = (),
     ) -> Hits:
         """What is to be said of this round, in the order of the numbers; `but`: of these, it was said already."""
-        found = (_hit(point, history, findings, round) for point in self.list() if point.number not in but)
+        found = (_hit(point, history, findings, round_index) for point in self.list() if point.number not in but)
         hits = [hit for hit in found if hit is not None]
         with self._lock:
             for hit in hits:

@@ -36,8 +36,8 @@ class Remembered:
         found: tuple[str, ...] = self._once("layers", family)
         return found
 
-    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
-        found: Mapping[Node, float] = self._once("latest", name, round)
+    def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
+        found: Mapping[Node, float] = self._once("latest", name, round_index)
         return found
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
@@ -48,8 +48,8 @@ class Remembered:
         found: tuple[list[int], list[Node], Array] = self._once("matrix", family, statistic, layer)
         return found
 
-    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
-        return self._history.across(family, statistics, round)  # large, and each is asked for once
+    def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
+        return self._history.across(family, statistics, round_index)  # large, and each is asked for once
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         found: Sequence[Event] = self._once("events", name)

@@ -30,7 +30,7 @@ COUNTS = ("gradient.nonfinite", "weight.nonfinite")  # where the privacy level k
 
 
 class Clause(Protocol):
-    def seen(self, history: History, findings: Sequence[Finding], round: int) -> str | None: ...  # noqa: A002
+    def seen(self, history: History, findings: Sequence[Finding], round_index: int) -> str | None: ...
 
     def check(self, history: History) -> None:
         """ConfigError where a finished run has nothing of that name."""
@@ -53,9 +53,9 @@ class Compared:
     def check(self, history: History) -> None:
         self.quantity.check(history)
 
-    def seen(self, history: History, _: Sequence[Finding], round: int) -> str | None:  # noqa: A002
-        for reading in self.quantity.readings(history, round):
-            base = self._base(history, reading, round)
+    def seen(self, history: History, _: Sequence[Finding], round_index: int) -> str | None:
+        for reading in self.quantity.readings(history, round_index):
+            base = self._base(history, reading, round_index)
             if base is None or not OPERATORS[self.sign](reading.value, self.number * base):
                 continue
             right = f"{self.number:g} × {self.to} {base:.4g}" if self.to else f"{self.number:g}"
@@ -95,9 +95,9 @@ class Moved:
     def check(self, history: History) -> None:
         self.quantity.check(history)
 
-    def seen(self, history: History, _: Sequence[Finding], round: int) -> str | None:  # noqa: A002
-        for reading in self.quantity.readings(history, round):
-            earlier = self._earlier(reading.past(), round)
+    def seen(self, history: History, _: Sequence[Finding], round_index: int) -> str | None:
+        for reading in self.quantity.readings(history, round_index):
+            earlier = self._earlier(reading.past(), round_index)
             if earlier is None:
                 continue
             before, value = earlier
@@ -145,11 +145,11 @@ class NotFinite:
     def check(self, history: History) -> None:
         (self.quantity or Quantity("loss", self.node)).check(history)
 
-    def seen(self, history: History, _: Sequence[Finding], round: int) -> str | None:  # noqa: A002
+    def seen(self, history: History, _: Sequence[Finding], round_index: int) -> str | None:
         if self.quantity is not None:
-            found = (r for r in self.quantity.readings(history, round) if self._is(r.value))
+            found = (r for r in self.quantity.readings(history, round_index) if self._is(r.value))
             return next((f"{reading.label} is {reading.value}" for reading in found), None)
-        return self._in_tensors(history, round) or self._in_scalars(history, round)
+        return self._in_tensors(history, round_index) or self._in_scalars(history, round_index)
 
     def _is(self, value: float) -> bool:
         return ("NaN" in self.what and math.isnan(value)) or ("infinity" in self.what and math.isinf(value))
@@ -199,9 +199,9 @@ class Found:
     def check(self, history: History) -> None:
         Quantity("loss", self.node).check(history)
 
-    def seen(self, history: History, findings: Sequence[Finding], round: int) -> str | None:  # noqa: A002, ARG002
+    def seen(self, history: History, findings: Sequence[Finding], round_index: int) -> str | None:  # noqa: ARG002
         for finding in findings:
-            if finding.where.round == round and self._is(finding):
+            if finding.where.round == round_index and self._is(finding):
                 node = finding.where.node or next((s.node for s in finding.suspects), None)
                 about = f" of {node}" if node else ""
                 return (
@@ -230,10 +230,10 @@ class Happened:
     def check(self, history: History) -> None:
         Quantity("loss", self.node).check(history)
 
-    def seen(self, history: History, _: Sequence[Finding], round: int) -> str | None:  # noqa: A002
+    def seen(self, history: History, _: Sequence[Finding], round_index: int) -> str | None:
         for name in FAILURES if self.name is None else (self.name,):
-            for event in history.events(name, round):
-                if event.where.round == round and self.node in (None, event.where.node):
+            for event in history.events(name, round_index):
+                if event.where.round == round_index and self.node in (None, event.where.node):
                     about = f" of {event.where.node}" if event.where.node else ""
                     return f"event {event.name}{about} ({event.level}): {event.message}"
         return None
@@ -252,5 +252,5 @@ class AtRound:
     def check(self, history: History) -> None:
         """Any round may come yet."""
 
-    def seen(self, history: History, _: Sequence[Finding], round: int) -> str | None:  # noqa: A002, ARG002
-        return f"it is round {round}" if OPERATORS[self.sign](round, self.number) else None
+    def seen(self, history: History, _: Sequence[Finding], round_index: int) -> str | None:  # noqa: ARG002
+        return f"it is round {round_index}" if OPERATORS[self.sign](round_index, self.number) else None

@@ -95,11 +95,11 @@ class Condition:
     def __str__(self) -> str:
         return self.text
 
-    def holds(self, history: History, findings: Sequence[Finding], round: int) -> str | None:  # noqa: A002
+    def holds(self, history: History, findings: Sequence[Finding], round_index: int) -> str | None:
         """None, or a sentence that says what was seen: «update.norm of c7 is 8.1, over 5 × its median 1.2»."""
         seen: list[str] = []
         for clause in self.clauses:
-            said = clause.seen(history, findings, round)
+            said = clause.seen(history, findings, round_index)
             if said is None:
                 return None
             seen.append(said)

@@ -63,14 +63,14 @@ class Quantity:
             if layers and _find(layers, self.layer) is None:
                 raise ConfigError(unknown(f"layer of family '{family}'", self.layer, layers))
 
-    def readings(self, history: History, round: int) -> Iterator[Reading]:  # noqa: A002 - the domain's word
+    def readings(self, history: History, round_index: int) -> Iterator[Reading]:
         """Its values in a round: one; or one for each client, where it is of any; none where it was not measured."""
         if self.layer is not None:
-            yield from self._of_layer(history, round)
+            yield from self._of_layer(history, round_index)
         elif self.node not in (None, ANY):
-            yield from self._of_node(history, self.node, round)
+            yield from self._of_node(history, self.node, round_index)
         else:
-            yield from self._of_all(history, round)
+            yield from self._of_all(history, round_index)
 
     def _of_node(self, history: History, node: str | None, round_: int) -> Iterator[Reading]:
         rounds, values = history.series(self.name, node)

@@ -69,7 +69,7 @@ class Trace:
 
 def trace(
     player: Player,
-    round: int,  # noqa: A002 - the domain's word
+    round_index: int,
     node: str,
     *,
     first: int = 0,
@@ -82,25 +82,27 @@ def trace(
     `begin`: an earlier round, and all that is known before it, if the caller has it already. `on_step` is called before
     each of the client's optimiser steps: for a debugger.
     """
-    came = player.tape.entry(round).of(node)
+    came = player.tape.entry(round_index).of(node)
     if came is None:
-        asked = ", ".join(one.node for one in player.tape.entry(round).came) or "nobody"
-        raise ConfigError(f"{node} took no part in round {round}. These did: {asked}.")
-    number, server = begin if begin is not None else (player.start(round), None)
+        asked = ", ".join(one.node for one in player.tape.entry(round_index).came) or "nobody"
+        raise ConfigError(f"{node} took no part in round {round_index}. These did: {asked}.")
+    number, server = begin if begin is not None else (player.start(round_index), None)
     server = player.stored(number) if server is None else server
     room = max(1, memory // max(1, 8 * player.site.layout.size))  # two vectors of float32 for each step
     watcher = _Watcher(player.site, node, range(first, first + room), on_step)
-    playback = _UntilSent(player.tape, watcher, round, node)
+    playback = _UntilSent(player.tape, watcher, round_index, node)
     with contextlib.suppress(_Sent):
-        for _ in player.rounds(number, round, server, examined=False, observer=playback, workers=1):
+        for _ in player.rounds(number, round_index, server, examined=False, observer=playback, workers=1):
             pass
     message = playback.sent
     if message is None:
-        raise ConfigError(f"{node} did not train when round {round} was run again: that is not what was recorded.")
+        raise ConfigError(
+            f"{node} did not train when round {round_index} was run again: that is not what was recorded."
+        )
     if not watcher.seen:
         raise ConfigError(
-            f"{node}'s steps in round {round} cannot be watched: its telemetry is switched off, by a planted fault of "
-            "this experiment. Its update is there:  print update."
+            f"{node}'s steps in round {round_index} cannot be watched: its telemetry is switched off, by a planted "
+            "fault of this experiment. Its update is there:  print update."
         )
     return _assembled(player, watcher, message, came.mark)
 

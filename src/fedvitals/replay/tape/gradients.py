@@ -91,9 +91,9 @@ def kept(folder: Path) -> list[Kept]:
     return sorted(found, key=lambda one: (one.round, one.node, one.step))
 
 
-def read(folder: Path, round: int, node: str, step: int) -> Tensors | None:  # noqa: A002 - the domain's word
+def read(folder: Path, round_index: int, node: str, step: int) -> Tensors | None:
     """The gradients of one client's local step, if the tape has them."""
     for one in kept(folder):
-        if (one.round, one.node, one.step) == (round, node, step):
+        if (one.round, one.node, one.step) == (round_index, node, step):
             return Objects(folder / "objects").get(one.digest)
     return None

@@ -149,31 +149,31 @@ class Tape:
     def describe(self, told: Mapping[str, Any]) -> None:
         self._put("describe", (dict(told),), 0)
 
-    def begin(self, round: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:  # noqa: A002
-        if not self._put("begin", (round, state, notes), bytes_of(*state.values())):
-            self._put("begin", (round, {}, notes), 0)
+    def begin(self, round_index: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:
+        if not self._put("begin", (round_index, state, notes), bytes_of(*state.values())):
+            self._put("begin", (round_index, {}, notes), 0)
 
-    def messages(self, round: int, messages: Sequence[Message]) -> None:  # noqa: A002
+    def messages(self, round_index: int, messages: Sequence[Message]) -> None:
         size = bytes_of(*(message.tensors for message in messages if message.tensors is not None))
-        if not self._put("messages", (round, messages), size):
-            self._put("missed", (round, len(messages)), 0)
+        if not self._put("messages", (round_index, messages), size):
+            self._put("missed", (round_index, len(messages)), 0)
 
     def end(
         self,
-        round: int,  # noqa: A002
+        round_index: int,
         state: Mapping[str, Mapping[str, Any]],
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
-        if not self._put("end", (round, state, notes, dict(metrics)), bytes_of(*state.values())):
-            self._put("end", (round, {}, notes, dict(metrics)), 0)
+        if not self._put("end", (round_index, state, notes, dict(metrics)), bytes_of(*state.values())):
+            self._put("end", (round_index, {}, notes, dict(metrics)), 0)
 
-    def gate(self, round: int) -> None:  # noqa: A002
+    def gate(self, round_index: int) -> None:
         if self._gate is not None and self._gate.asked:
             self.flush()
             self.settle()  # who debugs decides by what is stored and found
             with contextlib.suppress(OSError):
-                self._gate.wait(round)
+                self._gate.wait(round_index)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

@@ -78,13 +78,13 @@ class SqlHistory:
         )
         return tuple(row[0] for row in found)
 
-    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+    def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
         found = self._ask(
             "SELECT s.text, m.value FROM metric AS m JOIN symbol AS s ON s.id = m.node "
             "WHERE m.run = ? AND m.name = (SELECT id FROM symbol WHERE text = ?) AND m.round = ? AND m.layer IS NULL "
             "ORDER BY m.at, m.arrival",
             name,
-            round,
+            round_index,
         )
         newest = {node: _value(value) for node, value in found}
         return {node: newest[node] for node in sorted(newest, key=natural)}
@@ -123,12 +123,12 @@ class SqlHistory:
             parts.append((*coordinates_of(coordinates, count), statistic_of(family, statistic, columns)))
         return over_rounds(parts, self._names.texts)
 
-    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
+    def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
         for statistic in statistics:
             check_statistic(family, statistic)
         slices = [
-            slice_of(self._layers_of(table), round, entries_of(coordinates, details, count), numbers)
-            for table, count, coordinates, details, numbers in self._blocks(family, round)
+            slice_of(self._layers_of(table), round_index, entries_of(coordinates, details, count), numbers)
+            for table, count, coordinates, details, numbers in self._blocks(family, round_index)
         ]
         return over_nodes(family, statistics, self.layers(family), slices, self._names.texts)
 

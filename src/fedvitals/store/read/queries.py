@@ -219,14 +219,14 @@ def metric_names(reader: Reader, run: str) -> list[str]:
     return sorted(row[0] for row in reader.database.rows(sql, (number, number)))
 
 
-def round_table(reader: Reader, run: str, round: int) -> RoundTable:  # noqa: A002 - the domain's word
+def round_table(reader: Reader, run: str, round_index: int) -> RoundTable:
     """Every node's newest value of every metric in that round."""
     number = _number(reader, run)
     found = reader.database.rows(
         _NAMES + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
         "ON m.run = ? AND m.name = names.name AND m.round = ? JOIN symbol AS name ON name.id = m.name "
         "LEFT JOIN symbol AS node ON node.id = m.node WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
-        (number, number, number, round),
+        (number, number, number, round_index),
     )
     table: RoundTable = {}
     for node, name, value in found:
@@ -276,14 +276,14 @@ def layer_families(reader: Reader, run: str) -> list[str]:
     return sorted(row[0] for row in reader.database.rows(sql, (_number(reader, run),)))
 
 
-def layer_round(reader: Reader, run: str, family: str, round: int) -> LayerRound:  # noqa: A002
+def layer_round(reader: Reader, run: str, family: str, round_index: int) -> LayerRound:
     """Every node's newest matrix of a family in that round."""
     found = reader.database.rows(
         "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.run = ? "
         "AND b.family = (SELECT id FROM symbol WHERE text = ?) AND (b.first_round IS NULL OR "
         "(b.first_round <= ? AND b.last_round >= ?))",
-        (_number(reader, run), family, round, round),
+        (_number(reader, run), family, round_index, round_index),
     )
     found.sort(key=itemgetter(0, 1))
     newest: dict[int, tuple[float, Array]] = {}
@@ -292,7 +292,7 @@ def layer_round(reader: Reader, run: str, family: str, round: int) -> LayerRound
         block = list(same)
         count = block[0][3]
         rounds, at, nodes = coordinates_of(block[0][4], count)
-        here = np.flatnonzero(rounds == round)
+        here = np.flatnonzero(rounds == round_index)
         numbers = np.concatenate([numbers_of(family, row[5], count)[..., here] for row in block])
         for i, matrix in zip(here, matrices(family, numbers), strict=True):
             node, when = int(nodes[i]), float(at[i])

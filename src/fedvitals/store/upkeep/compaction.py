@@ -29,13 +29,13 @@ class Pending:
     newest: int | None = None
     unchecked: int = 0
 
-    def add(self, arrival: int, round: int | None, size: int) -> bool:  # noqa: A002 - the domain's word
+    def add(self, arrival: int, round_index: int | None, size: int) -> bool:
         """Whether it is time to look for old ones."""
-        self.blocks.append((arrival, round, size))
+        self.blocks.append((arrival, round_index, size))
         self.unchecked += 1
-        advanced = round is not None and (self.newest is None or round > self.newest)
+        advanced = round_index is not None and (self.newest is None or round_index > self.newest)
         if advanced:
-            self.newest = round
+            self.newest = round_index
         # With a block for each client, a look at every block would cost more than writing it.
         return advanced or self.unchecked >= 256
 

@@ -57,11 +57,11 @@ class _Patient:
     def __init__(self, monitor: Monitor, tell: Callable[[str], None]) -> None:
         self._monitor, self._tell = monitor, tell
 
-    def round_end(self, round: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:  # noqa: A002 - the domain's word
-        self._monitor.round_end(round, global_state, metrics)
+    def round_end(self, round_index: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:
+        self._monitor.round_end(round_index, global_state, metrics)
         self._monitor.flush()
-        if round and round % 50 == 0:
-            self._tell(f"{round} rounds")
+        if round_index and round_index % 50 == 0:
+            self._tell(f"{round_index} rounds")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._monitor, name)

@@ -110,7 +110,7 @@ def _train(node: str, number: int, state: bytes, samples: Samples, habits: Habit
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     shuffle = torch.Generator().manual_seed(number)
     loader = DataLoader(samples, BATCH, shuffle=True, generator=shuffle)
-    with watch.client(node, model, optimizer, round=number):
+    with watch.client(node, model, optimizer, round_index=number):
         for _ in range(habits.epochs):
             for x, y in loader:
                 optimizer.zero_grad()

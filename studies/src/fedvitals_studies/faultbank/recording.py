@@ -137,11 +137,11 @@ class Recording:
     def layers(self, family: str) -> tuple[str, ...]:
         return self.tables.get(family, ())
 
-    def latest(self, name: str, round: int) -> Mapping[Node, float]:  # noqa: A002 - the domain's word
+    def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
         table = self.metrics.get(name)
-        if table is None or round not in self.numbers:
+        if table is None or round_index not in self.numbers:
             return {}
-        row = table[self.numbers.index(round)]
+        row = table[self.numbers.index(round_index)]
         return {self.names[i]: float(row[i]) for i in np.flatnonzero(row != ABSENT)}
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
@@ -161,10 +161,10 @@ class Recording:
         values = np.where(block == ABSENT, np.nan, block.astype(np.float64))[np.ix_(rounds, nodes)]
         return [self.numbers[i] for i in rounds], [self.names[i] for i in nodes], values
 
-    def across(self, family: str, statistics: Sequence[str], round: int) -> tuple[list[Node], Array]:  # noqa: A002
-        if family not in self.families or round not in self.numbers:
+    def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
+        if family not in self.families or round_index not in self.numbers:
             return [], np.empty((0, 0, len(statistics)))
-        block = self.families[family][self.numbers.index(round)]
+        block = self.families[family][self.numbers.index(round_index)]
         nodes = np.flatnonzero((block != ABSENT).any(axis=(1, 2)))
         columns = [_column(family, statistic) for statistic in statistics]
         chosen = block[nodes][:, :, columns].astype(np.float64)
@@ -178,9 +178,9 @@ class Recording:
             and (since is None or (event.where.round is not None and event.where.round >= since))
         ]
 
-    def until(self, round: int) -> Recording:  # noqa: A002
+    def until(self, round_index: int) -> Recording:
         """As it stood when that round had ended: for detectors that look at «the newest»."""
-        kept = sum(number <= round for number in self.numbers)
+        kept = sum(number <= round_index for number in self.numbers)
         return Recording(
             self.numbers[:kept],
             self.names,
@@ -188,7 +188,7 @@ class Recording:
             {name: line[:kept] for name, line in self.whole.items()},
             {name: block[:kept] for name, block in self.families.items()},
             self.tables,
-            [event for event in self.told if event.where.round is None or event.where.round <= round],
+            [event for event in self.told if event.where.round is None or event.where.round <= round_index],
         )
 
 

@@ -70,20 +70,20 @@ class Tee:
     looked: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     _model: Any = None
 
-    def round_begin(self, round: int, global_state: Any = None) -> None:  # noqa: A002 - the domain's word
+    def round_begin(self, round_index: int, global_state: Any = None) -> None:
         self._model = global_state
-        self.monitor.round_begin(round, global_state)
+        self.monitor.round_begin(round_index, global_state)
 
-    def updates(self, round: int, updates: Mapping[Node, Any]) -> Sequence[Action]:  # noqa: A002
-        if self.baselines is not None and round in self.looks:  # an engine hands over a round in parts
-            self.baselines.gather(round, _at_home(updates), self._model)
-        return self.monitor.updates(round, updates)
+    def updates(self, round_index: int, updates: Mapping[Node, Any]) -> Sequence[Action]:
+        if self.baselines is not None and round_index in self.looks:  # an engine hands over a round in parts
+            self.baselines.gather(round_index, _at_home(updates), self._model)
+        return self.monitor.updates(round_index, updates)
 
-    def round_end(self, round: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:  # noqa: A002
+    def round_end(self, round_index: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:
         if self.baselines is not None:
             for method, found in self.baselines.close().items():
-                self.looked.setdefault(method, {})[str(round)] = found
-        self.monitor.round_end(round, global_state, metrics)
+                self.looked.setdefault(method, {})[str(round_index)] = found
+        self.monitor.round_end(round_index, global_state, metrics)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.monitor, name)

@@ -118,7 +118,7 @@ class Watch(NullObserver):
         self._open = _Open(
             stack,
             model,
-            View(stack.module, round=self._round),
+            View(stack.module, round_index=self._round),
             self._images(stack, w.images, device),
             self._images(stack, w.images_each, device),
             model.matrix.detach().clone() if w.iterations else None,

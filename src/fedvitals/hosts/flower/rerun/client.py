@@ -74,7 +74,7 @@ class Rerun:
 
 def rerun_client(
     folder: str | Path,
-    round: int,  # noqa: A002 - the domain's word
+    round_index: int,
     node: str,
     *,
     app: str | Path | Any = None,
@@ -91,10 +91,10 @@ def rerun_client(
     settle()
     site = Site(Path(folder))
     name = find_run(site, run)
-    heard = site.read(name, find_node(site, name, node), round, phase)
+    heard = site.read(name, find_node(site, name, node), round_index, phase)
     client_app, where = _app(app, heard, site.folder)
     message, context = _message(site, heard), _context(site, heard)
-    found = Rerun(name, heard.node, round, phase, where, heard.handler, recorded_error=heard.error)
+    found = Rerun(name, heard.node, round_index, phase, where, heard.handler, recorded_error=heard.error)
     found.notes = _notes(heard)
     began = time.perf_counter()
     with replaying(), _threads(heard.threads), generators(heard.rng):

@@ -60,7 +60,7 @@ class Reaggregation:
         return "\n".join((text, *self.notes))
 
 
-def replay_aggregation(tape: TapeReader, round: int, strategy: Any = None) -> Reaggregation:  # noqa: A002
+def replay_aggregation(tape: TapeReader, round_index: int, strategy: Any = None) -> Reaggregation:
     """Let `strategy` aggregate a recorded round again, and compare. None: one of Flower's own, made as it was.
 
     Its attributes become those that were recorded; give it an object that nobody else uses.
@@ -72,12 +72,12 @@ def replay_aggregation(tape: TapeReader, round: int, strategy: Any = None) -> Re
         raise ConfigError(_no_strategy(strategy, told))
     began = time.perf_counter()
     known: dict[str, Tensors] = {}  # what was computed on the way, by digest
-    start = _start(tape, round)
-    for number in range(start, round):
+    start = _start(tape, round_index)
+    for number in range(start, round_index):
         _aggregate(tape, tape.entry(number), strategy, known)
-    entry = tape.entry(round)
+    entry = tape.entry(round_index)
     found = Reaggregation(
-        tape.setting.run, round, type(strategy).__name__, start, 0, notes=_notes(tape, entry, strategy)
+        tape.setting.run, round_index, type(strategy).__name__, start, 0, notes=_notes(tape, entry, strategy)
     )
     arrays, metrics, found.replies = _aggregate(tape, entry, strategy, known)
     found.seconds = time.perf_counter() - began

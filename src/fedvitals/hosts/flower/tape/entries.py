@@ -150,14 +150,14 @@ class Site:
         """Round and phase of each, in their order."""
         return sorted(_listed(self.folder / _part(run) / _part(node)))
 
-    def read(self, run: str, node: str, round: int, phase: str) -> Heard:  # noqa: A002 - the domain's word
+    def read(self, run: str, node: str, round_index: int, phase: str) -> Heard:
         known = self.messages(run, node)
-        if (round, phase) not in known:
+        if (round_index, phase) not in known:
             have = ", ".join(f"{number} ({what})" for number, what in known[-20:]) or "none"
             raise StoreError(
-                f"Of node {node} in {run} the tape has no {phase} message of round {round}. It has: {have}."
+                f"Of node {node} in {run} the tape has no {phase} message of round {round_index}. It has: {have}."
             )
-        return _read(self.folder / _part(run) / _part(node) / f"{round:08d}-{phase}")
+        return _read(self.folder / _part(run) / _part(node) / f"{round_index:08d}-{phase}")
 
     def tensors(self, run: str, digest: str | None) -> Tensors:
         if digest is None:

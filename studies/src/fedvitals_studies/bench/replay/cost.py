@@ -108,13 +108,13 @@ class EveryModel(Tape):
     def begin(self, *_: Any) -> None: ...
     def end(self, *_: Any) -> None: ...
 
-    def messages(self, round: int, messages: Sequence[Message]) -> None:  # noqa: A002
+    def messages(self, round_index: int, messages: Sequence[Message]) -> None:
         assert self.folder is not None  # noqa: S101 - opened before the first round
         self.folder.mkdir(parents=True, exist_ok=True)
         for message in messages:
             if message.tensors is not None:
                 own = {name: tensor.clone() for name, tensor in message.tensors.items()}
-                torch.save(own, self.folder / f"{round}-{message.node}.pt")
+                torch.save(own, self.folder / f"{round_index}-{message.node}.pt")
                 self.saved += 1
 
 

@@ -33,19 +33,19 @@ VITALS = (
 )
 
 
-def fixed_thresholds(history: History, round: int) -> list[Accusation]:  # noqa: A002 - the domain's word
+def fixed_thresholds(history: History, round_index: int) -> list[Accusation]:
     """The limits that tutorials teach, as the plain rules have them by default."""
-    return [Accusation(found.issue, found.node) for found in crossed(history, round, Limits())]
+    return [Accusation(found.issue, found.node) for found in crossed(history, round_index, Limits())]
 
 
-def cohort_scores(history: History, round: int) -> dict[Node, float]:  # noqa: A002
+def cohort_scores(history: History, round_index: int) -> dict[Node, float]:
     """Each client's largest modified z-score over the vital signs: 0.6745 · |x − median| / MAD.
 
     A vital sign that more than half of the clients have alike (MAD = 0) says nothing. NaN and Inf are left out.
     """
     worst: dict[Node, float] = {}
     for vital in VITALS:
-        found = {node: value for node, value in history.latest(vital, round).items() if np.isfinite(value)}
+        found = {node: value for node, value in history.latest(vital, round_index).items() if np.isfinite(value)}
         if len(found) < FEWEST:
             continue
         values = np.array([*found.values()])
@@ -57,9 +57,9 @@ def cohort_scores(history: History, round: int) -> dict[Node, float]:  # noqa: A
     return worst
 
 
-def cohort_zscore(history: History, round: int) -> list[Accusation]:  # noqa: A002
+def cohort_zscore(history: History, round_index: int) -> list[Accusation]:
     """Whoever is past 3.5 in any vital sign of the round."""
-    scores = cohort_scores(history, round)
+    scores = cohort_scores(history, round_index)
     worst_first = sorted(scores, key=lambda node: -scores[node])
     return [Accusation("UNUSUAL_CLIENT", node) for node in worst_first if scores[node] > CUT]
 

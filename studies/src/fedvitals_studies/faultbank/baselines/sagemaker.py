@@ -23,47 +23,47 @@ class Accusation(NamedTuple):
     node: Node | None  # None: the run as a whole
 
 
-def sagemaker_rules(history: History, round: int) -> list[Accusation]:  # noqa: A002 - the domain's word
+def sagemaker_rules(history: History, round_index: int) -> list[Accusation]:
     """What the rules say in this round, each once."""
-    return list(dict.fromkeys(found for rule in RULES for found in rule(history, round)))
+    return list(dict.fromkeys(found for rule in RULES for found in rule(history, round_index)))
 
 
-def vanishing_gradient(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def vanishing_gradient(history: History, round_index: int) -> Iterator[Accusation]:
     """VanishingGradient: the mean magnitude of a layer's gradient is under 1e-7 (here: its root mean square)."""
-    nodes, values = _across(history, "gradient", "rms", round)
+    nodes, values = _across(history, "gradient", "rms", round_index)
     for node in _any(nodes, values < 1e-7):
         yield Accusation("VANISHING_GRADIENT", node)
 
 
-def exploding_tensor(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def exploding_tensor(history: History, round_index: int) -> Iterator[Accusation]:
     """ExplodingTensor: any value is NaN or infinite; its default knows no other limit."""
     for family, issue in (("gradient", "NAN_GRADIENT"), ("weight", "NAN_WEIGHTS"), ("update", "NAN_UPDATE")):
         for kind in ("nans", "infs"):
-            nodes, values = _across(history, family, kind, round)
+            nodes, values = _across(history, family, kind, round_index)
             for node in _any(nodes, values > 0):
                 yield Accusation(issue, node)
-    for node, value in history.latest("loss", round).items():
+    for node, value in history.latest("loss", round_index).items():
         if not np.isfinite(value):
             yield Accusation("NAN_GRADIENT", node)
-    value = _until(history, round).get(round, 0.0)
+    value = _until(history, round_index).get(round_index, 0.0)
     if not np.isfinite(value):
         yield Accusation("NAN_WEIGHTS", None)
 
 
-def all_zero(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def all_zero(history: History, round_index: int) -> Iterator[Accusation]:
     """AllZero: every value of a layer's gradient is 0."""
-    nodes, values = _across(history, "gradient", "sparsity", round)
+    nodes, values = _across(history, "gradient", "sparsity", round_index)
     for node in _any(nodes, values >= 1.0):
         yield Accusation("VANISHING_GRADIENT", node)
 
 
-def unchanged_tensor(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def unchanged_tensor(history: History, round_index: int) -> Iterator[Accusation]:
     """UnchangedTensor: a layer is the same in three steps (here: unmoved in the client's last three rounds)."""
-    here = set(history.latest("update.norm", round))
+    here = set(history.latest("update.norm", round_index))
     still: set[Node] = set()
     for layer in history.layers("update"):
         rounds, nodes, values = history.matrix("update", "l2", layer)
-        kept = values[: sum(number <= round for number in rounds)]
+        kept = values[: sum(number <= round_index for number in rounds)]
         for column, node in enumerate(nodes):
             own = kept[:, column][~np.isnan(kept[:, column])][-3:]
             if node in here and len(own) == 3 and (own <= 1e-8).all():
@@ -71,68 +71,73 @@ def unchanged_tensor(history: History, round: int) -> Iterator[Accusation]:  # n
     yield from (Accusation("FROZEN_LAYER", node) for node in sorted(still))
 
 
-def weight_update_ratio(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def weight_update_ratio(history: History, round_index: int) -> Iterator[Accusation]:
     """WeightUpdateRatio: over 10 or under 1e-8 (here: of all weights together)."""
-    for node, value in history.latest("weight.update_ratio", round).items():
+    for node, value in history.latest("weight.update_ratio", round_index).items():
         if value > 10 or value < 1e-8:
             yield Accusation("WRONG_LEARNING_RATE", node)
 
 
-def poor_weight_initialization(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def poor_weight_initialization(history: History, round_index: int) -> Iterator[Accusation]:
     """PoorWeightInitialization, in the first ten steps: variances of layers' weights differ more than tenfold, or a
     layer's gradients lie within 0.001 (5th to 95th percentile), or the loss has not fallen for five steps.
 
     Here: variance as mean square, biases aside; percentiles as of a normal distribution, 3.29 root mean squares.
     """
-    if round >= 10:
+    if round_index >= 10:
         return
-    nodes, weights = _across(history, "weight", "rms", round)
+    nodes, weights = _across(history, "weight", "rms", round_index)
     matrices = [i for i, name in enumerate(history.layers("weight")) if not name.endswith("bias")]
     squares = weights[:, matrices] ** 2
     with np.errstate(divide="ignore", invalid="ignore"):
         uneven = bool(len(nodes) and len(matrices) > 1 and (squares.max(1) / squares.min(1) > 10).any())
-    _, gradients = _across(history, "gradient", "rms", round)
+    _, gradients = _across(history, "gradient", "rms", round_index)
     narrow = bool((3.29 * gradients < 0.001).any())
-    losses = [*_until(history, round).values()]
+    losses = [*_until(history, round_index).values()]
     stuck = len(losses) > 5 and min(losses[-5:]) >= losses[-6]
     if uneven or narrow or stuck:
         yield Accusation("POOR_INITIALISATION", None)
 
 
-def loss_not_decreasing(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def loss_not_decreasing(history: History, round_index: int) -> Iterator[Accusation]:
     """LossNotDecreasing: against ten steps ago, at every tenth, it has not fallen by 0.1 %."""
-    losses = _until(history, round)
-    if round % 10 == 0 and round - 10 in losses and round in losses and losses[round] > 0.999 * losses[round - 10]:
+    losses = _until(history, round_index)
+    if (
+        round_index % 10 == 0
+        and round_index - 10 in losses
+        and round_index in losses
+        and losses[round_index] > 0.999 * losses[round_index - 10]
+    ):
         yield Accusation("PLATEAU", None)
 
 
-def overfit(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def overfit(history: History, round_index: int) -> Iterator[Accusation]:
     """Overfit: (validation − training) / training loss is over 0.1; patience 1."""
-    validation, training = _until(history, round), _training(history, round)
-    if round not in validation or round not in training or training[round] <= 0:
+    validation, training = _until(history, round_index), _training(history, round_index)
+    if round_index not in validation or round_index not in training or training[round_index] <= 0:
         return
-    if (validation[round] - training[round]) / training[round] > 0.1:
+    if (validation[round_index] - training[round_index]) / training[round_index] > 0.1:
         yield Accusation("OVERFITTING", None)
 
 
-def overtraining(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def overtraining(history: History, round_index: int) -> Iterator[Accusation]:
     """Overtraining: the training loss has not improved by 0.1 for 5 steps, or the validation loss for 10."""
-    for losses, patience in ((_training(history, round), 5), (_until(history, round), 10)):
+    for losses, patience in ((_training(history, round_index), 5), (_until(history, round_index), 10)):
         values = [*losses.values()]
         if len(values) > patience and min(values[:-patience]) - min(values[-patience:]) < 0.1:
             yield Accusation("PLATEAU", None)
 
 
-def dead_relu(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def dead_relu(history: History, round_index: int) -> Iterator[Accusation]:
     """DeadRelu: over half of a layer's units are silent in 99 % of the samples (here: in all)."""
-    nodes, values = _across(history, "activation.health", "dead_fraction", round)
+    nodes, values = _across(history, "activation.health", "dead_fraction", round_index)
     for node in _any(nodes, values > 0.5):
         yield Accusation("DEAD_UNITS", node)
 
 
-def saturated_activation(history: History, round: int) -> Iterator[Accusation]:  # noqa: A002
+def saturated_activation(history: History, round_index: int) -> Iterator[Accusation]:
     """SaturatedActivation: over half of a layer's units are at their limits."""
-    nodes, values = _across(history, "activation.health", "saturated_fraction", round)
+    nodes, values = _across(history, "activation.health", "saturated_fraction", round_index)
     for node in _any(nodes, values > 0.5):
         yield Accusation("SATURATED_UNITS", node)
 
@@ -152,11 +157,11 @@ RULES: tuple[Callable[[History, int], Iterator[Accusation]], ...] = (
 )
 
 
-def _across(history: History, family: str, statistic: str, round: int) -> tuple[list[Node], Array]:  # noqa: A002
+def _across(history: History, family: str, statistic: str, round_index: int) -> tuple[list[Node], Array]:
     """[nodes × layers] of one statistic; nobody, where the family was not measured."""
     if not history.layers(family):
         return [], np.empty((0, 0))
-    nodes, values = history.across(family, (statistic,), round)
+    nodes, values = history.across(family, (statistic,), round_index)
     return nodes, values[..., 0]
 
 
@@ -165,13 +170,13 @@ def _any(nodes: list[Node], wrong: npt.NDArray[np.bool_]) -> list[Node]:
     return [node for node, rows in zip(nodes, wrong, strict=True) if rows.any()]
 
 
-def _until(history: History, round: int) -> dict[int, float]:  # noqa: A002
+def _until(history: History, round_index: int) -> dict[int, float]:
     """The global model's loss by round."""
     rounds, values = history.series("loss", None)
-    return {number: value for number, value in zip(rounds, values, strict=True) if number <= round}
+    return {number: value for number, value in zip(rounds, values, strict=True) if number <= round_index}
 
 
-def _training(history: History, round: int) -> dict[int, float]:  # noqa: A002
+def _training(history: History, round_index: int) -> dict[int, float]:
     """The mean of the clients' losses by round."""
-    found = {number: history.latest("loss", number) for number in history.rounds() if number <= round}
+    found = {number: history.latest("loss", number) for number in history.rounds() if number <= round_index}
     return {number: float(np.mean([*values.values()])) for number, values in found.items() if values}

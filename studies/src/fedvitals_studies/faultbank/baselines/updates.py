@@ -41,17 +41,17 @@ class UpdateBaselines:
         self._round: int | None = None
         self._gathered: dict[Node, Sequence[Tensor]] = {}
 
-    def look(self, round: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> Said:  # noqa: A002
+    def look(self, round_index: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> Said:
         """What the methods say of a whole round: `global_state` is the model, or its state, before the round."""
-        self.gather(round, deltas, global_state)
+        self.gather(round_index, deltas, global_state)
         return self.close()
 
-    def gather(self, round: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> None:  # noqa: A002
+    def gather(self, round_index: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> None:
         """Some of a round's updates. The global model is read at the first, since it may change before `close`."""
-        if self._rounds is not None and round not in self._rounds:
+        if self._rounds is not None and round_index not in self._rounds:
             return
-        if round != self._round:
-            self._round, self._gathered = round, {}
+        if round_index != self._round:
+            self._round, self._gathered = round_index, {}
             _load(self._module, global_state)
         self._gathered.update(deltas)
 
