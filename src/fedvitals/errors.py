@@ -6,6 +6,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "BusyError",
+    "ConfigError",
+    "FedvitalsError",
+    "MissingExtraError",
+    "RecordError",
+    "StoreError",
+    "StoreLostError",
+]
+
 
 class FedvitalsError(Exception):
     """Any error that fedvitals raises on purpose."""
