@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+
 
 FILES = {
     "src/fedvitals/__init__.py": '"""The package."""\n\nfrom fedvitals.records import Row\n',
