@@ -11,6 +11,7 @@ __all__ = [
     "ConfigError",
     "FedvitalsError",
     "MissingExtraError",
+    "PluginError",
     "RecordError",
     "StoreError",
     "StoreLostError",
@@ -53,6 +54,10 @@ class MissingExtraError(FedvitalsError, ImportError):
             f"{purpose} needs the package '{package}', which is not installed. "
             f"Install it with:  pip install 'fedvitals[{extra}]'"
         )
+
+
+class PluginError(FedvitalsError):
+    """A verb or a detector of another distribution that cannot be loaded."""
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> str:
