@@ -9,6 +9,7 @@ import pytest
 
 from fedvitals.cli.main import STUDIES, VERBS
 from support.plugins import install
+from support.verbs import verbs_of
 
 HELLO = """
 import click
@@ -31,12 +32,6 @@ def fedvitals(tmp_path):
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     return call
-
-
-def verbs_of(help_text: str) -> list[str]:
-    """The verbs that `--help` lists, in order."""
-    listed = help_text.split("Commands:\n")[1].split("\n\n", maxsplit=1)[0]
-    return [line.split()[0] for line in listed.splitlines()]
 
 
 def test_verb_of_a_plugin_appears_and_runs(fedvitals, tmp_path):
