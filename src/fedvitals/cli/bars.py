@@ -97,8 +97,8 @@ def percents(parts: Mapping[str, float]) -> list[Text]:
     from rich.text import Text
 
     whole = math.fsum(parts.values())
-    told = sorted(((value / whole, part) for part, value in parts.items() if value > 0), reverse=True)
-    return [Text.assemble((letter_of(part), style_of(part)), f" {part} {percent(share)}") for share, part in told]
+    shares = sorted(((value / whole, part) for part, value in parts.items() if value > 0), reverse=True)
+    return [Text.assemble((letter_of(part), style_of(part)), f" {part} {percent(share)}") for share, part in shares]
 
 
 def in_lines(title: str, items: Sequence[Text | str], width: int) -> list[Text]:
@@ -174,8 +174,8 @@ def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, h
     """
     from rich.text import Text
 
-    rounds = sorted({number for course in courses for number in course})
-    values = [value for course in courses for value in course.values()]
+    rounds = sorted({number for series in courses for number in series})
+    values = [value for series in courses for value in series.values()]
     positive = [math.log10(value) for value in values if math.isfinite(value) and value > 0]
     if not rounds:
         return []
@@ -188,8 +188,8 @@ def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, h
     levels = ["∞"] * any(not math.isfinite(value) for value in values) + [*range(height - 1, -1, -1)]
     levels += ["0"] * any(value <= 0 for value in values)
     cells: dict[tuple[object, int], set[str]] = {}
-    for letter, course in zip(letters, courses, strict=False):
-        for number, value in course.items():
+    for letter, series in zip(letters, courses, strict=False):
+        for number, value in series.items():
             level: object = "∞" if not math.isfinite(value) else "0" if value <= 0 else None
             if level is None:
                 level = round((math.log10(value) - low) / (high - low) * (height - 1))

@@ -29,13 +29,13 @@ def remote_address(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def _positional(arguments: Sequence[str]) -> list[str]:
-    found, words = [], iter(arguments)
+    positional, words = [], iter(arguments)
     for word in words:
         if word in VALUED:
             next(words, None)
         elif not word.startswith("-"):
-            found.append(word)
-    return found
+            positional.append(word)
+    return positional
 
 
 def knows_local() -> bool:

@@ -108,7 +108,7 @@ def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
 
 
 def _marks(axes: Any, of: Grid, state: NDArray[np.uint8]) -> None:
-    middles = [(one + two) / 2 for one, two in zip(of.columns, of.last, strict=True)]
+    middles = [(first + last) / 2 for first, last in zip(of.columns, of.last, strict=True)]
     odd = {(grid.FAILED,): ("x", INK), (grid.NAN, grid.PLUS, grid.MINUS): ("x", "#ffffff")}
     for kinds, (shape, colour) in odd.items():
         cells = np.argwhere(np.isin(state, kinds))[:MARKS]

@@ -45,12 +45,12 @@ def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: 
 
 
 @drawn
-def draw_layers(found: Grid, family: str, statistic: str, cases: list[Case]) -> Figure:
-    figure, axes, top = cell_sheet(len(found.rows), f"{family}, {statistic} of each layer", "first layer on top")
+def draw_layers(grid: Grid, family: str, statistic: str, cases: list[Case]) -> Figure:
+    figure, axes, top = cell_sheet(len(grid.rows), f"{family}, {statistic} of each layer", "first layer on top")
     signed = statistic in SIGNED
-    shades = shades_of(found, signed=signed, log=False if signed or statistic in SHARES else None)
-    draw_cells(axes, found, shades)
+    shades = shades_of(grid, signed=signed, log=False if signed or statistic in SHARES else None)
+    draw_cells(axes, grid, shades)
     colour_scale(top, shades, "share" if statistic in SHARES else "1")
     flags(axes, cases)
-    round_axis(axes, (found.columns[0], found.last[-1]))
+    round_axis(axes, (grid.columns[0], grid.last[-1]))
     return figure

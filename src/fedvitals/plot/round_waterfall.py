@@ -80,10 +80,10 @@ def _patch(colour: str) -> object:
 
 def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Stretches that follow each other as one."""
-    found: list[tuple[float, float]] = []
+    joined: list[tuple[float, float]] = []
     for start, seconds in bars:
-        if found and start - sum(found[-1]) <= 1e-9 + 1e-3 * seconds:
-            found[-1] = (found[-1][0], start + seconds - found[-1][0])
+        if joined and start - sum(joined[-1]) <= 1e-9 + 1e-3 * seconds:
+            joined[-1] = (joined[-1][0], start + seconds - joined[-1][0])
         else:
-            found.append((start, seconds))
-    return found
+            joined.append((start, seconds))
+    return joined

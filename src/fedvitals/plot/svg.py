@@ -51,8 +51,8 @@ def tidied(svg: str, title: str) -> str:
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", svg)
-    svg = re.sub(r' (?:d|x|y|transform)="[^"]+"', lambda found: re.sub(r"-?\d+\.\d\d+", _tenths, found[0]), svg)
-    svg = re.sub(r' d="[^"]+"', lambda found: re.sub(r"\s*([MLz])\s*", r"\1", found[0]), svg)
+    svg = re.sub(r' (?:d|x|y|transform)="[^"]+"', lambda match: re.sub(r"-?\d+\.\d\d+", _tenths, match[0]), svg)
+    svg = re.sub(r' d="[^"]+"', lambda match: re.sub(r"\s*([MLz])\s*", r"\1", match[0]), svg)
     svg = re.sub(r"(font: (?:\d+ )?[\d.]+px) [^;\"]+", r"\1 system-ui, sans-serif", svg)
     svg = re.sub(r"\n\s*", "\n", svg)
     head = svg.index(">") + 1

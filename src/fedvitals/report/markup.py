@@ -126,7 +126,7 @@ def _markdown(block: Block) -> str:  # noqa: PLR0911 - one for each kind
         case Facts():
             return "\n".join(f"- **{name}**: {value}" for name, value in block.pairs)
         case Card():
-            return "\n\n".join(_markdown(one) for one in block.blocks)
+            return "\n\n".join(_markdown(inner) for inner in block.blocks)
         case Table():
             rule = tuple("---:" if place in block.numbers else "---" for place in range(len(block.head)))
             rows = [block.head, rule, *block.rows]
@@ -209,7 +209,7 @@ def _html(block: Block, anchor: str = "") -> str:  # noqa: PLR0911 - one for eac
             )
             return f"<dl>{pairs}</dl>"
         case Card():
-            inside = "\n".join(_html(one) for one in block.blocks)
+            inside = "\n".join(_html(inner) for inner in block.blocks)
             return f'<article class="card {html.escape(block.kind)}">{inside}</article>'
         case Table():
             return _table(block)
@@ -230,12 +230,12 @@ def _table(block: Table) -> str:
 
 
 def _inline(text: str) -> str:
-    found, at = [], 0
+    parts, at = [], 0
     for token in _TOKENS.finditer(text):
-        found.append(html.escape(text[at : token.start()], quote=False))
-        found.append(_marked(token[0]))
+        parts.append(html.escape(text[at : token.start()], quote=False))
+        parts.append(_marked(token[0]))
         at = token.end()
-    return "".join((*found, html.escape(text[at:], quote=False)))
+    return "".join((*parts, html.escape(text[at:], quote=False)))
 
 
 def _marked(token: str) -> str:

@@ -22,7 +22,7 @@ ROWS = 15  # of clients
 
 def learning_part(reader: Reader, run: str, card: HealthCard, pictures: Pictures) -> list[Block]:
     rows = tuple(
-        (f"`{sign.name}`", _of(reader, run, sign), *(with_unit(value, sign.unit) for value in _course(sign.values)))
+        (f"`{sign.name}`", _of(reader, run, sign), *(with_unit(value, sign.unit) for value in _trend(sign.values)))
         for sign in card.signs
     )
     blocks: list[Block] = [
@@ -51,7 +51,7 @@ def _of(reader: Reader, run: str, sign: Sign) -> str:
     return f"{sign.of}, of {many} a round"
 
 
-def _course(values: object) -> tuple[float | None, ...]:
+def _trend(values: object) -> tuple[float | None, ...]:
     known = list(values)  # type: ignore[call-overload]
     finite = [v for v in known if math.isfinite(v)]
     return (known[0], min(finite, default=None), max(finite, default=None), known[-1])

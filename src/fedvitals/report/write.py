@@ -23,7 +23,7 @@ OURS = b"Written by fedvitals"  # stands in every report, and says that it may b
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenReport:
     file: str
     format: str
     bytes: int
@@ -32,7 +32,7 @@ class Written:
     verdicts: tuple[Verdict, ...]
 
 
-def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, force: bool = False) -> Written:
+def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, force: bool = False) -> WrittenReport:
     """Writes the report on a run, or on the comparison of several; by default as RUN-report.html in this folder."""
     ids = list(dict.fromkeys(queries.find_run(reader, run) for run in runs))
     target = file if file is not None else Path(default_name(queries.get_run(reader, ids[0]).name, ids))
@@ -41,7 +41,7 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
         raise ConfigError(f"A report is a file {', '.join(FORMATS)}, got '{target.name}'.")
     check(target, force=force)
     folder = f"{target.stem}_files"
-    verdicts, blocks = told(reader, ids, Pictures(folder))
+    verdicts, blocks = content_of(reader, ids, Pictures(folder))
     beside: tuple[str, ...] = ()
     if kind == ".md":
         for picture in _pictures(blocks):
@@ -53,10 +53,10 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
         # Behind a PDF's end, comments are allowed: by it we know our own again.
         data = html.encode() if kind == ".html" else pdf_of(html) + b"\n% " + OURS + b"\n"
     target.write_bytes(data)
-    return Written(str(target), kind[1:], len(data), beside, tuple(ids), tuple(verdicts))
+    return WrittenReport(str(target), kind[1:], len(data), beside, tuple(ids), tuple(verdicts))
 
 
-def told(reader: Reader, ids: Sequence[str], pictures: Pictures) -> tuple[Sequence[Verdict], list[Block]]:
+def content_of(reader: Reader, ids: Sequence[str], pictures: Pictures) -> tuple[Sequence[Verdict], list[Block]]:
     if len(ids) > 1:
         return comparison(reader, ids, pictures)
     verdict, blocks = story(reader, ids[0], pictures)

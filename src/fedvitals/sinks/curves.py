@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.records import AnyName, LayerStats, Metric, Record, Run, is_client, node_name
-from fedvitals.sinks.spread import SERVER, Spread, of_the_round, plain
+from fedvitals.sinks.spread import SERVER, ClientSpread, of_the_round, plain
 from fedvitals.stats import (
     EXPONENTS,
     FAMILIES,
@@ -67,7 +67,7 @@ class Bars:
 Drawn = Point | Bars
 
 
-class _Known:
+class _RunCurves:
     """What is known of one run: its layers, whom it has, and which tags were given out."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Known:
         self.nodes: set[str] = set()
         self.others: set[str] = set()
         self.crowded = False  # more clients than have curves
-        self.spread = Spread()
+        self.spread = ClientSpread()
         self.tags: set[str] = set()
 
 
@@ -89,7 +89,7 @@ class Curves:
         self._named = None if isinstance(nodes, int) else frozenset(map(node_name, nodes))
         self._most = nodes if isinstance(nodes, int) else len(frozenset(nodes))
         self._layers_of = frozenset(map(node_name, layers_of))
-        self._runs: dict[str, _Known] = {}
+        self._runs: dict[str, _RunCurves] = {}
         self.left_out = 0  # what had no place among the tags
 
     def of(self, records: Sequence[Record]) -> list[Drawn]:
@@ -98,7 +98,7 @@ class Curves:
         touched: dict[str, None] = {}
         for record in records:
             if isinstance(record, Run):
-                known = self._runs.setdefault(record.id, _Known())
+                known = self._runs.setdefault(record.id, _RunCurves())
                 known.layers |= {table.digest: table.names[:LAYERS] for table in record.tables}
             elif isinstance(record, Metric):
                 touched[record.where.run] = None
@@ -107,17 +107,17 @@ class Curves:
                 drawn += self._layers(record)
         for run in touched:
             drawn += self._over_clients(run)
-        return [one for one in drawn if self._has_place(one)]
+        return [point for point in drawn if self._has_place(point)]
 
-    def _known(self, run: str) -> _Known:
-        return self._runs.setdefault(run, _Known())
+    def _known(self, run: str) -> _RunCurves:
+        return self._runs.setdefault(run, _RunCurves())
 
-    def _has_place(self, one: Drawn) -> bool:
-        tags = self._known(one.run).tags
-        if one.tag not in tags and len(tags) >= TAGS:
+    def _has_place(self, point: Drawn) -> bool:
+        tags = self._known(point.run).tags
+        if point.tag not in tags and len(tags) >= TAGS:
             self.left_out += 1
             return False
-        tags.add(one.tag)
+        tags.add(point.tag)
         return True
 
     def _metric(self, metric: Metric) -> Iterator[Point]:
@@ -129,7 +129,7 @@ class Curves:
             tag = metric.name if node is None else f"{node}/{metric.name}"
             yield Point(where.run, plain(tag, TAG_CHARACTERS), where.round or 0, metric.at, metric.value)
 
-    def _has_curves(self, known: _Known, node: str | None) -> bool:
+    def _has_curves(self, known: _RunCurves, node: str | None) -> bool:
         if node is None:
             return True
         if not is_client(node):
@@ -186,7 +186,7 @@ def bars_of(row: Array) -> tuple[Array, Array]:
 
 def settings_of(run: Run) -> dict[str, str]:
     """The run's configuration, flat: `local.epochs` → 5; what is long is cut."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
 
     def walk(name: str, value: object) -> None:
         if isinstance(value, Mapping) and value:
@@ -194,17 +194,17 @@ def settings_of(run: Run) -> dict[str, str]:
                 walk(f"{name}.{key}" if name else str(key), inner)
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
-            found[plain(name)] = text[:CONFIG_CHARACTERS]
+            settings[plain(name)] = text[:CONFIG_CHARACTERS]
 
     walk("", dict(run.config))
-    return found
+    return settings
 
 
 def tags_of(run: Run) -> dict[str, str]:
     """What identifies the run: its id, who trained, the federation's shape, the seed."""
-    told = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology, "seed": run.seed}
+    facts = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology, "seed": run.seed}
     versions = {f"version.{package}": version for package, version in run.versions.items()}
-    return {f"fedvitals.{key}": plain(str(value)) for key, value in (told | versions).items() if value is not None}
+    return {f"fedvitals.{key}": plain(str(value)) for key, value in (facts | versions).items() if value is not None}
 
 
 def link_of(run: Run, store: str | None) -> str:

@@ -30,7 +30,7 @@ def plain(text: str, most: int = NAME_CHARACTERS) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ClosedRound:
     """A round that is over: every client's values by metric, NaN left out."""
 
     round: int
@@ -44,7 +44,7 @@ class Closed:
         return {point: ordered[round(share * last)] for point, share in POINTS.items()}
 
 
-class Spread:
+class ClientSpread:
     """Gathers what the clients of one run tell, and gives it out round by round, when a round is over.
 
     A round is over when its length is known (`time.round` is its last metric) or when a later one has values.
@@ -80,15 +80,15 @@ class Spread:
         of[node] = metric.value
         self._fresh.add(number)
 
-    def closed(self) -> list[Closed]:
+    def closed(self) -> list[ClosedRound]:
         """The rounds that are over and were not given out like this before, oldest first."""
         newest = max(self._rounds, default=-1)
         over = sorted(n for n in self._fresh if n in self._rounds and (n in self._ends or n < newest))
-        found = [Closed(n, self._ends.get(n, 0.0), self._rounds[n]) for n in over]
+        closed_rounds = [ClosedRound(n, self._ends.get(n, 0.0), self._rounds[n]) for n in over]
         self._fresh.difference_update(over)
         self._last = max([self._last, *over])
         for number in sorted(self._rounds)[:-ROUNDS_KEPT]:
             del self._rounds[number]
             self._fresh.discard(number)
             self._ends.pop(number, None)
-        return found
+        return closed_rounds

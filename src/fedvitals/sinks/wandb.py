@@ -74,10 +74,10 @@ class WeightsAndBiases:
             if isinstance(record, Run):
                 self._open(record)
         rows: dict[tuple[str, int], dict[str, Any]] = {}
-        for one in self._curves.of(records):
-            row = rows.setdefault((one.run, one.round), {"round": one.round, "_timestamp": one.at})
-            row[one.tag] = self._histogram(one) if isinstance(one, Bars) else one.value
-            row["_timestamp"] = max(row["_timestamp"], one.at)
+        for drawn in self._curves.of(records):
+            row = rows.setdefault((drawn.run, drawn.round), {"round": drawn.round, "_timestamp": drawn.at})
+            row[drawn.tag] = self._histogram(drawn) if isinstance(drawn, Bars) else drawn.value
+            row["_timestamp"] = max(row["_timestamp"], drawn.at)
         for (run, _), row in rows.items():
             (self._runs.get(run) or self._open(Run(run, run))).log(row)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRun:
     """How an experiment ended."""
 
     run: str | None

@@ -122,24 +122,24 @@ def results(
 
 def lines_of(script: str | None, commands: tuple[str, ...]) -> list[str]:
     """Of a file (or «-», standard input), then those of the command line."""
-    found: list[str] = []
+    lines: list[str] = []
     if script is not None:
         try:
-            found = (sys.stdin.read() if script == "-" else Path(script).read_text(encoding="utf-8")).splitlines()
+            lines = (sys.stdin.read() if script == "-" else Path(script).read_text(encoding="utf-8")).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The script '{script}' cannot be read: {error}") from error
-    return [*found, *commands]
+    return [*lines, *commands]
 
 
-class Bar:
+class ProgressBar:
     """Seen while rounds are run again, on a terminal; nothing elsewhere."""
 
     def __init__(self, session: Session, *, quiet: bool) -> None:
         self._bar: Any = None
         self._shown = not quiet and sys.stderr.isatty()
-        session.progress = self.told
+        session.progress = self.show_progress
 
-    def told(self, number: int, first: int, last: int) -> None:
+    def show_progress(self, number: int, first: int, last: int) -> None:
         if not self._shown or first == last:
             return
         if self._bar is None:

@@ -96,8 +96,8 @@ class File:
         return identity("file", self.name, os.fspath(self.path))
 
     def send(self, message: Message, /) -> None:
-        told = [alert_json(alert) for alert in message.alerts] or [as_json(message)]
-        lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in told).encode()
+        entries = [alert_json(alert) for alert in message.alerts] or [as_json(message)]
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
         path = Path(self.path).expanduser()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,26 +123,30 @@ class Command:
     label: str = field(default="", repr=False)  # the command before secrets were filled in
 
     def __post_init__(self) -> None:
-        given = self.command
-        if isinstance(given, str) or not given or not all(isinstance(one, str) and "\0" not in one for one in given):
+        arguments = self.command
+        if (
+            isinstance(arguments, str)
+            or not arguments
+            or not all(isinstance(argument, str) and "\0" not in argument for argument in arguments)
+        ):
             raise ConfigError(
                 "The command of an alert channel is a list of arguments, such as ['/usr/bin/logger', '-t', 'alerts']: "
                 "there is no shell that would take a line apart."
             )
-        object.__setattr__(self, "command", tuple(given))
+        object.__setattr__(self, "command", tuple(arguments))
 
     @property
     def identity(self) -> str:
         return identity("command", self.name, self.label or self.command)
 
     def send(self, message: Message, /) -> None:
-        with tempfile.TemporaryFile() as said:  # a pipe that a grandchild keeps open would be waited for
+        with tempfile.TemporaryFile() as output:  # a pipe that a grandchild keeps open would be waited for
             try:
                 process = subprocess.Popen(  # noqa: S603 - the user's own command, and no word of a client in it
                     self.command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
-                    stderr=said,
+                    stderr=output,
                     start_new_session=True,  # so that what it started ends with it
                 )
             except OSError as error:
@@ -154,8 +158,8 @@ class Command:
             finally:
                 _end(process)
             if process.returncode != 0:
-                said.seek(0)
-                words = said.read(WHY).decode("utf-8", "replace").strip()
+                output.seek(0)
+                words = output.read(WHY).decode("utf-8", "replace").strip()
                 why = f"'{self.command[0]}' ended with {process.returncode}{': ' + words if words else ''}."
                 raise DeliveryError(LATER, why)
 

@@ -33,7 +33,7 @@ IDLE_SECONDS = 60.0
 CAUSES_REPORTED = 20
 
 
-class Courier:
+class ChannelDelivery:
     """Takes alerts at once and brings them to one channel, from a thread of its own."""
 
     def __init__(self, channel: Channel, folder: Path | None, *, group: bool = True) -> None:
@@ -108,7 +108,7 @@ class Courier:
                 except sqlite3.Error as error:
                     outbox = self._recover(outbox, error)
             if not outbox.on_disk and (left := outbox.waiting()):
-                self._told_lost("not delivered by the end of the run", left)
+                self._count_lost("not delivered by the end of the run", left)
         except Exception as error:  # noqa: BLE001 - training goes on, and it is known that alerts do not
             self._report(f"it ends here, by {type(error).__name__}: {error}")
         finally:
@@ -165,13 +165,13 @@ class Courier:
         refused = outbox.add([alert for alert, silent in new if not silent])
         outbox.add([alert for alert, silent in new if silent], silent=True)
         if refused:
-            self._told_lost("outbox full", refused)
+            self._count_lost("outbox full", refused)
         with self._changed:
             for _ in new:
                 self._new.popleft()
         old, dead = outbox.expire(PATIENCE_SECONDS, again=self._channel.again)
         if old:
-            self._told_lost("given up after a day", old)
+            self._count_lost("given up after a day", old)
         if dead:
             self._doubt(dead, "the process that sent them died")
         while not self._hurried():
@@ -224,16 +224,16 @@ class Courier:
             self._doubt(len(alerts), str(error))
         else:
             outbox.settle(alerts, LOST, str(error))
-            self._told_lost("refused", len(alerts), str(error))
+            self._count_lost("refused", len(alerts), str(error))
 
     # --- what is told -------------------------------------------------------------------------------------------------
 
     def _doubt(self, count: int, why: str) -> None:
         with self._changed:
             self._doubts += count
-        self._told_lost("in doubt", count, why)
+        self._count_lost("in doubt", count, why)
 
-    def _told_lost(self, cause: str, count: int, why: str = "") -> None:
+    def _count_lost(self, cause: str, count: int, why: str = "") -> None:
         with self._changed:
             self._lose(cause, count)
         self._report(f"{count} alerts: {cause}{'; ' + why if why else ''}", cause + why)
@@ -243,7 +243,7 @@ class Courier:
             self._lost[cause] = self._lost.get(cause, 0) + count
 
     def _report(self, what: str, cause: str = "") -> None:
-        """Once per cause: an outage must not fill the user's log."""
+        """CaseDeduplication per cause: an outage must not fill the user's log."""
         cause = cause or what
         if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
             return

@@ -62,7 +62,7 @@ class Email:
         return identity("email", self.name, self.host, self.port, self.to)
 
     def send(self, message: Message, /) -> None:
-        letter = self._letter(message).as_bytes(policy=email.policy.SMTP)
+        email_bytes = self._email_of(message).as_bytes(policy=email.policy.SMTP)
         handed_over = False
         try:
             with self._connected() as server:
@@ -71,7 +71,7 @@ class Email:
                 if not any(200 <= code < 300 for code, _ in answers):
                     self._speak(answers[0])
                 handed_over = True  # from here on the other side may have it
-                code, words = server.data(letter)
+                code, words = server.data(email_bytes)
                 handed_over = False
                 self._speak((code, words))
         except smtplib.SMTPResponseException as error:  # of the greeting, the login or the word DATA
@@ -113,23 +113,23 @@ class Email:
         finally:
             server.close()
 
-    def _letter(self, message: Message) -> EmailMessage:
-        letter = EmailMessage()
-        letter["Subject"] = message.subject
-        letter["From"] = self.sender
-        letter["To"] = ", ".join(self.to)
-        letter["Date"] = formatdate()
-        letter["Message-ID"] = f"<{message.key}@fedvitals.invalid>"
-        letter["Auto-Submitted"] = "auto-generated"
-        letter.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server takes it
-        return letter
+    def _email_of(self, message: Message) -> EmailMessage:
+        email_message = EmailMessage()
+        email_message["Subject"] = message.subject
+        email_message["From"] = self.sender
+        email_message["To"] = ", ".join(self.to)
+        email_message["Date"] = formatdate()
+        email_message["Message-ID"] = f"<{message.key}@fedvitals.invalid>"
+        email_message["Auto-Submitted"] = "auto-generated"
+        email_message.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server takes it
+        return email_message
 
     def _speak(self, answer: tuple[int, bytes | str]) -> None:
         """Raise unless the server's answer is a yes."""
-        code, said = answer
+        code, reply = answer
         if 200 <= code < 400:
             return
-        words = said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
+        words = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
         outcome = REFUSED if code >= 500 else LATER
         raise DeliveryError(outcome, f"{self.host} answered {code}: {words}")
 

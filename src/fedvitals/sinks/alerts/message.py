@@ -50,8 +50,8 @@ class Alert:
     @property
     def id(self) -> str:
         """Of (run, rule, place, onset), and whether it is resolved: the same alert has it after a restart, too."""
-        told = json.dumps([self.run, self.rule, self.place, self.onset, self.kind])
-        return hashlib.blake2b(told.encode("utf-8", "backslashreplace"), digest_size=12).hexdigest()
+        identity = json.dumps([self.run, self.rule, self.place, self.onset, self.kind])
+        return hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Message:
 
     @property
     def key(self) -> str:
-        told = " ".join((*(alert.id for alert in self.alerts), self.test))
-        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        identities = " ".join((*(alert.id for alert in self.alerts), self.test))
+        return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 
     @property
     def subject(self) -> str:
@@ -82,16 +82,16 @@ class Message:
         if self.test:
             return ["fedvitals: this is a test. Alerts of your federated training will arrive here."]
         runs = list(dict.fromkeys(harmless(alert.run, NAME) for alert in self.alerts))
-        said = [f"fedvitals, run {', '.join(runs)}:"]
-        said += [
+        linese_text = [f"fedvitals, run {', '.join(runs)}:"]
+        linese_text += [
             f"{_badge(alert)}, round {alert.round}: {harmless(alert.message, WORDS)}" for alert in self.alerts[:LINES]
         ]
         if len(self.alerts) > LINES:
-            said.append(f"and {len(self.alerts) - LINES} more")
+            linese_text.append(f"and {len(self.alerts) - LINES} more")
         if self.doubtful:
             many = self.doubtful != 1
-            said.append(f"{self.doubtful} earlier alert{'s' * many} to this channel may not have arrived.")
-        return said
+            linese_text.append(f"{self.doubtful} earlier alert{'s' * many} to this channel may not have arrived.")
+        return linese_text
 
 
 def as_json(message: Message) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def to_line(alert: Alert) -> str:
 
 def from_line(line: str) -> Alert:
     try:
-        told = json.loads(line)
-        return Alert(**{field.name: told[field.name] for field in fields(Alert) if field.name in told})
+        stored = json.loads(line)
+        return Alert(**{field.name: stored[field.name] for field in fields(Alert) if field.name in stored})
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"An alert in the outbox cannot be read ({type(error).__name__}): {line[:80]!r}") from error
 
@@ -159,7 +159,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT else text[: TEXT - 1].rstrip("\\") + "…"
 
 
-def said(value: float, metric: str) -> str:
+def value_text(value: float, metric: str) -> str:
     """A value in its metric's unit, as people write it."""
     unit = CATALOG[metric].unit if metric in CATALOG else ""
     if math.isnan(value):

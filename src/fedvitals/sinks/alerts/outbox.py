@@ -59,16 +59,16 @@ class Outbox:
         """Keep alerts to be sent, or only to be known of; gives how many found no room."""
         refused, now = 0, time.time()
         with self._changing():
-            ((room,),) = self._database.execute(
+            ((free_places,),) = self._database.execute(
                 "SELECT ? - COUNT(*) FROM delivery WHERE channel = ? AND state = ?",
                 (MOST_WAITING, self._channel, WAITING),
             )
             for alert in alerts:
-                if room <= 0:
+                if free_places <= 0:
                     refused += 1
                     continue
                 row = (alert.id, self._channel, _text(alert.run), alert.rule, alert.place, alert.onset, alert.kind)
-                room -= self._database.execute(
+                free_places -= self._database.execute(
                     "INSERT OR IGNORE INTO delivery (alert, channel, run, rule, place, onset, kind, state, due, made, "
                     "content) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (*row, SILENT if silent else WAITING, now, now, to_line(alert)),

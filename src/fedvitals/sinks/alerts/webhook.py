@@ -51,13 +51,13 @@ class Webhook:
         return identity("webhook", self.name, self.label or self.url)
 
     def send(self, message: Message, /) -> None:
-        lines, told = message.lines, as_json(message)
-        told["alerts"] = told["alerts"][:MOST_ALERTS]
+        lines, data = message.lines, as_json(message)
+        data["alerts"] = data["alerts"][:MOST_ALERTS]
         body = {
             "text": for_slack(lines),
             "content": for_discord(lines),
             "allowed_mentions": {"parse": []},  # Discord's own switch
-            "fedvitals": told,
+            "fedvitals": data,
         }
         payload = json.dumps(body).encode()
         headers = {"User-Agent": "fedvitals", **self.headers, "Content-Type": "application/json"}
@@ -149,8 +149,12 @@ def _words(answer: http.client.HTTPResponse) -> str:
     return ""
 
 
-def _wait(told: str | None) -> float | None:
-    return min(float(told), LONGEST_WAIT) if told is not None and told.isascii() and told.isdigit() else None
+def _wait(retry_after: str | None) -> float | None:
+    return (
+        min(float(retry_after), LONGEST_WAIT)
+        if retry_after is not None and retry_after.isascii() and retry_after.isdigit()
+        else None
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -107,7 +107,7 @@ class OpenTelemetry:
         self._away_until = 0.0
         self._unknown_until: dict[str, float] = {}  # by path
         self._signals = [_signal(name) for name in signals]
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
         if tls is not None:
             handlers.append(urllib.request.HTTPSHandler(context=tls))
@@ -157,10 +157,10 @@ class OpenTelemetry:
             self.rejected += len(records)
             return
         if signal.path == TRACES.path:
-            found = traces(self._runs, records, self._failures)
+            request = traces(self._runs, records, self._failures)
         else:
-            found = (gauges if signal.path == METRICS.path else logs)(self._runs, records)
-        self._post(signal, bytes(found.SerializeToString()), len(records))
+            request = (gauges if signal.path == METRICS.path else logs)(self._runs, records)
+        self._post(signal, bytes(request.SerializeToString()), len(records))
 
     def _post(self, signal: Signal, body: bytes, count: int) -> None:
         headers = {**self._headers, "Content-Type": "application/x-protobuf"}
@@ -180,10 +180,10 @@ class OpenTelemetry:
 
     def _refused(self, error: urllib.error.HTTPError, signal: Signal, count: int) -> None:
         try:
-            said = error.read(ANSWER)
+            answer = error.read(ANSWER)
         except (OSError, http.client.HTTPException):
-            said = b""
-        text = f"{self.endpoint}{signal.path} answers {error.code} {error.reason}: {_readable(said)}"
+            answer = b""
+        text = f"{self.endpoint}{signal.path} answers {error.code} {error.reason}: {_readable(answer)}"
         if error.code in REFUSED:
             raise RecordError(text) from error
         if error.code in UNKNOWN:  # Jaeger takes traces and nothing else: the rest must not stand in their way
@@ -208,8 +208,8 @@ class OpenTelemetry:
             self._say(f"{self.endpoint} rejected some records: {bounded(partial.error_message, 300)!r}.")
 
     def _say(self, text: str) -> None:
-        if text not in self._told and len(self._told) < 100:
-            self._told.add(text)
+        if text not in self._reported and len(self._reported) < 100:
+            self._reported.add(text)
             logger.warning("%s Said once.", text)
 
 
@@ -252,5 +252,5 @@ def _from_environment() -> dict[str, str]:
 
 def _readable(body: bytes) -> str:
     """What a receiver says, be it a text or protobuf's Status around one: its letters, and not too many."""
-    text = "".join(letter if letter.isprintable() else " " for letter in body.decode("utf-8", "replace"))
+    text = "".join(character if character.isprintable() else " " for character in body.decode("utf-8", "replace"))
     return bounded(" ".join(text.split()), 300) or "nothing more"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fedvitals.catalog import CATALOG
 from fedvitals.records import FAILURES, Event, Finding, Metric, Record, Run, Transfer, is_client
-from fedvitals.sinks.spread import CLIENTS_KEPT, Closed, Spread, of_the_round, plain
+from fedvitals.sinks.spread import CLIENTS_KEPT, ClientSpread, ClosedRound, of_the_round, plain
 
 SIGNS = (
     "loss",
@@ -58,8 +58,8 @@ class RunState:
         self._clients: set[str] = set()
         self._others: set[str] = set()
         self._trouble: dict[str, float] = {}  # by node, fading from round to round
-        self._spread = Spread()
-        self._closed: Closed | None = None
+        self._spread = ClientSpread()
+        self._closed: ClosedRound | None = None
         self._newest: dict[str, dict[str, float]] = {}  # metric → client → value, as of the last round that is over
         self._points: dict[str, dict[str, float]] = {}
         self._chosen: list[str] = []
@@ -98,7 +98,7 @@ class RunState:
             self._stale = False
             self._chosen = self._choose()
 
-    def _carried(self, closed: Closed) -> Closed:
+    def _carried(self, closed: ClosedRound) -> ClosedRound:
         """The round with what was measured of its clients before, where they take turns at it.
 
         The spread is then over the same values that the nodes' own series show.
@@ -108,12 +108,12 @@ class RunState:
             if name in self._newest or name in self._signs or len(self._newest) < NAMES:
                 known = self._newest.setdefault(name, {})
                 known.update(values if len(known) < CLIENTS_KEPT else {n: v for n, v in values.items() if n in known})
-        found = dict(closed.values)
+        carried = dict(closed.values)
         for name, known in self._newest.items():
             now = closed.values.get(name, {})
             if len(now) < len(there):
-                found[name] = {node: known[node] for node in there if node in known} | dict(now)
-        return replace(closed, values={name: values for name, values in found.items() if values})
+                carried[name] = {node: known[node] for node in there if node in known} | dict(now)
+        return replace(closed, values={name: values for name, values in carried.items() if values})
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
@@ -208,8 +208,8 @@ class RunState:
 
     def _counters(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
         run = self._run
-        told = {"id": plain(run.id), "host": plain(run.host), "topology": plain(run.topology or "")}
-        yield "run_info", "The run behind the label `run`.", told, 1.0
+        labels = {"id": plain(run.id), "host": plain(run.host), "topology": plain(run.topology or "")}
+        yield "run_info", "The run behind the label `run`.", labels, 1.0
         yield "run_open", "1 while the run is on, 0 when it has ended.", {}, float(run.finished is None)
         yield "run_started_timestamp_seconds", "When the run began.", {}, run.started
         yield "rounds_total", "Rounds that are over.", {}, self._rounds_over

@@ -9,7 +9,7 @@ from fedvitals.sinks.alerts.message import RESOLVED, Alert
 from fedvitals.sinks.alerts.rules import SEVERITIES, Rule
 
 
-class Once:
+class CaseDeduplication:
     """Which rule speaks of a case on each channel. A rule that finds it worse than was told speaks, too."""
 
     def __init__(self, rules: Iterable[Rule], channels: Sequence[str]) -> None:
@@ -17,16 +17,16 @@ class Once:
         self._channels = tuple(channels)
         self._speaks: dict[tuple[str, str, str], tuple[str, str]] = {}  # channel, run, place → rule, severity
 
-    def begin(self, run: str, told: Iterable[tuple[str, str, int]]) -> None:
+    def begin(self, run: str, open_alerts: Iterable[tuple[str, str, int]]) -> None:
         """What an earlier process told (rule, place, onset), and what is open still."""
         order = list(self._wanted)
-        known = [(rule, place) for rule, place, _ in told if rule in self._wanted]
-        for rule, place in sorted(known, key=lambda one: order.index(one[0])):
+        known = [(rule, place) for rule, place, _ in open_alerts if rule in self._wanted]
+        for rule, place in sorted(known, key=lambda rule_and_place: order.index(rule_and_place[0])):
             for channel in self._wanted[rule]:
                 self._speaks.setdefault((channel, run, place), (rule, SEVERITIES[-1]))
 
     def end(self, run: str) -> None:
-        self._speaks = {key: told for key, told in self._speaks.items() if key[1] != run}
+        self._speaks = {key: speaker for key, speaker in self._speaks.items() if key[1] != run}
 
     def channels(self, alert: Alert) -> list[str]:
         """Those that get it, in their order."""
