@@ -70,7 +70,7 @@ def style_of(part: str) -> str:
 
 
 def stacked(parts: Mapping[str, float], width: int) -> Text:
-    """One bar of `width` cells, each part's share of it in its letters."""
+    """Return one bar of `width` cells, in which each part's share is filled with its letter."""
     from rich.text import Text
 
     bar = Text()
@@ -80,7 +80,7 @@ def stacked(parts: Mapping[str, float], width: int) -> Text:
 
 
 def shares_of(parts: Mapping[str, float], width: int) -> dict[str, int]:
-    """Whole cells for each part, `width` in all; what is lost by rounding down goes to the largest remainders."""
+    """Return whole cells for each part, `width` in all; what rounding loses goes to the largest remainders."""
     total = math.fsum(parts.values())
     if not total > 0 or width < 1:
         return {}
@@ -93,7 +93,7 @@ def shares_of(parts: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def percents(parts: Mapping[str, float]) -> list[Text]:
-    """Each part's letter, name and share, the largest first: the bar's legend."""
+    """Return the bar's legend: each part's letter, name and share, the largest first."""
     from rich.text import Text
 
     whole = math.fsum(parts.values())
@@ -102,7 +102,7 @@ def percents(parts: Mapping[str, float]) -> list[Text]:
 
 
 def in_lines(title: str, items: Sequence[Text | str], width: int) -> list[Text]:
-    """A title and items after it, two spaces apart, on as many lines as they need; none is broken in two."""
+    """Return a title and items after it, two spaces apart, on as many lines as they need; no item is broken."""
     from rich.text import Text
 
     lines = [Text(title)]
@@ -121,7 +121,7 @@ def percent(share: float) -> str:
 
 
 def along(intervals: Sequence[tuple[str, float, float]], began: float, seconds: float, width: int) -> Text:
-    """A time axis of `width` cells: (part, began, seconds) each; a cell shows what took the most of it, or nothing.
+    """Draw (part, began, seconds) intervals on a time axis of `width` cells; each cell shows its longest part.
 
     Work is shown before rest, unless that took most of the cell: short work is what a reader looks for.
     """
@@ -148,7 +148,7 @@ def _in_cell(cell: Mapping[str, float]) -> str:
 
 
 def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[Text, Text]:
-    """The rounds from left to right: how long each took as blocks, and below by what it was bound, in letters.
+    """Return the rounds from left to right: their lengths as blocks, and below, in letters, what bound them.
 
     More rounds than cells share them: a cell has its longest round, and what bounded most of its rounds.
     """
@@ -168,7 +168,7 @@ def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[T
 
 
 def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, height: int = 10) -> list[Text]:
-    """Courses over the rounds on one logarithmic axis, with 0 as a level of its own, and one for what is not finite.
+    """Plot series over the rounds on one log axis, with a level for 0 and one for what is not finite.
 
     One letter a run; where several fall together, `SEVERAL`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case on the terminal: one line in a list, or a card with the numbers, the causes and what to do; or as JSON."""
+"""Prints a case: one line in a list, a card with numbers, causes and remedies, or JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_LABELS: Mapping[str, str] = MappingProxyType({})
 def print_list(
     console: Any, cases: Sequence[Case], most: int | None = None, labels: Mapping[str, str] = NO_LABELS
 ) -> None:
-    """One line a case, and its message. `labels`: of nodes, see `views.labels`."""
+    """Print one line per case, and its message. `labels`: of nodes, see `views.labels`."""
     from fedvitals.cli.screen import shown
     from fedvitals.views.labels import place_of
 
@@ -140,7 +140,7 @@ def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
 
 
 def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> dict[str, Any]:
-    """The case, with what the table of issues says of it, and the error that it is about where there is one."""
+    """Return the case with what the table of issues says about it, and the error behind it if there is one."""
     from fedvitals.views.cases import traceback_of
 
     known, newest = case.known, case.newest

@@ -128,7 +128,7 @@ def thin(outer: str | None, keep_bytes: str, store: str | None, as_json: bool) -
 
 
 def bytes_of(text: str) -> int:
-    """The size that a person means by «500MB»."""
+    """Parse a size such as «500MB»."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None:
         raise ConfigError(f"A size is a number and a unit, for example 500MB; got '{text}'.")

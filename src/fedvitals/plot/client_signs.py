@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client against its cohort: broken, or only different?"""
+"""One client's vital signs against those of its cohort."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIGNS = (
 
 @drawn
 def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
-    """A client's signs as lines over the band of all clients', with the findings about it on the axis."""
+    """Draw a client's signs as lines over the band of all clients, with the findings about it on the axis."""
     name = node_name(node)
     with opened(run, store) as (reader, chosen):
         check_client(reader, chosen, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vital sign of all clients over the rounds: the cohort as a band, those under suspicion as lines on top."""
+"""One vital sign of all clients over the rounds: the cohort as a band, suspects as lines on top."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEW = 3  # clients, from which on they make a band and have a middle
 
 @drawn
 def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = None, store: Target = None) -> Figure:
-    """A sign's spread over the clients in each round, with those that findings name (or `nodes`) on top."""
+    """Draw a sign's spread over the clients in each round, with the clients that findings name (or `nodes`) on top."""
     with opened(run, store) as (reader, chosen):
         check_sign(reader, chosen, sign)
         matrix, cases = metric_matrix(reader, chosen, sign), cases_of(reader, chosen)
@@ -48,7 +48,7 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = 
 
 
 def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> None:
-    """The band and the lines of those that are named, their names at their ends."""
+    """Draw the band and the lines of the named clients, with their names at the ends."""
     cohort_band = band(sign, matrix, POINTS)
     shown = [(node, *matrix[node]) for node in named]
     seen = np.concatenate(
@@ -75,7 +75,7 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
 
 
 def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = BLUE, *, clients: int = 0) -> None:
-    """Minimum to maximum, 5 % to 95 %, and the median; where only one or two clients told, faint points instead."""
+    """Draw minimum to maximum, 5 % to 95 %, and the median; faint points where only one or two clients reported."""
     low, p5, median, p95, high = (
         height.of(numbers(values))
         for values in (cohort_band.min, cohort_band.p5, cohort_band.median, cohort_band.p95, cohort_band.max)
@@ -100,13 +100,13 @@ def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = BLUE, 
 
 
 def told_by_few(cohort_band: Band, clients: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where too few clients told to speak of a cohort; nowhere, if there are no more (of `clients`, or ever)."""
+    """Return where too few clients reported to speak of a cohort; nowhere, if the run has no more clients."""
     counts = np.asarray(cohort_band.clients, np.int64)
     return np.asarray((counts > 0) & (counts < FEW) & (counts.max(initial=clients) >= FEW))
 
 
 def told_by(cohort_band: Band, clients: int) -> str:
-    """How many clients told in a round: «1 to 10 of 20 clients a round»."""
+    """Return how many clients reported in a round, as text: «1 to 10 of 20 clients a round»."""
     counts = [count for count in cohort_band.clients if count]
     if not counts:
         return f"none of {clients} clients"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on one axis: how well they learn, how large their gradients get, how long their rounds take, where they part."""
+"""Several runs on one axis: accuracy and loss, gradient scale, length of rounds, and where they diverge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TITLE_CHARACTERS = 36  # characters over a panel of half the width
 
 @drawn
 def compare(runs: Sequence[Which], *, store: Target = None) -> Figure:
-    """Two to six runs overlaid; those that differ by their seed only are one line, with a band over the repeats."""
+    """Overlay two to six runs. Runs that differ only by their seed are one line, with a band over the repeats."""
     if isinstance(runs, str) or len(runs) < 2:
         raise ConfigError("compare() needs a list of at least two runs: fv.plot.compare(['before', 'after']).")
     figures: dict[str, Figures] = {}

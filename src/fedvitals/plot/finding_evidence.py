@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers behind a finding: its suspects over their peers, the limit where one is known, and how sure it got."""
+"""The numbers behind a finding: its suspects over their peers, the limit where one is known, and the confidence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POINTS = 240
 
 @drawn
 def finding(run: Which, key: str | Case | None = None, *, store: Target = None) -> Figure:
-    """The evidence of the worst case, or of that with a key (as in the dashboard's addresses)."""
+    """Draw the evidence of the worst case, or of the case with this key (as in the dashboard's addresses)."""
     with opened(run, store) as (reader, chosen):
         if key is None:
             found_cases = cases_of(reader, chosen)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient through the depth of the model, round by round, and each layer's average over the rounds.
+"""The gradient through the layers of the model, by round, and each layer's average over the rounds.
 
 The paper (Bogacka et al. 2024) does not say whether its «average gradient per layer» is signed: both are shown.
 """
@@ -28,7 +28,7 @@ MOST_LINES = 8
 
 @drawn
 def gradient_flow(run: Which, *, store: Target = None) -> Figure:
-    """Size of the gradient from the first layer to the last, one line a round; below, averages as in the paper."""
+    """Draw the size of the gradient from the first layer to the last, one line a round, and the paper's averages."""
     with opened(run, store) as (reader, chosen):
         page = layers_page(reader, chosen, family="gradient", statistic="rms")
     return draw_flow(page)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient scale coefficient of one run or of several, on a log axis where 0 is a level of its own.
+"""The gradient scale coefficient of one run or several, on a log axis where 0 is a level of its own.
 
 The paper (Bogacka et al. 2024) leaves two readings open; both are stored, and every picture says which it shows.
 """
@@ -37,7 +37,7 @@ READINGS = {
 
 @drawn
 def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figure:
-    """The median client's gradient scale, and its spread over the clients; of several runs on one axis."""
+    """Draw the median client's gradient scale and its spread over the clients; several runs share one axis."""
     if not runs:
         raise ConfigError("gsc() needs a run, or several: fv.plot.gsc('baseline', 'exploding').")
     if reading not in READINGS:

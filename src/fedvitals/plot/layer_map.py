@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers × rounds as a heat map of one statistic: where does the gradient die or explode, and since when?"""
+"""A heat map of one statistic, layers × rounds, which shows where a gradient vanishes or explodes, and since when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARES = ("sparsity", "dead_fraction", "saturated_fraction", "sign_diversity", "
 
 @drawn
 def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: Target = None) -> Figure:
-    """A statistic of every layer of the federation in every round, the first layer on top; «rms» unless told."""
+    """Draw a statistic (by default «rms») of every layer in every round, the first layer on top."""
     if family not in FAMILIES:
         raise ConfigError(unknown("family of layer statistics", family, FAMILIES))
     known = statistics_of(family)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well the federation learns: its accuracy and its loss, over the band of its clients' own."""
+"""The federation's accuracy and loss, over the band of its clients' own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PANELS = {
 
 @drawn
 def learning(run: Which, *, store: Target = None) -> Figure:
-    """Accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis."""
+    """Draw accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis."""
     with opened(run, store) as (reader, chosen):
         panels = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}
         cases, rounds = cases_of(reader, chosen), reader.history(chosen).rounds()

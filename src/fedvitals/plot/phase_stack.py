@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rounds' time went to, part by part."""
+"""The time of each round by part of the work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TALL = 4.0  # times the usual round: what is longer is cut off, and told
 
 @drawn
 def phases(run: Which, *, store: Target = None) -> Figure:
-    """Seconds of each round's critical path by part of the work, stacked."""
+    """Draw the seconds of each round's critical path by part of the work, stacked."""
     with opened(run, store) as (reader, chosen):
         phases_page = phases_of(reader, chosen, POINTS)
         cases = [case for case in cases_of(reader, chosen) if case.known.family == "system"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay session shows, drawn: a histogram of a tensor, a series as lines, a table as bars, words as words.
+"""Draws what a replay session shows: a tensor as a histogram, a series as lines, a table as bars, text as text.
 
     from fedvitals.plot.replay import draw
     with fv.open_replay("RUN") as r:
@@ -36,7 +36,7 @@ LISTED = 1000  # rows below the picture of a page
 
 
 def draw(shown: Shown, path: str | Path | None = None) -> Figure:
-    """The picture of what is shown; written to `path` where one is given. Its ending says how."""
+    """Return the picture of what is shown, and write it to `path` if there is one; its suffix chooses the format."""
     kind = "" if path is None else Path(path).suffix.removeprefix(".").lower()
     if path is not None and kind not in FILES:
         raise ConfigError(f"A picture is a file that ends in {', '.join(FILES)}; got '{path}'.")
@@ -191,7 +191,7 @@ def _saved(picture: Figure, path: Path) -> None:
 
 
 def page_of(picture: Figure, shown: Shown) -> str:
-    """A page of its own: the picture, and its numbers in a table that one can search and copy."""
+    """Return an HTML page with the picture, and its numbers in a table that can be searched and copied."""
     title = html.escape(harmless(shown.title))
     columns, rows = _listed(shown)
     cells = "".join(f"<th>{html.escape(harmless(name))}</th>" for name in columns)

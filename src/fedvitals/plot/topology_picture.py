@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who talks to whom in a round: a star, clusters, a tree or rings, coloured by health, edges as wide as their bytes."""
+"""Which nodes exchange data in a round: star, clusters, tree or rings, coloured by health."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDEST = 3.0  # points, of the edge with the most bytes
 
 @drawn
 def topology(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """The federation as it was in a round, else in the newest."""
+    """Draw the federation as it was in a round, by default the newest."""
     with opened(run, store) as (reader, chosen):
         if not reader.history(chosen).rounds():
             return nothing("The run has no round yet.")
@@ -89,7 +89,7 @@ def _dot(axes: Any, node: PlacedNode, place: Place, *, named: bool) -> None:
 
 
 def places_of(page: TopologyPage) -> dict[str, Place]:
-    """Where each node stands: the server in the middle, groups around it, clients around their groups."""
+    """Return the place of each node: the server in the middle, groups around it, clients around their groups."""
     leaves = [node for node in page.nodes if node.role in ("client", "clients")]
     inner = [node for node in page.nodes if node.role == "group"]
     places: dict[str, Place] = {node.name: (0.0, 0.0) for node in page.nodes if node.role == "server"}

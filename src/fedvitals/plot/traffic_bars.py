@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on the wire in each round, up and down, and what telemetry takes of them."""
+"""Bytes on the wire in each round, up and down, and the share of telemetry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @drawn
 def traffic(run: Which, *, store: Target = None) -> Figure:
-    """What clients sent and got in each round, and what went between edges and server."""
+    """Draw what clients sent and received in each round, and what went between edges and server."""
     with opened(run, store) as (reader, chosen):
         described = queries.get_run(reader, chosen)
         run_traffic = traffic_of(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who behaves alike in a round: updates as points in a plane, and as a matrix of cosines."""
+"""Similarity of the clients' updates in a round: as points in a plane, and as a matrix of cosines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MISSING = ("No update was sketched.", "Sketches come from the server's side of `
 
 @drawn
 def update_map(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """The directions of a round's updates in the plane that keeps most of their distances; the newest round's."""
+    """Draw the directions of a round's updates in the plane that keeps most of their distances."""
     with opened(run, store) as (reader, chosen):
         update_map_page = _map(reader, chosen, round_index)
     return (
@@ -40,7 +40,7 @@ def update_map(run: Which, round_index: int | None = None, *, store: Target = No
 
 @drawn
 def similarity(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """Cosines between the updates of a round's clients, neighbours alike."""
+    """Draw the cosines between the updates of a round's clients, similar clients next to each other."""
     with opened(run, store) as (reader, chosen):
         update_map_page = _map(reader, chosen, round_index)
         named = suspects(cases_of(reader, chosen), 20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on several runs: what changed, whether chance explains it, where they part, and why."""
+"""The report on several runs: what changed, whether chance explains it, and where they diverge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TROUBLES = 40
 
 
 def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple[list[Verdict], list[Block]]:
-    """The verdict on each side's newest run, and the comparison as blocks."""
+    """Return the verdict on each side's newest run, and the comparison as blocks."""
     page = compare_page(sides_of(reader, runs))
     newest = [side.runs[0] for side in page.sides]
     runs_of = [[queries.get_run(reader, run) for run in side.runs] for side in page.sides]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: where the time, the memory and the bytes went."""
+"""The report's section on time, memory and bytes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ LANES, ROWS = 30, 8
 
 
 def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> list[Block]:
+    """Return the section as blocks."""
     blocks: list[Block] = [Heading(2, "Time, memory and bytes")]
     if profile.verdict is None:
         blocks.append(Text("No round was timed."))

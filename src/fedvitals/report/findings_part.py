@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: the verdict, what to do next, and every finding with its evidence."""
+"""The report's verdict, its advice, and every finding with its evidence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verdict_card(verdict: Verdict) -> Card:
 
 
 def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile, run: str) -> list[Block]:
-    """What a person would do now, in order: about the open findings, then about time, then how to look closer."""
+    """Return what to do next, in order: about open findings, then about time, then where to look closer."""
     points: list[str] = []
     open_ = [finding for finding in full if finding.case.still_there and not finding.case.muted]
     urgent = [finding for finding in open_ if finding.case.now != "note" and finding.remedies][:ADVICE]
@@ -77,7 +77,7 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
 
 
 def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Findings, list[FullFinding], list[Block]]:
-    """The findings as data, and as the section about them."""
+    """Return the findings as data, and the section about them."""
     findings = findings_page(reader, run, Asked(limit=LISTED))
     by_key = {case_key(case): case for case in cases_of(reader, run)}
     rounds = reader.history(run).rounds()
@@ -161,7 +161,7 @@ def _shown(finding: FullFinding) -> Evidence:
 
 
 def pictures_name(key: str) -> str:
-    """A name for files and ids, of a key that may hold anything."""
+    """Return a name for files and ids from a key that may contain any character."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in key)[:40].strip("-").lower() or "case"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page on paper, printed by a Chromium that is there: it draws the same HTML, and nothing else is needed."""
+"""Prints a page as PDF with an installed Chromium."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SECONDS = 120
 
 
 def browser() -> str | None:
-    """Where a Chromium is; FEDVITALS_CHROMIUM wins over those on the path."""
+    """Return the path of a Chromium; FEDVITALS_CHROMIUM takes precedence over those on the path."""
     named = os.environ.get("FEDVITALS_CHROMIUM")
     program = shutil.which(named) if named else next((path for name in BROWSERS if (path := shutil.which(name))), None)
     return program or (None if named else next((path for path in ELSEWHERE if Path(path).exists()), None))
 
 
 def pdf_of(html: str) -> bytes:
-    """The page as PDF. ConfigError says what to install where there is no browser, or what it said where it failed."""
+    """Return the page as PDF. ConfigError: no browser is installed, or it failed."""
     program = browser()
     if program is None:
         raise ConfigError(

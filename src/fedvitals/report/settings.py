@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: settings as flat paths and readable values. No value is a piece of Python."""
+"""The report's settings, as flat paths and readable values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST = 120  # characters of a value
 
 
 def flat(name: str, value: Any) -> dict[str, Any]:
-    """One setting as one or several, down to what has no parts: «faults.0.kind»; a list of plain values stays one."""
+    """Return one setting as one or several without parts («faults.0.kind»); a list of plain values stays one."""
     if isinstance(value, Mapping) and value:
         parts = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, list | tuple) and any(isinstance(part, Mapping | list | tuple) for part in value):
@@ -27,7 +27,7 @@ def flat(name: str, value: Any) -> dict[str, Any]:
 
 
 def readable(value: Any) -> str:
-    """A value as one would write it: no quotes, no brackets."""
+    """Return a value without quotes and brackets."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -38,7 +38,7 @@ def readable(value: Any) -> str:
 
 
 def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> list[Block]:
-    """What differs between sides, first; what all have in common, after it."""
+    """Return the settings that differ between sides, then those they have in common."""
     tables: list[dict[str, Any]] = [{} for _ in groups]
     for setting in all_settings(groups):
         if setting.name == "model":

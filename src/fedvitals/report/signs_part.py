@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: how well it learns, its layers, its clients."""
+"""The report's sections on learning, layers and clients."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ ROWS = 15  # of clients
 
 
 def learning_part(reader: Reader, run: str, card: HealthCard, pictures: Pictures) -> list[Block]:
+    """Return the section on accuracy and loss."""
     rows = tuple(
         (f"`{sign.name}`", _of(reader, run, sign), *(with_unit(value, sign.unit) for value in _trend(sign.values)))
         for sign in card.signs
@@ -58,6 +59,7 @@ def _trend(values: object) -> tuple[float | None, ...]:
 
 
 def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
+    """Return the section on layers."""
     blocks: list[Block] = [Heading(2, "Layers and gradients")]
     families = queries.layer_families(reader, run)
     if "gradient" in families:
@@ -96,6 +98,7 @@ def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
 
 
 def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
+    """Return the section on clients."""
     page = clients_page(roster(reader, run), limit=ROWS)
     sign = overview(reader, run).sign
     blocks: list[Block] = [Heading(2, "Clients")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on one run: the verdict first, then what it rests on, then what was not looked at."""
+"""The report on one run: the verdict, what it rests on, and what was not examined."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOOT = (
 
 
 def story(reader: Reader, run: str, pictures: Pictures) -> tuple[Verdict, list[Block]]:
-    """The verdict, and the whole report as blocks."""
+    """Return the verdict, and the whole report as blocks."""
     card, profile = health_card(reader, run), profile_of(reader, run)
     findings_data, full, findings = findings_part(reader, run, pictures)
     blocks: list[Block] = [

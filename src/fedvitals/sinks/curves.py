@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as what experiment trackers draw: curves over rounds, and bars of how a layer's values lie.
+"""Turns records into what experiment trackers draw: curves over rounds, and histograms of layers.
 
 A curve has a tag: `accuracy` of the whole, `c7/update.norm` of a node, `layers/gradient.std/fc.weight` of a layer,
 `clients/update.norm/p95` over all clients. Every tracker slows down with the number of tags, so nodes and layers are
@@ -45,6 +45,8 @@ DRAWN: Mapping[tuple[str, ...], tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """One point of a curve."""
+
     run: str
     tag: str
     round: int
@@ -80,7 +82,7 @@ class _RunCurves:
 
 
 class Curves:
-    """Turns records into points and bars. `nodes`: how many clients get curves of their own, or which.
+    """Turns records into points and histograms. `nodes`: how many clients get curves of their own, or which ones.
 
     `layers_of`: nodes whose layers are drawn too, beside those of the round as a whole.
     """
@@ -93,7 +95,7 @@ class Curves:
         self.left_out = 0  # what had no place among the tags
 
     def of(self, records: Sequence[Record]) -> list[Drawn]:
-        """What there is to draw, in the order of the records; the same again for records that come again."""
+        """Return what to draw, in the order of the records. Records that are repeated give the same again."""
         drawn: list[Drawn] = []
         touched: dict[str, None] = {}
         for record in records:
@@ -175,7 +177,7 @@ class Curves:
 
 
 def bars_of(row: Array) -> tuple[Array, Array]:
-    """Edges and counts of a row of `gradient.histogram`, from the most negative value up, without the empty ends."""
+    """Return the edges and counts of a row of `gradient.histogram`, in ascending order, without empty ends."""
     powers = 2.0 ** (LOWEST_EXPONENT + np.arange(EXPONENTS + 1))
     edges = np.concatenate([-powers[::-1], powers])
     counts = np.concatenate([row[:EXPONENTS][::-1], [0.0], row[EXPONENTS:]])
@@ -185,7 +187,7 @@ def bars_of(row: Array) -> tuple[Array, Array]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The run's configuration, flat: `local.epochs` → 5; what is long is cut."""
+    """Return the run's configuration as a flat mapping (`local.epochs` → 5); long values are cut."""
     settings: dict[str, str] = {}
 
     def walk(name: str, value: object) -> None:
@@ -201,19 +203,19 @@ def settings_of(run: Run) -> dict[str, str]:
 
 
 def tags_of(run: Run) -> dict[str, str]:
-    """What identifies the run: its id, who trained, the federation's shape, the seed."""
+    """Return what identifies the run: its id, host, topology, seed and versions."""
     facts = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology, "seed": run.seed}
     versions = {f"version.{package}": version for package, version in run.versions.items()}
     return {f"fedvitals.{key}": plain(str(value)) for key, value in (facts | versions).items() if value is not None}
 
 
 def link_of(run: Run, store: str | None) -> str:
-    """How to get from a tracker's page back to the run: the command that shows it."""
+    """Return the command that shows the run, as the link from a tracker's page back to it."""
     where = f" --store '{without_password(store)}'" if store else ""
     return f"fedvitals run {plain(run.id)} «{plain(run.name)}»: fedvitals show {plain(run.id)}{where}"
 
 
 def without_password(address: str) -> str:
-    """The address of a store as others may read it."""
+    """Return the address of a store without its password."""
     hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", address)
     return re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)

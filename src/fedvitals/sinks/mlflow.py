@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLflow: a sink that logs to a tracking server or a local database, by its client.
+"""A sink that logs to an MLflow tracking server or a local database, through MLflow's client.
 
     Monitor("runs.db", sinks=[MLflow("sqlite:///mlflow.db")])        then:  mlflow ui --backend-store-uri sqlite:///mlflow.db
 
@@ -28,7 +28,7 @@ DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 
 
 class MLflow:
-    """Metrics per round, settings as parameters, histograms of layers as JSON artifacts, the run's id as a tag.
+    """Logs metrics per round, settings as parameters, layer histograms as JSON artifacts, and the run's id as a tag.
 
     `uri`: of a tracking server or database; MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db` here. `nodes`: how many
     clients get metrics of their own, or which ones. `layers_of`: nodes whose layers are logged, beside those of the
@@ -76,7 +76,7 @@ class MLflow:
                 raise ConfigError(f"MLflow does not take '{self.uri}': {error} Try MLflow('{DEFAULT}').") from error
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Log what is new; raises what MLflow raises, and the queue tries again."""
+        """Log what is new. Raises what MLflow raises; the queue then tries again."""
         if self._client is None:
             client = self._tracking.MlflowClient(tracking_uri=self.uri)
             self._experiment_id = self._find_experiment(client)
@@ -105,7 +105,7 @@ class MLflow:
             self._client.log_dict(self._of(run), histograms, f"histograms/round-{number:05d}.json")
 
     def run_of(self, run: str) -> str | None:
-        """MLflow's id of a run."""
+        """Return MLflow's id of a run."""
         return self._runs.get(run)
 
     def _find_experiment(self, client: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run, or some of its rounds, as a trace that ui.perfetto.dev and chrome://tracing show: Chrome's trace event format.
+"""Exports a run, or some of its rounds, in Chrome's trace event format, for ui.perfetto.dev and chrome://tracing.
 
     with open("trace.json", "w") as file:
         file.writelines(perfetto(run, spans))
@@ -40,7 +40,7 @@ def perfetto(
     metrics: Iterable[Metric] = (),
     rounds: Container[int] | None = None,
 ) -> Iterator[str]:
-    """The pieces of one JSON text; joined, they are the file. `rounds`: only these.
+    """Yield the pieces of one JSON text; joined, they are the file. `rounds`: only these.
 
     Findings, warnings and errors are instants, transfers slices with an arrow from the one to the other, and what is
     known of the whole (accuracy, loss, bytes) counters.

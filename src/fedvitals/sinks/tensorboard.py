@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard: a sink that writes event files, by the package's own record writer. No torch, no TensorFlow.
+"""A sink that writes TensorBoard event files with the package's own record writer; needs neither torch nor TensorFlow.
 
     Monitor("runs.db", sinks=[TensorBoard("tb")])        then:  tensorboard --logdir tb
 
@@ -60,7 +60,7 @@ class _File:
 
 
 class TensorBoard:
-    """Scalars per round, histograms of layers, findings as text. `nodes`: how many clients get curves, or which ones.
+    """Writes scalars per round, layer histograms, and findings as text. `nodes`: how many clients, or which ones.
 
     `layers_of`: nodes whose layers are drawn, beside those of the whole round. `store`: named in the run's text.
     """
@@ -88,7 +88,7 @@ class TensorBoard:
         self._files: dict[str, _File] = {}
 
     def folder_of(self, run: str) -> Path:
-        """Where a run's event files are."""
+        """Return the folder of a run's event files."""
         name = re.sub(r"[^\w.-]+", "_", self._names.get(run, "")).strip("._")[:80]
         identity = re.sub(r"[^\w.-]+", "_", run)[:80].lstrip(".") or "run"
         return self.folder / (f"{name}-{identity}" if name else identity)
@@ -116,6 +116,7 @@ class TensorBoard:
         self._written_settings |= settings_texts
 
     def close(self) -> None:
+        """Close the event files."""
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases: a sink that logs offline, into a folder; `wandb sync` uploads it when the user wants.
+"""A sink that logs to Weights & Biases offline, into a folder; `wandb sync` uploads it later.
 
     Monitor("runs.db", sinks=[WeightsAndBiases()])       then:  wandb sync wandb/offline-run-*
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class WeightsAndBiases:
-    """Scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
+    """Logs scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
 
     `folder`: where `wandb/` is made. `nodes`: how many clients get curves, or which ones. `layers_of`: nodes whose
     layers are drawn, beside those of the whole round. `store`: named in the notes.
@@ -69,7 +69,7 @@ class WeightsAndBiases:
         self.folders: dict[str, Path] = {}  # of each run, once it is open
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Log a row for each round that the records speak of."""
+        """Log one row for each round among the records."""
         for record in records:
             if isinstance(record, Run):
                 self._open(record)
@@ -82,6 +82,7 @@ class WeightsAndBiases:
             (self._runs.get(run) or self._open(Run(run, run))).log(row)
 
     def close(self) -> None:
+        """End the runs of W&B that are open."""
         for run in self._runs.values():
             run.finish()
         self._runs.clear()

@@ -35,7 +35,7 @@ def check(
     timeout: float | None,
     **_: Any,
 ) -> None:
-    """What the engine cannot do is told before anything is started."""
+    """Raise ConfigError for what the engine cannot do, before anything is started."""
     try:
         from fedvitals.hosts.flower.lab.launch import check_installed
     except ModuleNotFoundError as error:
@@ -74,7 +74,7 @@ def train(
     tape_budget: str,
     **_: Any,
 ) -> EndedRun:
-    """The whole run, in other processes; its progress comes through Flower's log, its result through the store."""
+    """Run the experiment in other processes; progress comes through Flower's log, the result through the store."""
     from fedvitals.hosts.flower.lab import launch
     from fedvitals.lab.data.sources import places
     from fedvitals.store import store_target

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fedvitals profile` asks the lab: what remedies give when they are run, and on which devices a client fits."""
+"""What `fedvitals profile` asks the lab: measured remedies, and the devices on which a client fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COSTLY = 0.05  # of accuracy: less may be chance, with one seed
 
 
 def try_out(profile: Profile, most: int) -> list[Tried]:
-    """The first remedies that the lab can run, as they ran: those that keep the accuracy first, by their rounds."""
+    """Run the first remedies that the lab can run; those that keep the accuracy come first, by length of rounds."""
     run = profile.run
     if run.host != "lab":
         raise ConfigError(
@@ -41,12 +41,12 @@ def try_out(profile: Profile, most: int) -> list[Tried]:
 
 
 def costs(tried: Tried) -> bool:
-    """Whether accuracy went down by more than chance does."""
+    """Whether the accuracy dropped by more than chance explains."""
     return (tried.accuracy_cost or 0.0) > COSTLY
 
 
 def devices_for(profile: Profile) -> list[Row]:
-    """The predicted peak of the client that takes the most, on each of the lab's devices."""
+    """Return the predicted peak memory of the most demanding client on each of the lab's devices."""
     memory = profile.memory
     if memory is None or not memory.shares:
         raise ConfigError(

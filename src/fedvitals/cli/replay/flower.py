@@ -34,7 +34,7 @@ def rerun(
     phase: str = "train",
     store: str | None = None,
 ) -> Rerun:
-    """One client's message through its own app, and how the reply compares with the recorded one."""
+    """Rerun one client's message through its own app, and compare the reply with the recorded one."""
     from fedvitals.hosts.flower.rerun.client import rerun_client
     from fedvitals.hosts.flower.tape.entries import Site
 
@@ -75,7 +75,7 @@ def verify(
     app: str | None = None,
     strategy: str | None = None,
 ) -> int:
-    """The strategy's own work of these rounds (all that the tape has the updates of, if none are named), with proof."""
+    """Rerun the strategy's aggregation of these rounds (by default all with recorded updates) and compare."""
     from fedvitals.hosts.flower.rerun.app import strategy_of
     from fedvitals.hosts.flower.rerun.client import replay_aggregation
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of OTLP as records, whoever sent them: ours (`otel_encode`) as they were, others as far as they go.
+"""Decodes OTLP messages into records: those of fedvitals as they were sent, those of others as far as they fit.
 
 They come from other machines: every id, number, name, time and text is checked and bounded. What does not hold is left
 out, counted and named; the rest is taken.
@@ -36,19 +36,20 @@ Attributes = dict[str, Any]
 
 @dataclass(slots=True)
 class DecodedRecords:
-    """What a request held: records, and how many were left out, with the first reason."""
+    """The records of one request, how many were left out, and why the first of them was."""
 
     records: list[Record] = field(default_factory=list)
     rejected: int = 0
     why: str = ""
 
     def leave_out(self, count: int, why: str) -> None:
+        """Count records that are left out; the first reason is kept."""
         self.rejected += count
         self.why = self.why or why
 
 
 class Decoder:
-    """From requests to records. `runs` and `nodes` say whose are taken; a record without an identity gets one here.
+    """Turns OTLP requests into records. `runs` and `nodes`: whose records are accepted.
 
     `whole`: whether the sender may say what a round was. What others call `round` or `server` is their own.
     """
@@ -59,6 +60,7 @@ class Decoder:
         self._sequence = itertools.count()
 
     def traces(self, request: Any) -> DecodedRecords:
+        """Decode a request for /v1/traces."""
         taken = DecodedRecords()
         for resource, ours, spans in _scopes(request.resource_spans, "scope_spans", "spans"):
             for span in spans:
@@ -66,6 +68,7 @@ class Decoder:
         return taken
 
     def metrics(self, request: Any) -> DecodedRecords:
+        """Decode a request for /v1/metrics."""
         taken = DecodedRecords()
         for resource, _, metrics in _scopes(request.resource_metrics, "scope_metrics", "metrics"):
             for metric in metrics:
@@ -82,6 +85,7 @@ class Decoder:
         return taken
 
     def logs(self, request: Any) -> DecodedRecords:
+        """Decode a request for /v1/logs."""
         taken = DecodedRecords()
         for resource, ours, records in _scopes(request.resource_logs, "scope_logs", "log_records"):
             for record in records:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fedvitals as the place where OpenTelemetry sends to: live progress from inside long client tasks.
+"""A receiver for OpenTelemetry data, so that long client tasks can report progress before they end.
 
     with Receiver(take, runs={run.id}, token="...", host="0.0.0.0") as receiver:
         ...                                # clients POST to receiver.endpoint, by any OpenTelemetry SDK or `otel_live`
@@ -41,7 +41,7 @@ _REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], DecodedRecords]
 
 
 class Receiver:
-    """An HTTP server on a thread of its own, from now until `close`.
+    """An HTTP server for OTLP on a thread of its own; it serves until `close` is called.
 
     `take` gets the records of each request, on one thread at a time; if it raises, the sender is asked to come again.
     `runs`: ids that are expected. `nodes`: whose records are taken; None for all. `whole`: whether senders may say what
@@ -83,7 +83,7 @@ class Receiver:
         self.endpoint = self._server.url
 
     def close(self) -> None:
-        """Take no more. A second call does nothing."""
+        """Stop the server. A second call does nothing."""
         self._server.close()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`alerts.toml`: rules and channels in a file. Secrets stand there as `${NAME}` and come from the environment.
+"""Reads `alerts.toml`: rules and channels. Secrets are written as `${NAME}` and taken from the environment.
 
 [channels.team]
 kind = "webhook"
@@ -36,7 +36,7 @@ Maker = Callable[[str, Mapping[str, Any], Mapping[str, Any]], Channel]
 
 @dataclass(frozen=True, slots=True)
 class AlertsConfig:
-    """What a file asks for."""
+    """The contents of an alerts file."""
 
     rules: tuple[Rule, ...]
     channels: tuple[Channel, ...]
@@ -46,7 +46,7 @@ class AlertsConfig:
 
 
 def load(path: str | os.PathLike[str], *, secrets: bool = True) -> AlertsConfig:
-    """The file's rules and channels. Without `secrets` no channel is made: what a run would have sent needs none."""
+    """Read the rules and channels of a file. Without `secrets` (to check a stored run) no channel is made."""
     file = Path(path).expanduser()
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -79,7 +79,7 @@ def _config_of(settings: Mapping[str, Any], *, secrets: bool) -> AlertsConfig:
 
 
 def rules_of(entries: Sequence[Any]) -> tuple[Rule, ...]:
-    """Rules out of texts, tables {"when": ..., ...} and rules; no two of one name."""
+    """Return rules from texts, tables {"when": ..., ...} and rules; names must be unique."""
     rules: list[Rule] = []
     for number, entry in enumerate(entries, 1):
         match entry:
@@ -102,7 +102,7 @@ def rules_of(entries: Sequence[Any]) -> tuple[Rule, ...]:
 
 
 def check_channels(rules: Sequence[Rule], names: Sequence[str]) -> None:
-    """Refuse channels without a name of their own, and rules that ask for one that is not there."""
+    """Raise ConfigError if two channels share a name, or if a rule names a channel that does not exist."""
     if not names:
         raise ConfigError('There is no channel. Write [channels.log], kind = "file", path = "alerts.jsonl".')
     if len(names) > MOST_CHANNELS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A channel's courier: a short line in memory, an outbox on disk, and a thread that does whatever may take long.
+"""Delivers alerts to one channel: a bounded queue in memory, an outbox on disk, and a thread for whatever may be slow.
 
 Each channel has its own, so that one that hangs delays no other. An alert reaches a channel *at most once*: what may
 have arrived is not sent again, but counted, logged, and mentioned in the channel's next message. A channel with `again`
@@ -34,7 +34,7 @@ CAUSES_REPORTED = 20
 
 
 class ChannelDelivery:
-    """Takes alerts at once and brings them to one channel, from a thread of its own."""
+    """Accepts alerts without waiting, and delivers them to one channel from a thread of its own."""
 
     def __init__(self, channel: Channel, folder: Path | None, *, group: bool = True) -> None:
         self._channel, self._folder, self._most = channel, folder, GROUP if group else 1
@@ -51,12 +51,12 @@ class ChannelDelivery:
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """How many alerts did not, or may not have, reached the channel, by cause."""
+        """How many alerts did not reach the channel, or may not have, by cause."""
         with self._changed:
             return dict(self._lost)
 
     def start(self) -> None:
-        """Begin, also with what an earlier process left."""
+        """Start the thread; it begins with what an earlier process left in the outbox."""
         with self._changed:
             if self._thread is None and not self._stopping:
                 name = f"fedvitals-alerts-{self._channel.name}"
@@ -68,7 +68,7 @@ class ChannelDelivery:
                     self._thread = thread
 
     def put(self, alert: Alert, *, silent: bool = False) -> None:
-        """Take one alert, without waiting or raising. Silent: only to be known of, by the next process."""
+        """Accept an alert without waiting or raising. `silent`: only record it for the next process, do not send it."""
         with self._changed:
             if self._stopping or len(self._new) >= QUEUE:
                 self._lose("courier ended" if self._stopping else "queue full", 1)
@@ -78,18 +78,18 @@ class ChannelDelivery:
         self.start()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Whether everything put so far is delivered, given up, or waits for another attempt."""
+        """Wait, and return whether everything so far is delivered, given up, or waiting for another attempt."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None or not (self._new or self._busy), timeout)
 
     def stop(self, timeout: float) -> None:
-        """One more attempt at what waits, as time allows; the rest stays on disk for the next process."""
+        """Try once more to send what waits, within `timeout`; the rest stays on disk for the next process."""
         with self._changed:
             self._stopping, self._deadline = True, time.monotonic() + timeout
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the end, as long as `stop` said and hardly longer: an attempt that hangs is left to itself."""
+        """Wait for the thread to end, about as long as `stop` allowed; an attempt that hangs is abandoned."""
         with self._changed:
             thread = self._thread
         if thread is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts by e-mail: one SMTP conversation for each message, encrypted unless told otherwise."""
+"""Sends alerts by e-mail: one SMTP conversation per message, encrypted unless configured otherwise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PORTS = {"starttls": 587, "ssl": 465, "none": 25}
 
 @dataclass(frozen=True, slots=True)
 class Email:
-    """Sends to every address in `to`. `security`: «starttls», «ssl», or «none» for a server on this machine."""
+    """A channel that sends e-mail to every address in `to`. `security`: «starttls», «ssl», or «none»."""
 
     host: str
     sender: str
@@ -62,6 +62,7 @@ class Email:
         return identity("email", self.name, self.host, self.port, self.to)
 
     def send(self, message: Message, /) -> None:
+        """Send the message, or raise DeliveryError."""
         email_bytes = self._email_of(message).as_bytes(policy=email.policy.SMTP)
         handed_over = False
         try:

@@ -51,7 +51,7 @@ class _RuleState:
 
 
 class RuleEvaluation:
-    """Judges one run's records by rules. `families`: the family of each issue, for rules that ask for one.
+    """Evaluates rules on the records of one run. `families`: the family of each issue, for rules that name one.
 
     `open_alerts` (rule, place, onset) were told before this process began, and are not told again.
     """
@@ -88,7 +88,7 @@ class RuleEvaluation:
         self._pending: list[Alert] = []
 
     def see(self, record: Record) -> None:
-        """Take one record into account; `alerts` tells what followed."""
+        """Take one record into account; `alerts` returns what follows from it."""
         where = None if not isinstance(record, Metric | Finding) else record.where
         if where is None or where.run != self._run:
             return
@@ -106,7 +106,7 @@ class RuleEvaluation:
             self._take(record, where.round, where.node)
 
     def alerts(self) -> list[Alert]:
-        """What has begun or ended to hold since the last call, in order."""
+        """Return the alerts that began or ended since the last call, in order."""
         for number in sorted(number for number in self._findings if number <= self._newest):
             for finding in self._findings.pop(number):
                 self._judge_finding(finding, number)
@@ -115,7 +115,7 @@ class RuleEvaluation:
         return alerts
 
     def finish(self) -> list[Alert]:
-        """The last alerts: nothing more will come."""
+        """Return the last alerts of a run that has ended."""
         for metric, waiting in self._waiting.items():
             for number in sorted(waiting):
                 self._judge_values(metric, number, waiting[number])
@@ -448,7 +448,7 @@ def replay(
     families: Mapping[str, str],
     channels: Sequence[str] = ("",),
 ) -> list[Alert]:
-    """The alerts that a stored run gives on any of these channels, by round: those that it gave while it trained."""
+    """Return the alerts of a stored run on any of these channels, by round: the same as while it trained."""
     deduplication = CaseDeduplication(rules, channels)
     evaluation = RuleEvaluation(run, rules, families=families)
     alerts: list[Alert] = []

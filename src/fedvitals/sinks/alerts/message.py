@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an alert says, and how it is put for people and machines.
+"""Alerts and messages, and their text for people and programs.
 
 Names of nodes, runs and issues, and the words of findings, may come from a machine that lies. Here they are cut to a
 length, lose what moves a cursor or ends a line, and can neither mention a whole channel nor plant a link.
@@ -27,7 +27,7 @@ ZERO_WIDTH = "\u200b"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One rule at one place: it has begun to hold, or it holds no longer."""
+    """A rule that began to hold at one place, or that no longer holds."""
 
     run: str
     rule: str
@@ -49,14 +49,14 @@ class Alert:
 
     @property
     def id(self) -> str:
-        """Of (run, rule, place, onset), and whether it is resolved: the same alert has it after a restart, too."""
+        """A digest of run, rule, place, onset and kind; the same alert keeps it after a restart."""
         identity = json.dumps([self.run, self.rule, self.place, self.onset, self.kind])
         return hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Some alerts for one channel, in words. `key` is the same whenever the same alerts are sent."""
+    """Alerts for one channel, as text. `key` is the same whenever the same alerts are sent."""
 
     alerts: tuple[Alert, ...]
     doubtful: int = 0  # earlier alerts to this channel that may not have arrived
@@ -64,12 +64,13 @@ class Message:
 
     @property
     def key(self) -> str:
+        """A digest of the alerts, the same for each attempt."""
         identities = " ".join((*(alert.id for alert in self.alerts), self.test))
         return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 
     @property
     def subject(self) -> str:
-        """One line: what, where, how bad."""
+        """One line: what, where, and how severe."""
         if self.test:
             return "[fedvitals] test message"
         worst = max(self.alerts, key=_rank)
@@ -78,7 +79,7 @@ class Message:
 
     @property
     def lines(self) -> list[str]:
-        """The text, line by line, fit for any reader that takes it literally."""
+        """The text line by line, harmless in any program that shows it literally."""
         if self.test:
             return ["fedvitals: this is a test. Alerts of your federated training will arrive here."]
         runs = list(dict.fromkeys(harmless(alert.run, NAME) for alert in self.alerts))
@@ -95,7 +96,9 @@ class Message:
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """The message for programs: {"key", "test", "doubtful", "alerts": [...]}; what is not finite is null."""
+    """Return the message for programs: {"key", "test", "doubtful", "alerts": [...]}; numbers that are not finite are
+    null.
+    """
     return {
         "key": message.key,
         "test": bool(message.test),
@@ -105,6 +108,7 @@ def as_json(message: Message) -> dict[str, Any]:
 
 
 def alert_json(alert: Alert) -> dict[str, Any]:
+    """Return an alert for programs."""
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(alert).items()
@@ -115,11 +119,12 @@ def alert_json(alert: Alert) -> dict[str, Any]:
 
 
 def to_line(alert: Alert) -> str:
-    """The alert for the outbox, as it is; `from_line` gives it back."""
+    """Encode an alert for the outbox; `from_line` decodes it."""
     return json.dumps(asdict(alert))
 
 
 def from_line(line: str) -> Alert:
+    """Decode what `to_line` encoded."""
     try:
         stored = json.loads(line)
         return Alert(**{field.name: stored[field.name] for field in fields(Alert) if field.name in stored})
@@ -128,25 +133,25 @@ def from_line(line: str) -> Alert:
 
 
 def title(alert: Alert) -> str:
-    """Short: what is asked, and where."""
+    """Return a short title: what the rule asks, and where."""
     what = alert.issue or alert.rule
     return f"{what} at {alert.node or alert.group or 'the whole run'}"
 
 
 def harmless(text: str, limit: int) -> str:
-    """One line within a number of characters: nothing in it moves a cursor, ends a header or turns the direction."""
+    """Return text as one short line, without characters that move a cursor, end a header or reverse the direction."""
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(c if c.isprintable() else "?" for c in cut).encode("utf-8", "backslashreplace").decode()
 
 
 def for_slack(lines: Sequence[str]) -> str:
-    """Slack's own escapes; `<!channel>`, `<@U1>` and `<http://...|here>` are then plain words."""
+    """Escape text for Slack, so that `<!channel>`, `<@U1>` and `<http://...|here>` are plain words."""
     escaped = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _cut(_defanged(escaped))
 
 
 def for_discord(lines: Sequence[str]) -> str:
-    """Markdown switched off; `@everyone`, `<@1>` and `[here](http://...)` are then plain words."""
+    """Escape Markdown for Discord, so that `@everyone`, `<@1>` and `[here](http://...)` are plain words."""
     text = "".join("\\" + c if c in "\\*_~`|<>#[]()" else c for c in "\n".join(lines))
     return _cut(_defanged(text))
 
@@ -160,7 +165,7 @@ def _cut(text: str) -> str:
 
 
 def value_text(value: float, metric: str) -> str:
-    """A value in its metric's unit, as people write it."""
+    """Return a value in its metric's unit, as people write it."""
     unit = CATALOG[metric].unit if metric in CATALOG else ""
     if math.isnan(value):
         return "not a number"

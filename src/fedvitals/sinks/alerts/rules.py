@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alert rules as people write them: «update.norm > 5 × own median for 3 rounds», «finding NAN_UPDATE».
+"""Parses alert rules such as «update.norm > 5 × own median for 3 rounds» and «finding NAN_UPDATE».
 
     METRIC > LIMIT                      accuracy < 0.8, memory.resident > 8 GB, time.round > 30 s
     METRIC > FACTOR × own median        against the node's own earlier rounds
@@ -48,7 +48,7 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """On one metric of one node: `number` is the limit, the factor or the step, by `against`."""
+    """A condition on one metric of one node. By `against`, `number` is the limit, the factor or the step."""
 
     metric: str
     comparison: str  # «>», «>=», «<», «<=»; of a change «drops» or «rises»
@@ -60,7 +60,7 @@ class Condition:
 
     @property
     def limit(self) -> float:
-        """The number in the metric's own unit."""
+        """The number, in the metric's own unit."""
         return self.number * UNITS.get(unit_of(self.metric), {}).get(self.unit, 1.0)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class FindingCondition:
-    """On findings: of an issue, of a family, from a severity or confidence on; all of them where nothing is said."""
+    """A condition on findings: an issue, a family, a minimum severity or confidence. Empty: all findings."""
 
     issue: str | None = None
     family: str | None = None
@@ -96,13 +96,14 @@ class FindingCondition:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The least distance between two alerts of one rule at one place."""
+    """The minimum distance between two alerts of one rule at one place."""
 
     number: float
     unit: str = "rounds"  # or «s», «min», «h»
 
     @property
     def seconds(self) -> float | None:
+        """The gap in seconds; None if it is counted in rounds."""
         return None if self.unit == "rounds" else self.number * UNITS["seconds"][self.unit]
 
     def __str__(self) -> str:
@@ -111,7 +112,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When to alert, how loudly, and whom."""
+    """A condition, the severity of its alerts, and the channels that receive them."""
 
     when: Condition | FindingCondition
     name: str = ""  # for people; by default what is asked
@@ -126,7 +127,7 @@ class Rule:
 
 
 def rule(text: str, **settings: Any) -> Rule:
-    """The rule that `text` says. Settings: name, severity, node, gap («10 min», «5 rounds»), resolved, channels."""
+    """Parse a rule from text. Settings: name, severity, node, gap («10 min», «5 rounds»), resolved, channels."""
     known = {field.name for field in fields(Rule)} - {"when"}
     for name in settings:
         if name not in known:
@@ -159,7 +160,7 @@ def _setting(name: str, value: Any) -> Any:
 
 
 def gap_of(text: str) -> Gap:
-    """The gap that «5 rounds», «30 s», «10 min» or «1 h» says."""
+    """Parse a gap such as «5 rounds», «30 s», «10 min» or «1 h»."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(rounds?|s|min|h)\s*", text)
     if not match:
         raise ConfigError(f"A gap is written '5 rounds', '30 s', '10 min' or '1 h', got '{text}'.")
@@ -167,7 +168,7 @@ def gap_of(text: str) -> Gap:
 
 
 def parse(text: str) -> Condition | FindingCondition:
-    """What a rule's text asks; ConfigError says what of it is wrong, and how it would be right."""
+    """Parse a rule's text. The ConfigError says what is wrong and how to write it."""
     if not isinstance(text, str):
         raise ConfigError(f"An alert rule is a text, got {type(text).__name__}. Write for example {_FORMS}.")
     line = _Line(text)
@@ -178,7 +179,7 @@ def parse(text: str) -> Condition | FindingCondition:
 
 
 def unit_of(metric: str) -> str:
-    """The metric's unit in the catalogue; "" of a user's own."""
+    """Return the metric's unit in the catalogue; "" for a metric of the user."""
     return CATALOG[metric].unit if metric in CATALOG else ""
 
 
@@ -327,7 +328,7 @@ def _rounds(line: _Line, word: str) -> int:
 
 
 def unknown_names(rules: Sequence[Rule], families: Mapping[str, str]) -> list[str]:
-    """What no finding of the shipped detectors will match: not wrong, where detectors of one's own are installed."""
+    """Return a remark for each rule on an issue or family that no shipped detector knows. Detectors of the user may."""
     remarks = []
     for rule_ in rules:
         if isinstance(rule_.when, FindingCondition):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts: a sink that holds every record against rules, and tells people by webhook, e-mail, command or file.
+"""A sink that evaluates alert rules on every record, and notifies people by webhook, e-mail, command or file.
 
     fv.Monitor("runs.db", sinks=[Alerts("alerts.toml")])
     Alerts(rules=["accuracy < 0.8 for 5 rounds", "finding in client"], channels=[File("alerts.jsonl")])
@@ -52,7 +52,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Alerts:
-    """Tells channels when a rule begins to hold, and when it no longer does; each alert at most once per channel.
+    """Notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
 
     `config`: an alerts.toml; or `rules` (texts, tables or `rule(...)`) and `channels`. What waits lies in `folder`, by
     default beside the store, else beside the file; without either it is kept in memory, and a restart forgets it.
@@ -96,7 +96,7 @@ class Alerts:
         self._gone: dict[str, int] = {}  # lost by deliveries that have ended
 
     def begin(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
-        """What the monitor tells before the first record: the folder beside the store, and each issue's family."""
+        """Called by the monitor before the first record, with the folder beside the store and each issue's family."""
         self._beside = folder or self._beside
         if self._families is None and families is not None:
             self._families = families
@@ -104,6 +104,7 @@ class Alerts:
                 logger.warning("%s", remark)
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Evaluate the rules on these records, and queue the alerts that follow."""
         self._start()
         for record in records:
             if isinstance(record, Metric | Finding):
@@ -112,14 +113,14 @@ class Alerts:
             self._send(evaluation.alerts())
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Whether every alert so far is delivered, given up, or waits for another attempt."""
+        """Wait, and return whether every alert so far is delivered, given up, or waiting for another attempt."""
         done = [
             delivery.flush(timeout) for delivery in (self._deliveries or {}).values()
         ]  # each, whatever another says
         return all(done)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """The last alerts, and a last attempt at what waits. What does not get through stays in the folder."""
+        """Send the last alerts and try once more what waits. What does not get through stays in the folder."""
         for evaluation in self._evaluations.values():
             self._send(evaluation.finish())
         for run in self._evaluations:
@@ -147,7 +148,7 @@ class Alerts:
 
     @property
     def folder(self) -> Path | None:
-        """Where alerts wait that could not be delivered yet."""
+        """The folder where undelivered alerts wait."""
         return self._folder or self._beside
 
     def _start(self) -> None:

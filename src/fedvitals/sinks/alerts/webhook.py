@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts to a web address: one JSON that Slack, Discord, Mattermost and programs of one's own understand.
+"""Posts alerts to a web address, as one JSON that Slack, Discord, Mattermost and other programs understand.
 
 Slack and Mattermost read `text`, Discord reads `content`, a program reads `fedvitals`. The header `Idempotency-Key` is
 the same whenever the same alerts are sent.
@@ -30,7 +30,7 @@ SAME_METHOD = (307, 308)  # the redirects that keep a POST a POST
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """Posts to an http or https address. Of that it shows the host alone: the path is often the secret."""
+    """A channel that posts to an http or https address. Only its host is ever shown: the path is often a secret."""
 
     url: str = field(repr=False)
     name: str = "webhook"
@@ -51,6 +51,7 @@ class Webhook:
         return identity("webhook", self.name, self.label or self.url)
 
     def send(self, message: Message, /) -> None:
+        """Post the message, or raise DeliveryError."""
         lines, data = message.lines, as_json(message)
         data["alerts"] = data["alerts"][:MOST_ALERTS]
         body = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as messages of OTLP: spans as they are, metrics as gauges, events and findings as log records.
+"""Encodes records as OTLP messages: spans as spans, metrics as gauges, events and findings as log records.
 
 A gauge has few attributes, since each combination is a series of its own in whatever keeps it: the node, and no round.
 Round, step and layer ride in the point's exemplar, as `filtered_attributes`: OTLP's own place for what was left out.
@@ -33,7 +33,7 @@ _SAMPLED = 1
 
 
 def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -> Any:
-    """A request for /v1/traces: each span, followed by the parts of its time."""
+    """Return a request for /v1/traces: each span, followed by the parts of its time."""
     request = message("collector.trace.v1.trace_service", "ExportTraceServiceRequest")()
     for run, spans_of_run in _by_run(spans).items():
         whole = request.resource_spans.add()
@@ -48,7 +48,7 @@ def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -
 
 
 def gauges(runs: Mapping[str, Run], metrics: Iterable[Metric]) -> Any:
-    """A request for /v1/metrics: one gauge for each name, one point for each value."""
+    """Return a request for /v1/metrics: one gauge per name, one point per value."""
     request = message("collector.metrics.v1.metrics_service", "ExportMetricsServiceRequest")()
     for run, metrics_of_run in _by_run(metrics).items():
         whole = request.resource_metrics.add()
@@ -65,7 +65,7 @@ def gauges(runs: Mapping[str, Run], metrics: Iterable[Metric]) -> Any:
 
 
 def logs(runs: Mapping[str, Run], events: Iterable[Event | Finding]) -> Any:
-    """A request for /v1/logs: what happened, and what the detectors said."""
+    """Return a request for /v1/logs: events and findings."""
     request = message("collector.logs.v1.logs_service", "ExportLogsServiceRequest")()
     for run, events_of_run in _by_run(events).items():
         whole = request.resource_logs.add()
@@ -182,7 +182,7 @@ def _log(records: Any, record: Event | Finding) -> None:
 
 
 def trace_id(trace: str, where: Where) -> bytes:
-    """Our own id where it is one of W3C; else one that follows from it, or from the run where there is none."""
+    """Return our own id where it is a W3C id; otherwise one derived from it, or from the run where there is none."""
     return bytes.fromhex(trace) if _is(_TRACE, trace) else _digest(f"{trace}/{where.run}", 16)
 
 
@@ -191,7 +191,7 @@ def span_id(span: str) -> bytes:
 
 
 def nanoseconds(seconds: float) -> int:
-    """As OTLP counts, never below 0; what is no number counts as 0, its «unknown»."""
+    """Return a time in nanoseconds, at least 0; NaN becomes 0, which OTLP reads as unknown."""
     if not 0 <= seconds < 2**33:  # beyond which OTLP cannot count; NaN is not below, either
         return 0
     whole = math.floor(seconds)
@@ -199,12 +199,12 @@ def nanoseconds(seconds: float) -> int:
 
 
 def text(value: str, limit: int = 256) -> str:
-    """Within so many bytes; nearly always as it is."""
+    """Return text cut to a number of bytes."""
     return value if len(value) <= limit and value.isascii() else bounded(value, limit)
 
 
 def fill(pairs: Any, attributes: Mapping[str, Any]) -> None:
-    """Values by name, in their order, into a list of attributes; what is None is left out.
+    """Add values by name, in their order, to a list of attributes; None is left out.
 
     In place: messages that are made alone and copied into others take twice the time.
     """
@@ -215,7 +215,7 @@ def fill(pairs: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def put(target: Any, value: Any, depth: int = DEPTH) -> None:
-    """The value as OTLP holds it: truth, number, text, list or mapping; whatever else there is becomes text."""
+    """Set an OTLP value: boolean, number, text, list or mapping; any other type becomes text."""
     if value is None:
         return
     if isinstance(value, str):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans, metrics and events to whatever speaks OpenTelemetry, by OTLP over HTTP: one more sink.
+"""A sink that sends spans, metrics and events to any OpenTelemetry receiver, by OTLP over HTTP.
 
     Monitor("runs.db", sinks=[OpenTelemetry("http://localhost:4318")])
 
@@ -54,7 +54,7 @@ LONGEST_WAIT = 60.0  # seconds that a receiver may ask us to stay away
 
 
 class Signal(NamedTuple):
-    """One of OTLP's three: which records it carries, where to, and how the answer tells of what was not kept."""
+    """One of OTLP's three signals: the records it carries, its path, and how the answer reports what was not kept."""
 
     kinds: tuple[type, ...]
     path: str
@@ -74,7 +74,7 @@ SIGNALS = {"traces": TRACES, "metrics": METRICS, "logs": LOGS}
 
 
 class OpenTelemetry:
-    """A sink that sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`otlp_receiver`).
+    """Sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`hosts.otlp.receiver`).
 
     `endpoint`: its base address, else that of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318. `headers`: sent
     along, for instance an authorization; else those of OTEL_EXPORTER_OTLP_HEADERS. The parts of a Span's time are its
@@ -114,7 +114,7 @@ class OpenTelemetry:
         self._opener = urllib.request.build_opener(*handlers)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Send them. Raises ConnectionError to be asked again, RecordError where the receiver will never take them."""
+        """Send the records. Raises ConnectionError to be retried, RecordError where the receiver refuses them."""
         self._remember(records)
         # The queue asks again with the same objects, whole or in halves: what got through is not sent twice.
         new = [record for record in records if id(record) not in self._sent and self._wanted(record)]
@@ -126,6 +126,7 @@ class OpenTelemetry:
         self._sent.difference_update(map(id, records))
 
     def close(self) -> None:
+        """Close the connection."""
         self._opener.close()
 
     def _remember(self, records: Sequence[Record]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus: a sink that serves the newest values at /metrics, never more series than it says.
+"""A sink that serves the newest values at /metrics for Prometheus, with a bounded number of series.
 
     Monitor("runs.db", sinks=[Prometheus()])             then scrape http://127.0.0.1:9464/metrics
 
@@ -37,7 +37,7 @@ RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
 
 
 class Prometheus:
-    """Serves /metrics from the first record on, until every monitor that it was given to is closed.
+    """Serves /metrics from the first record until every monitor that it was given to is closed.
 
     `port` 0 takes a free one, which is logged. A `host` other than this machine's own needs a `token`, which the
     scraper sends as a Bearer token. `signs`: metrics with a series for each node. Up to `nodes` clients have series of
@@ -85,15 +85,16 @@ class Prometheus:
 
     @property
     def port(self) -> int | None:
-        """The port that it is served on; None when it is not."""
+        """The port that is served; None while nothing is."""
         return None if self._page is None else self._page.port
 
     @property
     def url(self) -> str | None:
+        """The address of the page; None while nothing is served."""
         return None if self._page is None else self._page.url
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Take in the records; it never fails, so that nothing is counted twice."""
+        """Take in records. Never raises, so that nothing is counted twice."""
         with self._lock:
             self._writers.add(threading.get_ident())
             touched: dict[str, RunState] = {}
@@ -117,7 +118,7 @@ class Prometheus:
             page.close()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The page as it is scraped, and its content type."""
+        """Return the page as it is scraped, and its content type."""
         encode, kind = self._exposition.choose_encoder(accept)
         return encode(_SingleCollection(self._families())), kind
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Prometheus is shown of one run: the newest values by node, the spread over clients, and counters."""
+"""The state of one run for Prometheus: the newest values by node, the spread over clients, and counters."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ KINDS = ("model", "update", "telemetry")
 
 @dataclass(frozen=True, slots=True)
 class Series:
+    """One series of the page: name, help text, labels and value."""
+
     name: str
     help: str
     labels: Mapping[str, str]
@@ -45,7 +47,7 @@ class Series:
 
 
 class RunState:
-    """The state of one run; `add` takes records, `kind` gives the series."""
+    """The state of one run. `add` takes records, `kind` returns the series."""
 
     KINDS = ("counters", "whole", "worst", "spread")
 
@@ -86,7 +88,7 @@ class RunState:
                 self._count(record)
 
     def settle(self) -> None:
-        """After a batch: the spread and the worst nodes, where a round is over since the last time."""
+        """Update the spread and the worst nodes after a batch, if a round has ended since the last call."""
         for closed in self._spread.closed():
             if self._closed is not None and closed.round < self._closed.round:
                 continue  # a straggler's word of a round that is not the last any more
@@ -196,7 +198,7 @@ class RunState:
     # -- giving out ---------------------------------------------------------------------------------------------------
 
     def kind(self, kind: str) -> Iterator[Series]:
-        """The series of one of KINDS: what matters most comes first, for there may not be room for all."""
+        """Return the series of one of KINDS, the most important first, since there may not be room for all."""
         makers = {
             "counters": self._counters,
             "whole": self._of_the_whole,
@@ -260,7 +262,7 @@ class RunState:
 
 
 def page_name(metric: str) -> str:
-    """`time.round` → `round_seconds`, `memory.peak` → `memory_peak_bytes`, `user.f1 score` → `user_f1_score`."""
+    """Return a metric's name on the page: `time.round` → `round_seconds`, `memory.peak` → `memory_peak_bytes`."""
     measure = CATALOG.get(metric)
     base = re.sub(r"[^a-zA-Z0-9_]", "_", metric.removeprefix("time.").replace(".", "_"))[:100]
     return base + (UNITS.get(measure.unit, "") if measure is not None else "")
