@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvitals.lab import streams, taped
-from fedvitals.lab.actions import Orders
-from fedvitals.lab.aggregators.averages import AggregationError, WeightError, checked
+from fedvitals.lab import streams, tape_recording
+from fedvitals.lab.aggregators.averages import AggregationError, WeightError, check_update
 from fedvitals.lab.compression import send_update
+from fedvitals.lab.corrections import ActiveCorrections
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.engine import AnyEngine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.faults import table as ill
-from fedvitals.lab.network.journeys import Journeys, in_time
-from fedvitals.lab.network.spans import tell
-from fedvitals.lab.state import Pieces
+from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.network.journey_planner import JourneyPlanner, drop_unused
+from fedvitals.lab.network.spans import record_round_spans
+from fedvitals.lab.state import SplitVector
 from fedvitals.lab.stopwatch import Stopwatch
 from fedvitals.protocols import Observer
 
 
 @dataclass
-class Server:
+class ServerState:
     """What is known between two rounds, and all that has to be saved to go on from there."""
 
     model: Tensor  # [size]: the global model
@@ -51,10 +51,10 @@ class Server:
 
 
 @dataclass(slots=True)
-class Past:
+class ServerModelHistory:
     """What clients may remember, for the faults that need it."""
 
-    server: Server
+    server: ServerState
     weights: int
 
     def model(self, rounds_ago: int) -> Tensor | None:
@@ -70,27 +70,27 @@ class Federation:
     device; what draws does so on the CPU, so that chance is the same everywhere.
     """
 
-    def __init__(self, site: Site, engine: AnyEngine, observer: Observer, server: Server) -> None:
+    def __init__(self, site: Site, engine: AnyEngine, observer: Observer, server: ServerState) -> None:
         self.site, self.engine, self.observer, self.server = site, engine, observer, server
         self.experiment: Experiment = site.experiment
         server.move(torch.device(getattr(engine, "device", "cpu")))  # it may come from a file
         self.round = 0
         self.bytes = site.layout.size * 4  # of a model as it is
-        self.journeys = Journeys(site)
+        self.journey_planner = JourneyPlanner(site)
         self._sizes = [math.prod(shape) for shape in site.layout.shapes[: site.layout.trained]]
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
-        self.orders = Orders()  # corrections in force in this round
+        self.corrections = ActiveCorrections()  # corrections in force in this round
         self.watch = Stopwatch()  # of this round
-        self._past = Past(server, site.layout.weights)
-        self._home: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
+        self._past = ServerModelHistory(server, site.layout.weights)
+        self._cpu_model: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
         self._fell_back = False
 
-    def model_at_home(self) -> Tensor:
+    def model_on_cpu(self) -> Tensor:
         """The server's model on the CPU, fetched once."""
         model = self.server.model
-        if self._home is None or self._home[0] is not model:
-            self._home = model, model.cpu()
-        return self._home[1]
+        if self._cpu_model is None or self._cpu_model[0] is not model:
+            self._cpu_model = model, model.cpu()
+        return self._cpu_model[1]
 
     # -- what topologies use ------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Federation:
         e = self.experiment
         wanted = max(1, round(e.clients * e.participation))
         count = wanted if e.network is None else e.network.selected(wanted, e.clients)
-        again = ("again",) if self.orders.another_cohort else ()
+        again = ("again",) if self.corrections.resample_cohort else ()
         stream = streams.stream(e.seed, "cohort", self.round, *again)
         chosen = torch.randperm(e.clients, generator=stream)[:count]
         return [f"c{index}" for index in sorted(chosen.tolist())]
@@ -110,25 +110,25 @@ class Federation:
         In the order of the tasks; each one's state is valid until the next is taken. `timed`: as a synchronous round
         on the virtual clock, where the experiment has one; a topology with a clock of its own says False.
         """
-        orders = self.orders
-        tasks = [task for task in map(orders.task, tasks) if task.nodes]
-        if timed and self.journeys.network is not None:
-            table = self.journeys.plan(self.round, tasks, self.server.clock)
-            tasks = in_time(tasks, table, self.observer)
-            self.server.clock = table.ends
+        corrections = self.corrections
+        tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
+        if timed and self.journey_planner.network is not None:
+            timing = self.journey_planner.plan_round(self.round, tasks, self.server.clock)
+            tasks = drop_unused(tasks, timing, self.observer)
+            self.server.clock = timing.ends
         self.observer.expect(*(node for task in tasks for node in task.nodes))
         task_of = {node: task for task in tasks for node in task.nodes}
         self.watch.lap("aggregate")  # who calls us: the topology's own work
-        batches = self._arriving(tasks)
-        if ill.colludes(self.experiment.faults, self.round):
-            batches = iter([self._conspire(batches)])
+        batches = self._train_batches(tasks)
+        if fault_table.any_collusion(self.experiment.faults, self.round):
+            batches = iter([self._apply_collusion(batches)])
         for batch in batches:
             arrived = [update for update in batch if self._receive(update, task_of[update.node])]
-            excluded = self._show(arrived, task_of)
-            taped.messages(self, batch, arrived, excluded, task_of)
+            excluded = self._report_updates(arrived, task_of)
+            tape_recording.messages(self, batch, arrived, excluded, task_of)
             for update in arrived:
-                if update.node not in excluded and not orders.shut_out(update.node, update.group):
-                    taken = orders.update(update, task_of[update.node].start, self.site.layout.weights)
+                if update.node not in excluded and not corrections.is_quarantined(update.node, update.group):
+                    taken = corrections.adjust_update(update, task_of[update.node].start, self.site.layout.weights)
                     self.watch.lap("receive")
                     yield taken
                     self.watch.lap("aggregate")
@@ -141,7 +141,7 @@ class Federation:
         """
         before = self.server.model if model is None else model
         own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
-        rule = self.orders.aggregator or self.experiment.aggregator
+        rule = self.corrections.aggregator or self.experiment.aggregator
         total = rule.begin(before, own, self.site.layout.weights)
         for update in updates:
             try:
@@ -155,8 +155,8 @@ class Federation:
             return before.clone()
         self.server.memory |= {memory + key: tensor for key, tensor in own.items()}
         weights = self.site.layout.weights
-        after = ill.apply_server(self.experiment.faults, self.round, before, after, weights)
-        return self.orders.model(before, after, weights)
+        after = fault_table.apply_server(self.experiment.faults, self.round, before, after, weights)
+        return self.corrections.adjust_model(before, after, weights)
 
     def refused(self, node: Node, error: AggregationError) -> None:
         """Tell that a client's update cannot be used. Why, in a word that passes where sentences may not."""
@@ -166,25 +166,25 @@ class Federation:
     def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
         """Whole models went from one node to another; announced as one transfer of all their bytes."""
         size = times * self.bytes
-        self.observer.transfer(sender, receiver, size, size, self.journeys.way_seconds(sender, receiver), kind)
+        self.observer.transfer(sender, receiver, size, size, self.journey_planner.edge_seconds(sender, receiver), kind)
 
     def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
         """Who belongs together in this round; told when it changes."""
-        told = {group: list(nodes) for group, nodes in members.items()}
-        if self.server.notes.get("groups") != told:
-            self.server.notes["groups"] = told
-            self.observer.event("info", "groups", f"{len(told)} groups.", data=told)
+        groups = {group: list(nodes) for group, nodes in members.items()}
+        if self.server.notes.get("groups") != groups:
+            self.server.notes["groups"] = groups
+            self.observer.event("info", "groups", f"{len(groups)} groups.", data=groups)
 
     def close_clock(self, *, evaluated: bool) -> None:
         """The round's end on the virtual clock, where `train` has moved it: everything about its time is told."""
         if evaluated:
-            self.server.clock += self.journeys.evaluate()
-        tell(self.journeys.tables, self.observer, metrics=self.experiment.network is not None)
-        self.journeys.tables = []
+            self.server.clock += self.journey_planner.evaluate()
+        record_round_spans(self.journey_planner.timings, self.observer, metrics=self.experiment.network is not None)
+        self.journey_planner.timings = []
 
     # -- on the way ---------------------------------------------------------------------------------------------------
 
-    def _arriving(self, tasks: Sequence[Task]) -> Iterator[list[Update]]:
+    def _train_batches(self, tasks: Sequence[Task]) -> Iterator[list[Update]]:
         """Batches of updates. Waiting for them is one thing, taking in what was measured on the way another."""
 
         def absorb(payload: bytes) -> None:
@@ -197,17 +197,17 @@ class Federation:
             yield batch
             self.watch.lap("receive")
 
-    def _conspire(self, batches: Iterator[list[Update]]) -> list[Update]:
+    def _apply_collusion(self, batches: Iterator[list[Update]]) -> list[Update]:
         """Some attackers look at everybody's update first, so all of them must be held at once."""
         held = []
         for update in itertools.chain.from_iterable(batches):
             update.state = update.state.clone()
             if update.error is None and not update.sent:
-                ill.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
+                fault_table.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
                 update.sent = True
             held.append(update)
         working = [update for update in held if update.error is None]
-        ill.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
+        fault_table.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
         return held
 
     def _receive(self, update: Update, task: Task) -> bool:
@@ -215,20 +215,20 @@ class Federation:
         e, observer = self.experiment, self.observer
         if update.error is not None:
             if update.error_type in ("WorkerDied", "WorkerKilled"):  # who raised has told of it already
-                told = {"exception": update.error_type}
-                observer.event("error", "client.failed", update.error, node=update.node, data=told)
+                exception = {"exception": update.error_type}
+                observer.event("error", "client.failed", update.error, node=update.node, data=exception)
             return False
         if not update.sent:
-            ill.apply_update(e.faults, self.round, update, self._past, e.seed)
+            fault_table.apply_update(e.faults, self.round, update, self._past, e.seed)
         size = self._compress(update, task.start)
-        way = self.journeys.made.get(update.node)
+        journey = self.journey_planner.journeys.get(update.node)
         # Where a group exchanges at each iteration, the journey holds all those messages; this is one of them.
         times = 1 if task.exchange is None else max(1, update.steps)
-        down, up = (None, None) if way is None else (way.download / times, way.upload / times)
+        down, up = (None, None) if journey is None else (journey.download / times, journey.upload / times)
         observer.transfer(task.parent, update.node, self.bytes, self.bytes, down, "model")
         observer.transfer(update.node, task.parent, size, self.bytes, up, "update")
         try:
-            checked(update.state, float(update.samples), update.node, task.start)
+            check_update(update.state, float(update.samples), update.node, task.start)
         except AggregationError as error:  # here, so that no topology has to know
             self.refused(update.node, error)
             return False
@@ -236,14 +236,14 @@ class Federation:
             self.losses[update.node] = update.losses
         return True
 
-    def _show(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
+    def _report_updates(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
         """What the clients changed, to the observer, before it is aggregated; gives whom it wants left out."""
         weights, sizes = self.site.layout.weights, self._sizes
         if not arrived:
             return set()
         sent = torch.stack([u.state[:weights] for u in arrived])
         sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
-        deltas = {u.node: Pieces(row, sizes) for u, row in zip(arrived, sent, strict=True)}
+        deltas = {u.node: SplitVector(row, sizes) for u, row in zip(arrived, sent, strict=True)}
         for update in arrived:
             self.observer.log({"update.samples": float(update.samples)}, node=update.node)
         answers = self.observer.updates(self.round, deltas)

@@ -74,7 +74,7 @@ class Patches(nn.Module):
         return self.conv(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-class Places(nn.Module):
+class PositionEmbedding(nn.Module):
     """Adds what is learnt about each place in the sequence."""
 
     def __init__(self, steps: int, width: int) -> None:
@@ -85,14 +85,14 @@ class Places(nn.Module):
         return x + self.weight
 
 
-class Mean(nn.Module):
+class MeanOverSteps(nn.Module):
     """Over the steps of a sequence: [N, steps, width] → [N, width]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
 
-class Rows(nn.Module):
+class ImageRows(nn.Module):
     """An image as a sequence of its rows, from the top: [N, C, H, W] → [N, H, C · W]."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,13 +17,21 @@ from torch import Tensor, nn
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data.datasets import Dataset
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.model_blocks import Encoder, Mean, Patches, Places, Recurrent, Residual, Rows
+from fedvitals.lab.model_blocks import (
+    Encoder,
+    ImageRows,
+    MeanOverSteps,
+    Patches,
+    PositionEmbedding,
+    Recurrent,
+    Residual,
+)
 
 Shape = tuple[int, ...]
 """Of one sample: (channels, height, width), (steps, features), (features,), or (steps,) of tokens."""
 
 
-class Model(Protocol):
+class ModelDescription(Protocol):
     @property
     def stackable(self) -> bool:
         """Whether many clients can be computed at once, with `torch.func.vmap` over their weights."""
@@ -75,7 +83,7 @@ class PaperCNN(Description, frozen=True):
         padding = 0 if min(inside) >= 1 else self.kernel // 2
         # Only a maximum may change places with the activation; the textbook has the activation first.
         pool_first = self.pool_first and self.pool == "max"
-        with seeded(generator):
+        with seeded_globally(generator):
             model = _convolutional(
                 image, classes, self.channels, self.kernel, padding, self._activation, pool_first, self.pool
             )
@@ -107,7 +115,7 @@ class CNN(Description, frozen=True):
         _require_channels("cnn", self.channels)
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        with seeded(generator):
+        with seeded_globally(generator):
             return _convolutional(_image("cnn", shape, vocabulary), classes, self.channels, 3, 1, nn.ReLU)
 
 
@@ -126,7 +134,7 @@ class MLP(Description, frozen=True):
         _no_tokens("mlp", vocabulary)
         layers: dict[str, nn.Module] = OrderedDict(flat=nn.Flatten())
         width = math.prod(shape)
-        with seeded(generator):
+        with seeded_globally(generator):
             for number, outside in enumerate(self.hidden, 1):
                 layers[f"dense{number}"] = nn.Linear(width, outside)
                 layers[f"relu{number}"] = nn.ReLU()
@@ -170,7 +178,7 @@ class Resnet18(Description, frozen=True):
         norm: Callable[[int], nn.Module] = (
             nn.BatchNorm2d if self.norm == "batch" else lambda width: nn.GroupNorm(8, width)
         )
-        with seeded(generator):
+        with seeded_globally(generator):
             layers: dict[str, nn.Module] = {"conv": nn.Conv2d(channels, 64, 3, 1, 1, bias=False)}
             layers |= {"norm": norm(64), "relu": nn.ReLU()}
             width = 64
@@ -199,11 +207,15 @@ class Transformer(Description, frozen=True):
         require(fits, "width of transformer", self.width, f"a multiple of its {self.heads} heads")
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        with seeded(generator):
+        with seeded_globally(generator):
             steps, first = self._first(shape, vocabulary)
-            layers: dict[str, nn.Module] = {"embedding": first, "places": Places(steps, self.width)}
+            layers: dict[str, nn.Module] = {"embedding": first, "places": PositionEmbedding(steps, self.width)}
             layers |= {f"encoder{number}": Encoder(self.width, self.heads) for number in range(1, self.layers + 1)}
-            layers |= {"norm": nn.LayerNorm(self.width), "mean": Mean(), "head": nn.Linear(self.width, classes)}
+            layers |= {
+                "norm": nn.LayerNorm(self.width),
+                "mean": MeanOverSteps(),
+                "head": nn.Linear(self.width, classes),
+            }
             return nn.Sequential(OrderedDict(layers))
 
     def _first(self, shape: Shape, vocabulary: int | None) -> tuple[int, nn.Module]:
@@ -231,7 +243,7 @@ class LSTM(Description, frozen=True):
         require(self.layers >= 1, "layers of lstm", self.layers, "at least 1")
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        with seeded(generator):
+        with seeded_globally(generator):
             if vocabulary is not None:
                 first: nn.Module = nn.Embedding(vocabulary, self.hidden)
                 features = self.hidden
@@ -239,7 +251,7 @@ class LSTM(Description, frozen=True):
                 first, features = nn.Identity(), shape[1]
             else:
                 channels, _, width = _image("lstm", shape, None)
-                first, features = Rows(), channels * width
+                first, features = ImageRows(), channels * width
             recurrent = Recurrent(features, self.hidden, self.layers)
             return nn.Sequential(
                 OrderedDict(embedding=first, recurrent=recurrent, head=nn.Linear(self.hidden, classes))
@@ -267,34 +279,34 @@ class Own:
         generator: torch.Generator,
         vocabulary: int | None = None,  # noqa: ARG002
     ) -> nn.Module:
-        with seeded(generator):
-            made: Any = self.factory()
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"The model's factory gave {type(made).__name__}: it must give a torch.nn.Module.")
-        return made
+        with seeded_globally(generator):
+            module: Any = self.factory()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"The model's factory gave {type(module).__name__}: it must give a torch.nn.Module.")
+        return module
 
 
 MODELS = (PaperCNN, CNN, MLP, Resnet18, Transformer, LSTM, Logistic)
 
 
-def build(model: Model, dataset: Dataset, generator: torch.Generator) -> nn.Module:
+def build(model: ModelDescription, dataset: Dataset, generator: torch.Generator) -> nn.Module:
     """The model for this data set, on the CPU, tried out on two of its samples."""
-    made = model.build(dataset.shape, dataset.classes, generator, vocabulary=dataset.vocabulary)
-    training = made.training
+    module = model.build(dataset.shape, dataset.classes, generator, vocabulary=dataset.vocabulary)
+    training = module.training
     try:
-        with torch.no_grad(), seeded(torch.Generator()):
-            answer = made.eval()(dataset.inputs(dataset.x[:2]))
+        with torch.no_grad(), seeded_globally(torch.Generator()):
+            answer = module.eval()(dataset.inputs(dataset.x[:2]))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ConfigError(
             f"The model cannot take samples of {dataset.name}, which are {list(dataset.shape)}: {error}"
         ) from error
     finally:
-        made.train(training)
+        module.train(training)
     expected = [min(2, len(dataset.x)), dataset.classes]
     if not isinstance(answer, Tensor) or list(answer.shape) != expected:
         got = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise ConfigError(f"The model answers {got} for {expected[0]} samples: it must answer {expected}, as logits.")
-    return made
+    return module
 
 
 def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.float32, *, backward: bool = True) -> int:
@@ -320,7 +332,7 @@ def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.flo
 
 
 @contextmanager
-def seeded(generator: torch.Generator) -> Iterator[None]:
+def seeded_globally(generator: torch.Generator) -> Iterator[None]:
     """Inside, whatever torch draws comes from the generator; afterwards, the global streams are as they were."""
     seed = int(torch.randint(2**62, (), generator=generator))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -364,15 +376,15 @@ def _convolutional(
     for every f that never falls, and so do these; and it leaves the activation a quarter of the work.
     """
     layers: dict[str, nn.Module] = {}
-    width, (height, breadth) = image[0], image[1:]
-    for number, outside in enumerate(channels, 1):
-        after = [*((f"pool{number}", made()) for made in POOLS[pool]), (f"activation{number}", activation())]
-        layers[f"conv{number}"] = nn.Conv2d(width, outside, kernel, padding=padding)
+    in_channels, (height, width) = image[0], image[1:]
+    for number, out_channels in enumerate(channels, 1):
+        after = [*((f"pool{number}", make_pool()) for make_pool in POOLS[pool]), (f"activation{number}", activation())]
+        layers[f"conv{number}"] = nn.Conv2d(in_channels, out_channels, kernel, padding=padding)
         layers |= dict(after if pool_first else reversed(after))
-        width = outside
+        in_channels = out_channels
         step = 2 if POOLS[pool] else 1
-        height, breadth = ((side + 2 * padding - kernel + 1) // step for side in (height, breadth))
-    if min(height, breadth) < 1:
+        height, width = ((side + 2 * padding - kernel + 1) // step for side in (height, width))
+    if min(height, width) < 1:
         raise ConfigError(f"An image of {image[1]} × {image[2]} pixels is too small for two convolutions with pooling.")
-    layers |= {"flat": nn.Flatten(), "head": nn.Linear(width * height * breadth, classes)}
+    layers |= {"flat": nn.Flatten(), "head": nn.Linear(in_channels * height * width, classes)}
     return nn.Sequential(OrderedDict(layers))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StateLayout:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     trained: int  # how many of the names are parameters; the rest are buffers
@@ -38,28 +38,28 @@ class Layout:
 
         A shorter vector, such as a gradient (`flat[:weights]`), gives the names that it covers.
         """
-        found, offset = {}, 0
+        views, offset = {}, 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             length = math.prod(shape)
             if offset + length > flat.shape[-1]:
                 break
-            found[name] = flat[..., offset : offset + length].view((*flat.shape[:-1], *shape))
+            views[name] = flat[..., offset : offset + length].view((*flat.shape[:-1], *shape))
             offset += length
-        return found
+        return views
 
     def flat(self, module: nn.Module) -> Tensor:
         """A copy of the module's state."""
-        parts = [t.detach().reshape(-1).to(torch.float32) for t in tensors(module)]
+        parts = [t.detach().reshape(-1).to(torch.float32) for t in state_tensors(module)]
         return torch.cat(parts).clone()
 
     def load(self, module: nn.Module, flat: Tensor) -> None:
         """Into the module's own tensors, in place."""
         with torch.no_grad():
-            for target, source in zip(tensors(module), self.views(flat).values(), strict=True):
+            for target, source in zip(state_tensors(module), self.views(flat).values(), strict=True):
                 target.copy_(source)
 
 
-class Pieces(list[Tensor]):
+class SplitVector(list[Tensor]):
     """A flat vector cut into its tensors, each flat; who wants it in one piece again finds it in `vector`."""
 
     def __init__(self, vector: Tensor, sizes: Sequence[int]) -> None:
@@ -67,12 +67,12 @@ class Pieces(list[Tensor]):
         self.vector = vector
 
 
-class Named(Mapping[str, Tensor]):
+class NamedTensors(Mapping[str, Tensor]):
     """The tensors of one flat vector by name. Views are made when somebody looks: a tape, on a thread of its own."""
 
     __slots__ = ("_views", "flat", "layout")
 
-    def __init__(self, layout: Layout, flat: Tensor) -> None:
+    def __init__(self, layout: StateLayout, flat: Tensor) -> None:
         self.layout, self.flat = layout, flat
         self._views: Mapping[str, Tensor] | None = None
 
@@ -92,5 +92,5 @@ class Named(Mapping[str, Tensor]):
         return len(self.views)
 
 
-def tensors(module: nn.Module) -> list[Tensor]:
+def state_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]

@@ -23,6 +23,6 @@ class Stopwatch:
         self._parts[part] = self._parts.get(part, 0.0) + now - self._at
         self._at = now
 
-    def tell(self, observer: Observer) -> None:
+    def report(self, observer: Observer) -> None:
         for part, seconds in self._parts.items():
             observer.spent(part, seconds)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 
-def number(seed: int, purpose: str, *coordinates: object) -> int:
+def stream_seed(seed: int, purpose: str, *coordinates: object) -> int:
     """63 bits of a hash of the coordinates, such as (7, "batches", round, node)."""
     text = "/".join(map(str, (seed, purpose, *coordinates))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
@@ -23,14 +23,16 @@ def number(seed: int, purpose: str, *coordinates: object) -> int:
 
 def stream(seed: int, purpose: str, *coordinates: object) -> torch.Generator:
     """A torch generator of its own for these coordinates."""
-    return torch.Generator().manual_seed(number(seed, purpose, *coordinates))
+    return torch.Generator().manual_seed(stream_seed(seed, purpose, *coordinates))
 
 
 @contextlib.contextmanager
-def drawn(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
+def seeded_torch(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
     """torch's own generator begins anew for these coordinates, and is put back: for layers that draw, as dropout."""
     before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(number(seed, purpose, *coordinates))  # torch.manual_seed would touch devices
+    torch.default_generator.manual_seed(
+        stream_seed(seed, purpose, *coordinates)
+    )  # torch.manual_seed would touch devices
     try:
         yield
     finally:
@@ -39,4 +41,4 @@ def drawn(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
 
 def numpy_stream(seed: int, purpose: str, *coordinates: object) -> np.random.Generator:
     """The same for numpy."""
-    return np.random.default_rng(number(seed, purpose, *coordinates))
+    return np.random.default_rng(stream_seed(seed, purpose, *coordinates))

@@ -22,7 +22,7 @@ def parse(text: str) -> dict[str, Any]:
         ) from error
 
 
-def change(table: dict[str, Any], name: str, value: Any) -> None:
+def set_key(table: dict[str, Any], name: str, value: Any) -> None:
     """Set one key, by its dotted name. A kind that stands there as a word becomes a table first."""
     *path, last = name.split(".")
     here = table
@@ -35,7 +35,7 @@ def change(table: dict[str, Any], name: str, value: Any) -> None:
     here[last] = value
 
 
-def value_of(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """What is meant by the right side of `--set name=text`: TOML where it is TOML, else a word."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -43,17 +43,17 @@ def value_of(text: str) -> Any:
         return text
 
 
-def described(field: str, table: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+def decode_kind(field: str, table: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
     """The description that a table with a `kind` stands for."""
     if "kind" not in table:
         raise ConfigError(f"'{field}' needs a kind: {field} = {{kind = \"...\"}}. Known: {', '.join(sorted(kinds))}.")
     kind = str(table["kind"]).replace("-", "_")
     if kind not in kinds:
         raise ConfigError(unknown(f"kind of {field}", kind, kinds))
-    return typed(kinds[kind], {**table, "kind": kind}, f"{field} «{kind}»")
+    return decode(kinds[kind], {**table, "kind": kind}, f"{field} «{kind}»")
 
 
-def typed(cls: type, table: Mapping[str, Any], what: str) -> Any:
+def decode(cls: type, table: Mapping[str, Any], what: str) -> Any:
     """A description from its table, every key known and every value of its type."""
     known = [field.name for field in msgspec.structs.fields(cls)]
     for key in table:
@@ -67,9 +67,9 @@ def typed(cls: type, table: Mapping[str, Any], what: str) -> Any:
         raise ConfigError(f"The {what} cannot be read: {error}.") from error
 
 
-def checked(value: Any, what: str) -> Any:
+def check_types(value: Any, what: str) -> Any:
     """A description made in Python, with its types checked as if it came from TOML."""
-    return typed(type(value), msgspec.to_builtins(value), what) if isinstance(value, msgspec.Struct) else value
+    return decode(type(value), msgspec.to_builtins(value), what) if isinstance(value, msgspec.Struct) else value
 
 
 def write(experiment: Any) -> str:

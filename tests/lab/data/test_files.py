@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.data import files as data_files
+from fedvitals.lab.data import image_archives as data_files
 from fedvitals.lab.data import limits
-from fedvitals.lab.data.datasets import load, named
-from fedvitals.lab.data.files import CIFAR10
+from fedvitals.lab.data.datasets import dataset_named, load
+from fedvitals.lab.data.image_archives import CIFAR10
 
 SHARED = Path.cwd().parent / "shared" / "data"
 shared = pytest.mark.skipif(not SHARED.exists(), reason="the shared data sets are not here")
@@ -42,7 +42,7 @@ def test_fashion_mnist_plain_and_packed(tmp_path):
         numbers(2, 28, 28, seed=1),
         np.arange(2, dtype=np.uint8),
     ]
-    names = named("fashion-mnist").files
+    names = dataset_named("fashion-mnist").files
     packed, plain = tmp_path / "a" / "fashion-mnist", tmp_path / "b" / "FashionMNIST" / "raw"
     packed.mkdir(parents=True)
     plain.mkdir(parents=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import require
-from fedvitals.lab.faults.fault import Family, Fault, some, whole, within
+from fedvitals.lab.faults.fault import Family, Fault, require_some_nodes, require_whole_number, require_within
 
 
 def _chance(count: int, rate: float, stream: torch.Generator) -> Tensor:
@@ -34,7 +34,7 @@ class LabelNoise(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         struck = _chance(len(y), self.rate, stream)
@@ -53,9 +53,9 @@ class LabelFlip(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "source", 0)
-        whole(self, "target", 0)
-        within(self, "rate", 0, 1, above=True)
+        require_whole_number(self, "source", 0)
+        require_whole_number(self, "target", 0)
+        require_within(self, "rate", 0, 1, above=True)
         require(self.source != self.target, "target of label_flip", self.target, "another class than its source")
 
     def check_classes(self, classes: int) -> None:
@@ -103,7 +103,7 @@ class InputNoise(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "deviation", 0, above=True)
+        require_within(self, "deviation", 0, above=True)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         noise = torch.randn(x.shape, generator=stream, dtype=x.dtype)
@@ -119,7 +119,7 @@ class InputScale(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0, above=True)
+        require_within(self, "factor", 0, above=True)
         require(self.factor != 1, "factor of input_scale", self.factor, "another number than 1, which changes nothing")
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -138,8 +138,8 @@ class GroupLeftBehind(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        within(self, "share", 0, 1, above=True)
+        require_some_nodes(self)
+        require_within(self, "share", 0, 1, above=True)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         turned = x.flip(-1) if x.dim() <= 2 else x.flip((-2, -1))
@@ -159,8 +159,8 @@ class DominantClient(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        whole(self, "factor", 2)
+        require_some_nodes(self)
+        require_whole_number(self, "factor", 2)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return x.repeat(self.factor, *[1] * (x.dim() - 1)), y.repeat(self.factor)

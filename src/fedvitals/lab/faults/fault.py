@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import Description, kind_of, require
-from fedvitals.lab.engines.work import Node, Update
+from fedvitals.lab.engines.tasks import Node, Update
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -30,7 +30,7 @@ Layer = int | str
 """A tensor by the model's own name («0.weight»), or by its place among the weight tensors: 0 the first, -1 the last."""
 
 
-class Past(Protocol):
+class ModelHistory(Protocol):
     """What a client may remember of the federation: everybody has seen it."""
 
     weights: int  # how much of a state is trained; the rest are buffers, which a fault in an update leaves alone
@@ -50,8 +50,8 @@ class Fault(Description, frozen=True, kw_only=True):
     family: ClassVar[Family]
     issue: ClassVar[str]  # the code in `diagnosis.issues.table`, in lower case, that a detector should name
     strikes: ClassVar[Literal["clients", "server", "run"]] = "clients"
-    silences: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
-    last: ClassVar[bool] = False  # whether it must come after all other faults of the same update
+    drops_telemetry: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
+    applied_last: ClassVar[bool] = False  # whether it must come after all other faults of the same update
 
     def __post_init__(self) -> None:
         name = kind_of(type(self).__name__)
@@ -62,15 +62,17 @@ class Fault(Description, frozen=True, kw_only=True):
         else:
             msgspec.structs.force_setattr(self, "nodes", tuple(self.nodes))
             require(bool(self.nodes), f"nodes of {name}", [], 'at least one name, or "all"')
-        require(_whole(self.since) and self.since >= 0, f"first round (since) of {name}", self.since, "0 or more")
-        good = self.until is None or (_whole(self.until) and self.until >= self.since)
+        require(
+            _is_whole_number(self.since) and self.since >= 0, f"first round (since) of {name}", self.since, "0 or more"
+        )
+        good = self.until is None or (_is_whole_number(self.until) and self.until >= self.since)
         require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
 
     def active(self, round_index: int, node: Node) -> bool:
         """Whether it strikes this node in this round."""
-        return self.lasts(round_index) and (self.nodes == "all" or node in self.nodes)
+        return self.active_in_round(round_index) and (self.nodes == "all" or node in self.nodes)
 
-    def lasts(self, round_index: int) -> bool:
+    def active_in_round(self, round_index: int) -> bool:
         """Whether it strikes anybody in this round."""
         return self.since <= round_index and (self.until is None or round_index <= self.until)
 
@@ -84,7 +86,7 @@ class Fault(Description, frozen=True, kw_only=True):
         return {**about, **settings, "nodes": list(struck)}
 
     @property
-    def remembers(self) -> int:
+    def history_rounds(self) -> int:
         """How many rounds of the server's models it looks back on."""
         return 0
 
@@ -114,10 +116,12 @@ class Fault(Description, frozen=True, kw_only=True):
     def step(self, step: int) -> None:
         """Before a local iteration; may raise."""
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
         """On what leaves the client. Fields are set anew; the tensors in them belong to others."""
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:
+    def collude(
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+    ) -> None:
         """As `update`, with the whole cohort at hand: all updates of the round, and who of them is struck."""
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
@@ -129,7 +133,7 @@ class Fault(Description, frozen=True, kw_only=True):
         return after
 
 
-class Setting(Fault, frozen=True, kw_only=True):
+class RunFault(Fault, frozen=True, kw_only=True):
     """A fault of how the whole was set up: there from the beginning to the end, and everywhere."""
 
     nodes: tuple[str, ...] | str = "all"
@@ -143,11 +147,11 @@ class Setting(Fault, frozen=True, kw_only=True):
         require(self.until is None, f"last round (until) of {name}", self.until, "left out: it lasts the whole run")
 
 
-def _whole(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def within(fault: Fault, field: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
+def require_within(fault: Fault, field: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
     """ConfigError unless the field is a number from `low` (or `above` it) up to `high`."""
     value = getattr(fault, field)
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -157,14 +161,14 @@ def within(fault: Fault, field: str, low: float, high: float = math.inf, *, abov
     require(bool(fits), f"{field} of {kind_of(type(fault).__name__)}", value, f"a number, {allowed}")
 
 
-def whole(fault: Fault, field: str, low: int) -> None:
+def require_whole_number(fault: Fault, field: str, low: int) -> None:
     """ConfigError unless the field is a whole number, `low` or more."""
     value = getattr(fault, field)
-    fits = _whole(value) and value >= low
+    fits = _is_whole_number(value) and value >= low
     require(fits, f"{field} of {kind_of(type(fault).__name__)}", value, f"a whole number, {low} or more")
 
 
-def some(fault: Fault) -> None:
+def require_some_nodes(fault: Fault) -> None:
     """ConfigError when it strikes everybody: then there is nobody to copy, to hide among or to be set apart from."""
     name = kind_of(type(fault).__name__)
     require(fault.nodes != "all", f"nodes of {name}", fault.nodes, "a list of some of the clients")
@@ -183,7 +187,7 @@ def layer_name(names: Sequence[str], layer: Layer) -> str | None:
     return weights[layer] if -len(weights) <= layer < len(weights) else None
 
 
-def no_layer(layer: Layer, names: Sequence[str], kind: str) -> str:
+def missing_layer_message(layer: Layer, names: Sequence[str], kind: str) -> str:
     """The sentence that answers a layer which does not exist."""
     weights = weight_names(names)
     if isinstance(layer, int):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fedvitals.lab.engines.work import Update
-from fedvitals.lab.faults.fault import Family, Fault, Past, within
+from fedvitals.lab.engines.tasks import Update
+from fedvitals.lab.faults.fault import Family, Fault, ModelHistory, require_within
 
 if TYPE_CHECKING:
     from fedvitals.lab.network.virtual_clock import Journey
@@ -28,7 +28,7 @@ class DropOut(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, available=journey.available and not _happens(self.rate, stream))
@@ -43,7 +43,7 @@ class Straggler(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 1, above=True)
+        require_within(self, "factor", 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, compute=journey.compute * self.factor)
@@ -61,7 +61,7 @@ class Timeout(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "seconds", 0, above=True)
+        require_within(self, "seconds", 0, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, upload=journey.upload + self.seconds)
@@ -76,7 +76,7 @@ class LostMessage(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, lost=journey.lost or _happens(self.rate, stream))
@@ -96,15 +96,15 @@ class CorruptedMessage(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
-        within(self, "share", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
+        require_within(self, "share", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         if self.silent:
             return journey
         return dataclasses.replace(journey, corrupted=journey.corrupted or _happens(self.rate, stream))
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         if not self.silent or not _happens(self.rate, stream):
             return
         bits = update.state.to(torch.float32).clone().view(torch.int32)
@@ -124,7 +124,7 @@ class ClockSkew(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "seconds", -1e9, 1e9)
+        require_within(self, "seconds", -1e9, 1e9)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, clock_offset=journey.clock_offset + self.seconds)
@@ -135,4 +135,4 @@ class TelemetryLost(Fault, frozen=True):
 
     family: ClassVar[Family] = "system"
     issue: ClassVar[str] = "telemetry_lost"
-    silences: ClassVar[bool] = True
+    drops_telemetry: ClassVar[bool] = True

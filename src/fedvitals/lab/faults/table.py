@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every fault there is, and how a training meets them: one line for each place at which one can act.
 
-Healthy clients pay a look at a short list (`any_at`). A fault's random numbers come from (seed, its kind and place in
+Healthy clients pay a look at a short list (`any_active`). A fault's random numbers come from (seed, its kind and place in
 the list, round, node), those on data without the round: a client's wrong labels stay the same.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.engines.work import Node, Update
+from fedvitals.lab.engines.tasks import Node, Update
 from fedvitals.lab.faults.data import (
     DominantClient,
     GroupLeftBehind,
@@ -27,7 +27,7 @@ from fedvitals.lab.faults.data import (
     LabelNoise,
     MissingClasses,
 )
-from fedvitals.lab.faults.fault import Fault, Past, layer_name, no_layer
+from fedvitals.lab.faults.fault import Fault, ModelHistory, layer_name, missing_layer_message
 from fedvitals.lab.faults.federation import ClientDrift, Overfitting, ServerRateTooHigh, ServerRateTooLow
 from fedvitals.lab.faults.links import (
     ClockSkew,
@@ -65,7 +65,7 @@ from fedvitals.lab.faults.updates import (
     WrongSampleCount,
     ZeroWeight,
 )
-from fedvitals.lab.state import Layout
+from fedvitals.lab.state import StateLayout
 from fedvitals.lab.streams import stream
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _overrides(kind: type[Fault], hook: str) -> bool:
     return getattr(kind, hook) is not getattr(Fault, hook)
 
 
-def acting(hook: str, faults: Faults, round_index: int, node: Node) -> list[tuple[int, Fault]]:
+def active_faults(hook: str, faults: Faults, round_index: int, node: Node) -> list[tuple[int, Fault]]:
     """The faults that act at this hook, with their places in the list."""
     return [
         (place, fault)
@@ -102,9 +102,9 @@ def acting(hook: str, faults: Faults, round_index: int, node: Node) -> list[tupl
     ]
 
 
-def any_at(hook: str, faults: Faults, round_index: int, node: Node) -> bool:
+def any_active(hook: str, faults: Faults, round_index: int, node: Node) -> bool:
     """Whether a fault acts at this hook on this client in this round."""
-    return bool(faults) and bool(acting(hook, faults, round_index, node))
+    return bool(faults) and bool(active_faults(hook, faults, round_index, node))
 
 
 def _stream(seed: int, place: int, fault: Fault, *coordinates: object) -> torch.Generator:
@@ -128,9 +128,9 @@ def apply_initial(faults: Faults, tensors: Mapping[str, Tensor], seed: int) -> N
             fault.initial(tensors, _stream(seed, place, fault))
 
 
-def remembers(faults: Faults) -> int:
+def history_length(faults: Faults) -> int:
     """How many rounds of the server's models have to be kept."""
-    return max((fault.remembers for fault in faults), default=0)
+    return max((fault.history_rounds for fault in faults), default=0)
 
 
 # -- a client's training ----------------------------------------------------------------------------------------------
@@ -145,38 +145,38 @@ def apply_data(
     classes: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """What the client trains on. It changes only with the places of `acting("data", ...)`, by which it may be kept."""
-    for place, fault in acting("data", faults, round_index, node):
+    """What the client trains on. It changes only with the places of `active_faults("data", ...)`, by which it may be kept."""
+    for place, fault in active_faults("data", faults, round_index, node):
         x, y = fault.data(x, y, classes, _stream(seed, place, fault, node))
     return x, y
 
 
 def apply_local(faults: Faults, round_index: int, node: Node, settings: Local) -> Local:
     """The settings that the client trains with."""
-    for _, fault in acting("local", faults, round_index, node):
+    for _, fault in active_faults("local", faults, round_index, node):
         settings = fault.local(settings)
     return settings
 
 
 def apply_state(faults: Faults, round_index: int, node: Node, tensors: Mapping[str, Tensor], seed: int) -> None:
     """In place on the state that the client begins from."""
-    for place, fault in acting("state", faults, round_index, node):
+    for place, fault in active_faults("state", faults, round_index, node):
         fault.state(tensors, _stream(seed, place, fault, round_index, node))
 
 
-def gradient_spoiler(
+def gradient_fault(
     faults: Faults,
     round_index: int,
     node: Node,
     seed: int,
 ) -> Callable[[Mapping[str, Tensor], int], None] | None:
     """What to call with the gradients and the number of each step; None for a client whose gradients are its own."""
-    ill = acting("gradient", faults, round_index, node)
-    if not ill:
+    gradient_faults = active_faults("gradient", faults, round_index, node)
+    if not gradient_faults:
         return None
 
     def spoil(gradients: Mapping[str, Tensor], step: int) -> None:
-        for place, fault in ill:
+        for place, fault in gradient_faults:
             fault.gradient(gradients, step, _stream(seed, place, fault, round_index, node, step))
 
     return spoil
@@ -185,50 +185,52 @@ def gradient_spoiler(
 def apply_step(faults: Faults, round_index: int, node: Node, step: int) -> None:
     """Before a local iteration: raises what the client's machine would."""
     if faults:
-        for _, fault in acting("step", faults, round_index, node):
+        for _, fault in active_faults("step", faults, round_index, node):
             fault.step(step)
 
 
-def silenced(faults: Faults, round_index: int, node: Node) -> bool:
+def telemetry_is_lost(faults: Faults, round_index: int, node: Node) -> bool:
     """Whether what is measured on this client does not arrive."""
-    return any(fault.silences and fault.active(round_index, node) for fault in faults)
+    return any(fault.drops_telemetry and fault.active(round_index, node) for fault in faults)
 
 
 # -- what it sends ----------------------------------------------------------------------------------------------------
 
 
-def apply_update(faults: Faults, round_index: int, update: Update, past: Past, seed: int) -> None:
+def apply_update(faults: Faults, round_index: int, update: Update, past: ModelHistory, seed: int) -> None:
     """On what leaves a client, unless it failed: then nothing does."""
     if not faults or update.error is not None:
         return
-    for place, fault in sorted(acting("update", faults, round_index, update.node), key=lambda entry: entry[1].last):
+    for place, fault in sorted(
+        active_faults("update", faults, round_index, update.node), key=lambda entry: entry[1].applied_last
+    ):
         fault.update(update, past, _stream(seed, place, fault, round_index, update.node))
 
 
-def colludes(faults: Faults, round_index: int) -> bool:
+def any_collusion(faults: Faults, round_index: int) -> bool:
     """Whether the updates of this round have to be held until all are there."""
-    return any(_overrides(type(fault), "collude") and fault.lasts(round_index) for fault in faults)
+    return any(_overrides(type(fault), "collude") and fault.active_in_round(round_index) for fault in faults)
 
 
-def apply_collusion(faults: Faults, round_index: int, updates: Sequence[Update], past: Past, seed: int) -> None:
+def apply_collusion(faults: Faults, round_index: int, updates: Sequence[Update], past: ModelHistory, seed: int) -> None:
     """On the updates of a whole cohort, in its order, after `apply_update` on each of them."""
     for place, fault in enumerate(faults):
         if _overrides(type(fault), "collude"):
-            ill = [update.node for update in updates if fault.active(round_index, update.node)]
-            if ill:
-                fault.collude(updates, ill, past, _stream(seed, place, fault, round_index))
+            affected = [update.node for update in updates if fault.active(round_index, update.node)]
+            if affected:
+                fault.collude(updates, affected, past, _stream(seed, place, fault, round_index))
 
 
 def apply_journey(faults: Faults, round_index: int, journey: Journey, seed: int) -> Journey:
     """What becomes of a client's way through the network."""
-    for place, fault in acting("journey", faults, round_index, journey.node):
+    for place, fault in active_faults("journey", faults, round_index, journey.node):
         journey = fault.journey(journey, _stream(seed, place, fault, round_index, journey.node))
     return journey
 
 
 def apply_server(faults: Faults, round_index: int, before: Tensor, after: Tensor, weights: int) -> Tensor:
     """The server's new model."""
-    for _, fault in acting("server", faults, round_index, SERVER):
+    for _, fault in active_faults("server", faults, round_index, SERVER):
         after = fault.server(before, after, weights)
     return after
 
@@ -236,10 +238,10 @@ def apply_server(faults: Faults, round_index: int, before: Tensor, after: Tensor
 # -- whether it can be meant ------------------------------------------------------------------------------------------
 
 
-def check(
+def check_fault(
     fault: Fault,
     nodes: Sequence[Node],
-    layout: Layout,
+    layout: StateLayout,
     iterations: int | None,
     rounds: int,
     classes: int | None = None,
@@ -263,7 +265,7 @@ def check(
         raise ConfigError(f"The fault {kind} waits for step {step}; a client-round has steps 0 to {iterations - 1}.")
     layer = getattr(fault, "layer", None)
     if layer is not None and layer_name(trained, layer) is None:
-        raise ConfigError(no_layer(layer, trained, kind))
+        raise ConfigError(missing_layer_message(layer, trained, kind))
     if hasattr(fault, "check_tensors"):
         fault.check_tensors(layout.names)
     if classes is not None and hasattr(fault, "check_classes"):

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of, require
-from fedvitals.lab.faults.fault import Family, Fault, Layer, Setting, layer_name, no_layer, weight_names, whole, within
+from fedvitals.lab.faults.fault import (
+    Family,
+    Fault,
+    Layer,
+    RunFault,
+    layer_name,
+    missing_layer_message,
+    require_whole_number,
+    require_within,
+    weight_names,
+)
 
 if TYPE_CHECKING:
     from fedvitals.lab.local import Local
@@ -31,7 +41,7 @@ class WrongLearningRate(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0, above=True)
+        require_within(self, "factor", 0, above=True)
         require(self.factor != 1, "factor of wrong_learning_rate", self.factor, "another number than 1")
 
     def local(self, settings: Local) -> Local:
@@ -64,7 +74,7 @@ class NotFinite(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "at_step", 0)
+        require_whole_number(self, "at_step", 0)
         require(self.value in ("nan", "inf", "-inf"), "value of not_finite", self.value, '"nan", "inf" or "-inf"')
 
     def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -86,7 +96,7 @@ class BrokenBatchNorm(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 1, above=True)
+        require_within(self, "factor", 1, above=True)
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         if not any(name.endswith("running_var") for name in names):
@@ -116,7 +126,7 @@ class Crash(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "at_step", 0)
+        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -134,8 +144,8 @@ class MemoryHog(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "megabytes", 1)
-        whole(self, "at_step", 0)
+        require_whole_number(self, "megabytes", 1)
+        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step != self.at_step:
@@ -154,7 +164,7 @@ class DiskFull(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "at_step", 0)
+        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -169,7 +179,7 @@ def _matrices(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [tensors[name] for name in weight_names([*tensors]) if tensors[name].dim() >= 2]
 
 
-class ExplodingInitialisation(Setting, frozen=True):
+class ExplodingInitialisation(RunFault, frozen=True):
     """A wrong gain in the initialisation: every weight matrix of the first model is `factor` times too large."""
 
     factor: float = 10.0
@@ -178,14 +188,14 @@ class ExplodingInitialisation(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 1, above=True)
+        require_within(self, "factor", 1, above=True)
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
         for weight in _matrices(tensors):
             weight.mul_(self.factor)
 
 
-class VanishingInitialisation(Setting, frozen=True):
+class VanishingInitialisation(RunFault, frozen=True):
     """A wrong gain in the initialisation: every weight matrix of the first model is `factor` of what it should be."""
 
     factor: float = 0.01
@@ -194,7 +204,7 @@ class VanishingInitialisation(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0, above=True)
+        require_within(self, "factor", 0, above=True)
         require(self.factor < 1, "factor of vanishing_initialisation", self.factor, "below 1")
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
@@ -202,7 +212,7 @@ class VanishingInitialisation(Setting, frozen=True):
             weight.mul_(self.factor)
 
 
-class _Units(Setting, frozen=True):
+class _Units(RunFault, frozen=True):
     """Units of one layer that begin where their activation has no slope."""
 
     share: float = 0.9
@@ -212,13 +222,13 @@ class _Units(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "share", 0, 1, above=True)
-        within(self, "strength", 0, above=True)
+        require_within(self, "share", 0, 1, above=True)
+        require_within(self, "strength", 0, above=True)
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         name, kind = layer_name(names, self.layer), kind_of(type(self).__name__)
         if name is None:
-            raise ConfigError(no_layer(self.layer, names, kind))
+            raise ConfigError(missing_layer_message(self.layer, names, kind))
         if _bias(name) == name or _bias(name) not in names:
             known = [weight for weight in weight_names(names) if _bias(weight) in names]
             raise ConfigError(

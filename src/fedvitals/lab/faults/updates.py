@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 
 from fedvitals.lab.description import require
-from fedvitals.lab.engines.work import Node, Update
-from fedvitals.lab.faults.fault import Family, Fault, Past, Setting, some, whole, within
+from fedvitals.lab.engines.tasks import Node, Update
+from fedvitals.lab.faults.fault import (
+    Family,
+    Fault,
+    ModelHistory,
+    RunFault,
+    require_some_nodes,
+    require_whole_number,
+    require_within,
+)
 
 
 def _change(update: Update, weights: int) -> Tensor:
@@ -51,13 +59,13 @@ class StaleUpdate(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "rounds", 1)
+        require_whole_number(self, "rounds", 1)
 
     @property
-    def remembers(self) -> int:
+    def history_rounds(self) -> int:
         return self.rounds
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         # In the first rounds of a run it has what everybody began with.
         models = (past.model(rounds_ago) for rounds_ago in range(self.rounds, 0, -1))
         old = next((model for model in models if model is not None), None)
@@ -78,13 +86,13 @@ class FreeRider(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "noise", 0)
+        require_within(self, "noise", 0)
 
     @property
-    def remembers(self) -> int:
+    def history_rounds(self) -> int:
         return 1
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
         now, before = past.model(0), past.model(1)
         if now is None or before is None:
             update.state = update.start.clone()
@@ -103,9 +111,9 @@ class SignFlip(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "strength", 0, above=True)
+        require_within(self, "strength", 0, above=True)
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         _send(update, _change(update, past.weights) * -self.strength)
 
 
@@ -118,10 +126,10 @@ class Scaling(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0)
+        require_within(self, "factor", 0)
         require(self.factor != 1, "factor of scaling", self.factor, "another number than 1, which changes nothing")
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         _send(update, _change(update, past.weights) * self.factor)
 
 
@@ -135,9 +143,9 @@ class Gaussian(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "strength", 0, above=True)
+        require_within(self, "strength", 0, above=True)
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
         change = _change(update, past.weights)
         noise = _noise(change, self.strength * change.norm(), stream)
         _send(update, change + noise if self.add else noise)
@@ -152,20 +160,20 @@ class WrongSampleCount(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0)
+        require_within(self, "factor", 0)
         require(self.factor != 1, "factor of wrong_sample_count", self.factor, "another number than 1")
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.samples = round(update.samples * self.factor)
 
 
-class ZeroWeight(Setting, frozen=True):
+class ZeroWeight(RunFault, frozen=True):
     """A data set that was not mounted: every client says that it has no samples, and nothing can be averaged."""
 
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "zero_total_weight"
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.samples = 0
 
 
@@ -175,13 +183,13 @@ class ShapeMismatch(Fault, frozen=True):
     missing: int = 1
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
-    last: ClassVar[bool] = True
+    applied_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "missing", 1)
+        require_whole_number(self, "missing", 1)
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.state = update.state[: max(0, len(update.state) - self.missing)].clone()
 
 
@@ -191,33 +199,33 @@ class DtypeMismatch(Fault, frozen=True):
     dtype: Literal["float64", "float16", "bfloat16"] = "float64"
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
-    last: ClassVar[bool] = True
+    applied_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         known = ("float64", "float16", "bfloat16")
         require(self.dtype in known, "dtype of dtype_mismatch", self.dtype, f"one of {', '.join(known)}")
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.state = update.state.to(getattr(torch, self.dtype))
 
 
 # -- who knows what the others send -----------------------------------------------------------------------------------
 
 
-def _honest(updates: Sequence[Update], ill: Sequence[Node]) -> list[Update]:
+def _honest(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
     """Those whose updates can be copied or added up."""
     return [
         update
         for update in updates
-        if update.node not in ill
+        if update.node not in affected
         and update.error is None
         and (update.state.shape, update.state.dtype) == (update.start.shape, update.start.dtype)
     ]
 
 
-def _struck(updates: Sequence[Update], ill: Sequence[Node]) -> list[Update]:
-    return [update for update in updates if update.node in ill and update.error is None]
+def _struck(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
+    return [update for update in updates if update.node in affected and update.error is None]
 
 
 class Duplicate(Fault, frozen=True):
@@ -230,13 +238,15 @@ class Duplicate(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        within(self, "noise", 0)
+        require_some_nodes(self)
+        require_within(self, "noise", 0)
         require(self.of not in self.nodes, "peer (of) of duplicate", self.of, "another node than those that copy")
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:
-        honest = [update for update in _honest(updates, ill) if self.of in (None, update.node)]
-        for update in _struck(updates, ill) if honest else ():
+    def collude(
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+    ) -> None:
+        honest = [update for update in _honest(updates, affected) if self.of in (None, update.node)]
+        for update in _struck(updates, affected) if honest else ():
             peer = honest[int(torch.randint(len(honest), (), generator=stream))]
             if peer.start is update.start or torch.equal(peer.start, update.start):
                 update.state = peer.state.clone()  # to the last bit, which a sum would not be
@@ -261,12 +271,14 @@ class LittleIsEnough(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
+        require_some_nodes(self)
         if self.deviations is not None:
-            within(self, "deviations", 0, above=True)
+            require_within(self, "deviations", 0, above=True)
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
-        honest, struck = _honest(updates, ill), _struck(updates, ill)
+    def collude(
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+    ) -> None:
+        honest, struck = _honest(updates, affected), _struck(updates, affected)
         if not honest or not struck:
             return
         changes = torch.stack([_change(update, past.weights) for update in honest])
@@ -295,12 +307,14 @@ class InnerProduct(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        within(self, "strength", 0, above=True)
+        require_some_nodes(self)
+        require_within(self, "strength", 0, above=True)
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
-        honest = _honest(updates, ill)
+    def collude(
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+    ) -> None:
+        honest = _honest(updates, affected)
         if honest:
             mean = torch.stack([_change(update, past.weights) for update in honest]).mean(0)
-            for update in _struck(updates, ill):
+            for update in _struck(updates, affected):
                 _send(update, mean * -self.strength)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node
+from fedvitals.lab.engines.tasks import Node
 from fedvitals.lab.network.profiles import DEVICES, LINKS, Device, Link
 from fedvitals.lab.streams import numpy_stream
 
@@ -60,11 +60,11 @@ class Network(Description, frozen=True):
         for name, profile in self.profiles.items():
             taken = LINKS if isinstance(profile, Device) else DEVICES
             require(name not in taken, "name of an own profile", name, "none of the other sort's names")
-        links, devices = links_of(self), devices_of(self)
-        checked_choice(self.links, links, "link")
-        checked_choice(self.links if self.edge_links is None else self.edge_links, links, "link")
-        checked_choice(self.devices, devices, "device")
-        checked_choice(self.server, devices, "device")
+        links, devices = known_links(self), known_devices(self)
+        check_choice(self.links, links, "link")
+        check_choice(self.links if self.edge_links is None else self.edge_links, links, "link")
+        check_choice(self.devices, devices, "device")
+        check_choice(self.server, devices, "device")
         overrides = {
             node: (names,) if isinstance(names, str) else tuple(names) for node, names in self.overrides.items()
         }
@@ -115,7 +115,7 @@ class Journey:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeWay:
+class EdgeTransfer:
     """An edge node's own way to the server and back, in virtual seconds."""
 
     queue: float = 0.0
@@ -127,8 +127,8 @@ def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
     """The node's link and device, the same in every round."""
     chance = numpy_stream(seed, "network profile", node)
     link_draw, device_draw, *normals = [*chance.random(2), *chance.standard_normal(2)]
-    links, devices = links_of(network), devices_of(network)
-    link, device = links[drawn(network.links, link_draw)], devices[drawn(network.devices, device_draw)]
+    links, devices = known_links(network), known_devices(network)
+    link, device = links[draw_name(network.links, link_draw)], devices[draw_name(network.devices, device_draw)]
     for name in network.overrides.get(node, ()):
         link, device = links.get(name, link), devices.get(name, device)
     rate, speed = (math.exp(network.spread * normal) for normal in normals)
@@ -146,7 +146,7 @@ def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
     return link, device
 
 
-def journey(
+def plan_journey(
     network: Network,
     node: Node,
     round_index: int,
@@ -180,16 +180,16 @@ def journey(
         latency + 8 * bytes_up / (link.upload_bits_per_second * link.duty),
         0.0 if device.samples_per_second is None else samples / device.samples_per_second,
     )
-    times = [tick(float(mean * factor)) for mean, factor in zip(seconds, jitter, strict=True)]
+    times = [to_ticks(float(mean * factor)) for mean, factor in zip(seconds, jitter, strict=True)]
     return Journey(
         node,
-        began=tick(began),
+        began=to_ticks(began),
         available=bool(here < network.availability),
         download=times[0],
         compute=times[1],
         upload=times[2],
         lost=bool(loss < link.loss),
-        queue=tick(queue),
+        queue=to_ticks(queue),
         data=times[3],
         group=group,
         messages=messages,
@@ -199,50 +199,52 @@ def journey(
 def sending_seconds(network: Network, size: int, receivers: int) -> float:
     """What the server's line takes to send so many bytes to so many receivers, one after the other."""
     line = network.server_bits_per_second
-    return 0.0 if line is None else tick(8 * size * receivers / line)
+    return 0.0 if line is None else to_ticks(8 * size * receivers / line)
 
 
-def edge_way(network: Network, edge: Node, round_index: int, size: int, seed: int, queue: float = 0.0) -> EdgeWay:
+def edge_transfer(
+    network: Network, edge: Node, round_index: int, size: int, seed: int, queue: float = 0.0
+) -> EdgeTransfer:
     """How an edge node gets a model of `size` bytes from the server, and sends one back."""
-    links, line = links_of(network), network.server_bits_per_second or math.inf
+    links, line = known_links(network), network.server_bits_per_second or math.inf
     own = any(name in links for name in network.overrides.get(edge, ()))
     if network.edge_links is None and not own:
-        return EdgeWay(queue, tick(8 * size / line), 0.0)
+        return EdgeTransfer(queue, to_ticks(8 * size / line), 0.0)
     choice = network.links if network.edge_links is None else network.edge_links
     link, _ = profile_of(msgspec.structs.replace(network, links=choice), edge, seed)
     normals = numpy_stream(seed, "network edge", round_index, edge).standard_normal(2)
     down, up = np.exp(network.jitter * normals - network.jitter**2 / 2).tolist()
     rates = min(link.download_bits_per_second * link.duty, line), link.upload_bits_per_second * link.duty
     there, back = (link.latency_seconds + 8 * size / rate for rate in rates)
-    return EdgeWay(queue, tick(there * down), tick(back * up))
+    return EdgeTransfer(queue, to_ticks(there * down), to_ticks(back * up))
 
 
 def evaluation_seconds(network: Network, samples: int, flops: float) -> float:
     """What testing the model takes at the server, so many operations a sample."""
-    return tick(samples * flops / devices_of(network)[network.server].flops_per_second)
+    return to_ticks(samples * flops / known_devices(network)[network.server].flops_per_second)
 
 
 def aggregation_seconds(network: Network, updates: int, size: int) -> float:
     """What averaging takes at the server: one multiplication and one addition for each value of each update."""
-    return tick(2 * updates * size / devices_of(network)[network.server].flops_per_second)
+    return to_ticks(2 * updates * size / known_devices(network)[network.server].flops_per_second)
 
 
-def tick(seconds: float) -> float:
+def to_ticks(seconds: float) -> float:
     """The nearest whole tick; what never ends stays so."""
     return seconds if math.isinf(seconds) else round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
 
 
-def links_of(network: Network) -> dict[str, Link]:
+def known_links(network: Network) -> dict[str, Link]:
     """All links by name: the ready-made, and the experiment's own, which come first."""
-    return {**LINKS, **{name: one for name, one in network.profiles.items() if isinstance(one, Link)}}
+    return {**LINKS, **{name: profile for name, profile in network.profiles.items() if isinstance(profile, Link)}}
 
 
-def devices_of(network: Network) -> dict[str, Device]:
+def known_devices(network: Network) -> dict[str, Device]:
     """All devices by name, in the same way."""
-    return {**DEVICES, **{name: one for name, one in network.profiles.items() if isinstance(one, Device)}}
+    return {**DEVICES, **{name: profile for name, profile in network.profiles.items() if isinstance(profile, Device)}}
 
 
-def checked_choice(choice: Choice, known: Iterable[str], what: str) -> None:
+def check_choice(choice: Choice, known: Iterable[str], what: str) -> None:
     """Refuses names that do not exist and shares that are none."""
     for name in (choice,) if isinstance(choice, str) else choice:
         if name not in known:
@@ -253,7 +255,7 @@ def checked_choice(choice: Choice, known: Iterable[str], what: str) -> None:
         require(fine, f"{what}s of network", choice, "shares, 0 or more, that add up to 1")
 
 
-def drawn(choice: Choice, draw: float) -> str:
+def draw_name(choice: Choice, draw: float) -> str:
     """The name at this place between 0 and 1; names in order, since equal descriptions must draw alike."""
     if isinstance(choice, str):
         return choice

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fedvitals.kernels.cuda.stacked_conv import LEAKY, LINEAR, TANH, Block, convolved
-from fedvitals.lab.stacked.plans import ByAutograd, Weights, dense_layer
+from fedvitals.lab.stacked.plans import AutogradPlan, Weights, dense_layer
 
 # Three products of halves of the numbers give a product as exact as float32's own, several times as fast.
 _PRODUCTS = {"float32": "tf32x3", "tf32": "tf32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
-class Blocks(ByAutograd):
+class ConvBlocks(AutogradPlan):
     """`blocks` by the name of their convolution, then dense layers by name, each with what follows it."""
 
     blocks: tuple[tuple[str, Block], ...]
@@ -24,17 +24,17 @@ class Blocks(ByAutograd):
     name: str = "blocks"
 
     @classmethod
-    def of(cls, module: nn.Module, precision: str) -> Blocks | None:
+    def of(cls, module: nn.Module, precision: str) -> ConvBlocks | None:
         """None where the module is something else."""
         if not isinstance(module, nn.Sequential):
             return None
         layers = [*module.named_children()]
         blocks: list[tuple[str, Block]] = []
         while layers and isinstance(layers[0][1], nn.Conv2d):
-            found = _block([layer for _, layer in layers[:3]])
-            if found is None:
+            block = _block([layer for _, layer in layers[:3]])
+            if block is None:
                 return None
-            blocks.append((layers[0][0], found))
+            blocks.append((layers[0][0], block))
             layers = layers[3:]
         if not blocks or not layers or not isinstance(layers[0][1], nn.Flatten):
             return None

@@ -32,29 +32,29 @@ def _activation(layer: nn.Module) -> _Activation | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DensePlan:
     """A chain of dense layers; `layers` are (weight's name, bias' name, what follows it)."""
 
     layers: tuple[tuple[str, str, _Activation | None], ...]
     name: str = "dense"
 
     @classmethod
-    def of(cls, module: nn.Module) -> Dense | None:
+    def of(cls, module: nn.Module) -> DensePlan | None:
         """None where the module is something else."""
         if not isinstance(module, nn.Sequential):
             return None
-        found: list[tuple[str, str, _Activation | None]] = []
+        layers: list[tuple[str, str, _Activation | None]] = []
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear) and layer.bias is not None:
-                found.append((f"{name}.weight", f"{name}.bias", None))
+                layers.append((f"{name}.weight", f"{name}.bias", None))
             elif isinstance(layer, nn.Flatten):
-                if found:
+                if layers:
                     return None
-            elif (known := _activation(layer)) is not None and found and found[-1][2] is None:
-                found[-1] = (*found[-1][:2], known)
+            elif (known := _activation(layer)) is not None and layers and layers[-1][2] is None:
+                layers[-1] = (*layers[-1][:2], known)
             else:
                 return None
-        return cls(tuple(found)) if found and found[-1][2] is None else None
+        return cls(tuple(layers)) if layers and layers[-1][2] is None else None
 
     def outputs(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Logits, [clients, n, classes]; autograd may follow."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedvitals.lab.model_blocks import Residual
-from fedvitals.lab.stacked.dense import Dense
+from fedvitals.lab.stacked.dense import DensePlan
 
 Weights = Mapping[str, Tensor]
 """Tensors by name, each with a leading axis of clients."""
@@ -30,7 +30,7 @@ Weights = Mapping[str, Tensor]
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
-class Plan(Protocol):
+class StackPlan(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -43,7 +43,7 @@ class Plan(Protocol):
         ...
 
 
-class Mapped:
+class MappedPlan:
     name = "mapped"
 
     def __init__(self, module: nn.Module, precision: str = "float32") -> None:
@@ -69,7 +69,7 @@ class Mapped:
         return losses  # type: ignore[no-any-return]
 
 
-class ByAutograd:
+class AutogradPlan:
     """What plans share whose forward pass autograd can follow."""
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class ByAutograd:
             logits = self.outputs(leaves, x)
             each = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none")
             losses = each.view(y.shape).mean(1)
-            found = torch.autograd.grad(losses.sum(), [*leaves.values()])
-        torch._foreach_copy_([*into.values()], list(found))
+            gradients = torch.autograd.grad(losses.sum(), [*leaves.values()])
+        torch._foreach_copy_([*into.values()], list(gradients))
         return losses.detach()
 
 
@@ -93,7 +93,7 @@ def dense_layer(weights: Weights, name: str, h: Tensor) -> Tensor:
     return torch.bmm(h, product) if bias is None else torch.baddbmm(bias[:, None], h, product)
 
 
-class Grouped(ByAutograd):
+class GroupedPlan(AutogradPlan):
     """Images [n, clients × channels, height, width]: what a layer does per channel, it does per client."""
 
     name = "grouped"
@@ -102,7 +102,7 @@ class Grouped(ByAutograd):
         self._module, self._half = module, precision == "bfloat16"
 
     @classmethod
-    def of(cls, module: nn.Module, precision: str) -> Grouped | None:
+    def of(cls, module: nn.Module, precision: str) -> GroupedPlan | None:
         if not isinstance(module, nn.Sequential) or not any(isinstance(m, nn.Conv2d) for m in module.modules()):
             return None
         return cls(module, precision) if all(_is_grouped(layer) for layer in module.children()) else None
@@ -155,20 +155,20 @@ def autocast(half: bool, x: Tensor) -> Any:
     return torch.autocast(x.device.type, torch.bfloat16, enabled=half)
 
 
-def plans(module: nn.Module, device: torch.device, precision: str = "float32") -> Sequence[Plan]:
+def available_plans(module: nn.Module, device: torch.device, precision: str = "float32") -> Sequence[StackPlan]:
     """Those that can compute this module, the simplest last."""
-    found: list[Plan | None] = []
+    candidates: list[StackPlan | None] = []
     half = precision == "bfloat16"
     if device.type == "cuda":
-        found += [_blocks(module, precision), Grouped.of(module, precision)]
+        candidates += [_blocks(module, precision), GroupedPlan.of(module, precision)]
     if not half:  # its products are written into given memory, which autocast does not follow
-        found.append(Dense.of(module))
-    return [plan for plan in (*found, Mapped(module, precision)) if plan is not None]
+        candidates.append(DensePlan.of(module))
+    return [plan for plan in (*candidates, MappedPlan(module, precision)) if plan is not None]
 
 
-def _blocks(module: nn.Module, precision: str) -> Plan | None:
+def _blocks(module: nn.Module, precision: str) -> StackPlan | None:
     try:
-        from fedvitals.lab.stacked.conv_blocks import Blocks  # noqa: PLC0415 - needs Triton, which only CUDA builds bring
+        from fedvitals.lab.stacked.conv_blocks import ConvBlocks  # noqa: PLC0415 - needs Triton, which only CUDA builds bring
     except ImportError:
         return None
-    return Blocks.of(module, precision)
+    return ConvBlocks.of(module, precision)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fedvitals.lab.description import Description
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.tasks import Task
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.aggregators.averages import AggregationError, Averaging, FedAvg, checked
-from fedvitals.lab.aggregators.robust import gram, trimmed_mean
+from fedvitals.lab.aggregators.averages import AggregationError, FedAvg, MeanAccumulator, check_update
+from fedvitals.lab.aggregators.robust import trimmed_mean, update_gram_matrix
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node, Task
-from fedvitals.lab.faults import table as ill
+from fedvitals.lab.engines.tasks import Node, Task
+from fedvitals.lab.faults import table as fault_table
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -62,7 +62,7 @@ class Clustered(Description, frozen=True):
 
     def round(self, federation: Federation) -> Tensor:
         clusters = Clusters.of(federation)
-        own = trained(federation, clusters)
+        own = train_cohort(federation, clusters)
         if not own:
             federation.observer.event("error", "aggregation.failed", "No update can be used. The models stay.")
             return federation.server.model.clone()
@@ -70,7 +70,7 @@ class Clustered(Description, frozen=True):
             self._start(clusters, own)
         else:
             self._refine(clusters, own)
-            clusters.move({node: state for node, state in own.items() if node not in clusters.home})
+            clusters.move({node: state for node, state in own.items() if node not in clusters.cluster_of})
             if federation.round % self.every == 0:
                 clusters.move(own)  # recluster
                 self._merge(clusters)
@@ -81,10 +81,10 @@ class Clustered(Description, frozen=True):
     def models(self, federation: Federation) -> Mapping[Node, Tensor]:
         """What each client would be given now; one that is in no cluster yet gets the global model."""
         clusters = Clusters.of(federation)
-        return {node: clusters.models[cluster] for node, cluster in clusters.home.items()}
+        return {node: clusters.models[cluster] for node, cluster in clusters.cluster_of.items()}
 
     def _start(self, clusters: Clusters, own: States) -> None:
-        groups = connected([*own], clusters.distances(own, own), self.threshold)
+        groups = connected_groups([*own], clusters.distances(own, own), self.threshold)
         large = [group for group in groups if len(group) >= self.smallest]
         if not large:
             message = f"No {self.smallest} clients are within {self.threshold:g} of each other: all are one cluster."
@@ -93,7 +93,7 @@ class Clustered(Description, frozen=True):
         for number, group in enumerate(large):
             clusters.members[f"cluster-{number}"] = group
             clusters.models[f"cluster-{number}"] = trimmed_mean([own[node] for node in group], self.trim)
-        clusters.move({node: state for node, state in own.items() if node not in clusters.home})
+        clusters.move({node: state for node, state in own.items() if node not in clusters.cluster_of})
 
     def _refine(self, clusters: Clusters, own: States) -> None:
         """Each cluster's new model, from those of its members that were there."""
@@ -103,11 +103,11 @@ class Clustered(Description, frozen=True):
             states = [own[node] for node in members if node in own]
             if states:
                 before, after = clusters.models[cluster], trimmed_mean(states, self.trim)
-                clusters.models[cluster] = ill.apply_server(faults, federation.round, before, after, weights)
+                clusters.models[cluster] = fault_table.apply_server(faults, federation.round, before, after, weights)
 
     def _merge(self, clusters: Clusters) -> None:
         apart = clusters.distances(clusters.models, clusters.models)
-        for near in connected([*clusters.models], apart, self.threshold):
+        for near in connected_groups([*clusters.models], apart, self.threshold):
             if len(near) > 1:
                 message = f"{', '.join(near)} are within {self.threshold:g} of each other, and become {near[0]}."
                 clusters.federation.observer.event("info", "clusters.merged", message, data={"clusters": near})
@@ -125,7 +125,7 @@ class Clustered(Description, frozen=True):
             clusters.move({node: own.get(node, model) for node in clusters.members.pop(cluster)})
 
 
-def trained(federation: Federation, clusters: Clusters) -> States:
+def train_cohort(federation: Federation, clusters: Clusters) -> States:
     """What everybody who takes part has trained, from the model of its cluster, or the global one without a cluster."""
     server, number, cohort = federation.server, federation.round, federation.cohort()
     tasks = [
@@ -134,11 +134,11 @@ def trained(federation: Federation, clusters: Clusters) -> States:
         for node in members
         if node in cohort
     ]
-    tasks += [Task(number, (node,), server.model) for node in cohort if node not in clusters.home]
+    tasks += [Task(number, (node,), server.model) for node in cohort if node not in clusters.cluster_of]
     own: States = {}
     for update in federation.train(tasks):
         try:
-            checked(update.state, float(update.samples), update.node, server.model)
+            check_update(update.state, float(update.samples), update.node, server.model)
         except AggregationError as error:
             federation.refused(update.node, error)
             continue
@@ -170,21 +170,21 @@ class Clusters:
         self.federation.groups(self.members)
 
     @property
-    def home(self) -> dict[Node, str]:
+    def cluster_of(self) -> dict[Node, str]:
         return {node: cluster for cluster, members in self.members.items() for node in members}
 
     def move(self, states: States) -> None:
         """Each of these clients to the nearest model; one whose state is not finite stays, or takes the first."""
         if not states:
             return
-        home, clusters = self.home, [*self.models]
+        cluster_of, clusters = self.cluster_of, [*self.models]
         for node, away in zip(states, self.distances(states, self.models).tolist(), strict=True):
             known = [
                 (distance, cluster) for distance, cluster in zip(away, clusters, strict=True) if distance < math.inf
             ]
-            home[node] = min(known)[1] if known else home.get(node, clusters[0])
+            cluster_of[node] = min(known)[1] if known else cluster_of.get(node, clusters[0])
         order = self.federation.experiment.nodes
-        self.members = {cluster: [n for n in order if home.get(n) == cluster] for cluster in clusters}
+        self.members = {cluster: [n for n in order if cluster_of.get(n) == cluster] for cluster in clusters}
         for cluster in [cluster for cluster, members in self.members.items() if not members]:
             del self.members[cluster], self.models[cluster]
 
@@ -199,7 +199,7 @@ class Clusters:
 
     def mean(self, clusters: Sequence[str]) -> Tensor:
         """Of the clusters' models, weighted by their members' samples."""
-        total = Averaging(self.models[clusters[0]], lambda mean: mean)
+        total = MeanAccumulator(self.models[clusters[0]], lambda mean: mean)
         for cluster in clusters:
             samples = sum(self.federation.site.samples(node) for node in self.members[cluster])
             total.add(self.models[cluster], float(samples), cluster)
@@ -208,13 +208,13 @@ class Clusters:
     def distances(self, rows: States, columns: States) -> Tensor:
         """Euclidean, [rows, columns], in float64; NaN where a state is not finite."""
         states = [*rows.values(), *columns.values()]
-        products = gram(states, states[0].new_zeros(len(states[0])), self.federation.site.layout.weights)
+        products = update_gram_matrix(states, states[0].new_zeros(len(states[0])), self.federation.site.layout.weights)
         lengths = products.diagonal()
         squared = lengths[:, None] + lengths[None, :] - 2 * products
         return squared.clamp(min=0).sqrt()[: len(rows), len(rows) :]
 
 
-def connected(names: Sequence[str], distances: Tensor, threshold: float) -> list[list[str]]:
+def connected_groups(names: Sequence[str], distances: Tensor, threshold: float) -> list[list[str]]:
     """Groups whose members are linked by steps of at most `threshold`, each in the names' order."""
     near = (distances <= threshold).tolist()
     groups: list[list[int]] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.topologies.exchanges import average
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Hierarchical(Description, frozen=True):
         require(1 <= self.edges <= experiment.clients, "number of edges", self.edges, allowed)
 
     def round(self, federation: Federation) -> Tensor:
-        edges = deal_out(federation.site.labels, self.edges)
+        edges = assign_to_edges(federation.site.labels, self.edges)
         there = set(federation.cohort())
         present = {edge: tuple(n for n in members if n in there) for edge, members in edges.items()}
         federation.groups(edges)
@@ -47,7 +47,7 @@ class Hierarchical(Description, frozen=True):
         """Each edge's own average, as it is sent to the server."""
         for edge, members in itertools.groupby(updates, key=lambda update: update.group):
             federation.passed("server", edge or "")
-            gathered = Mean(edge or "")
+            gathered = GroupMean(edge or "")
             for update in members:
                 gathered.add(update)
                 # All iterations but the last: that one was announced with the update itself.
@@ -57,7 +57,7 @@ class Hierarchical(Description, frozen=True):
             yield gathered.update()
 
 
-class Mean:
+class GroupMean:
     """A group's weighted mean, member by member."""
 
     def __init__(self, node: Node) -> None:
@@ -76,7 +76,7 @@ class Mean:
         return Update(self._node, state, self._last.start, self._samples, self._node)
 
 
-def deal_out(labels: Mapping[Node, Tensor], edges: int) -> dict[str, tuple[Node, ...]]:
+def assign_to_edges(labels: Mapping[Node, Tensor], edges: int) -> dict[str, tuple[Node, ...]]:
     """Who belongs to which edge: the largest clients first, each to the edge that then looks most like the whole."""
     whole = torch.stack([*labels.values()]).sum(0).double()
     room = -(-len(labels) // edges)

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.engines.work import Node
-from fedvitals.lab.network.virtual_clock import EdgeWay, Journey, tick
+from fedvitals.lab.engines.tasks import Node
+from fedvitals.lab.network.virtual_clock import EdgeTransfer, Journey, to_ticks
 from fedvitals.resources.clocks import Offset
 
 STAGES = ("queue", "download", "data", "compute", "upload")  # of a journey, in this order
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupTiming:
     """An edge node, cluster or ring: from the round's beginning until what it has is at the server."""
 
     name: str
@@ -32,7 +32,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Timetable:
+class RoundTiming:
     """Times in seconds after `began`."""
 
     began: float
@@ -46,7 +46,7 @@ class Timetable:
     absent: tuple[Node, ...]  # never began
     waited_for: Node | None = None  # whose arrival closed the round, or who had not arrived at the deadline
     cut_off: bool = False  # closed by the deadline
-    groups: tuple[Group, ...] = field(default=())
+    groups: tuple[GroupTiming, ...] = field(default=())
     evaluate: float = 0.0
 
     @property
@@ -57,100 +57,107 @@ class Timetable:
     def ends(self) -> float:
         return self.began + self.seconds
 
-    def parts(self, one: Journey) -> dict[str, float]:
+    def parts(self, journey: Journey) -> dict[str, float]:
         """What a client did, in sequence; they add up to the round."""
-        return journey_parts(one, self.collected, self.seconds)
+        return journey_parts(journey, self.collected, self.seconds)
 
     def server_parts(self) -> dict[str, float]:
         """The same of the server."""
-        found = {"wait": self.closed, "aggregate": self.aggregate, "evaluate": self.evaluate}
-        return {name: seconds for name, seconds in found.items() if seconds > 0}
+        parts = {"wait": self.closed, "aggregate": self.aggregate, "evaluate": self.evaluate}
+        return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
-def synchronous(
+def time_synchronous_round(
     journeys: Sequence[Journey],
     *,
     began: float = 0.0,
     needed: int | None = None,
     deadline: float | None = None,
     aggregate: float = 0.0,
-    ways: Mapping[str, EdgeWay] | None = None,
-) -> Timetable:
+    edge_transfers: Mapping[str, EdgeTransfer] | None = None,
+) -> RoundTiming:
     """When the round ends, and who is in it.
 
     Updates are taken until `needed` usable ones are there (all, unless told), or for `deadline` seconds; less long if
     nothing is under way any more. Who is not available says so at once; of a lost update one learns at the deadline, or
-    without one when it would have come. Edge nodes with a way of their own (`ways`, by name) then send what they have:
+    without one when it would have come. Edge nodes with a way of their own (`edge_transfers`, by name) then send what they have:
     the deadline is for clients.
     """
-    under_way = sorted((one for one in journeys if one.available), key=lambda one: (lasting(one), one.node))
-    limit = math.inf if deadline is None else tick(deadline)
+    under_way = sorted(
+        (journey for journey in journeys if journey.available),
+        key=lambda journey: (journey_seconds(journey), journey.node),
+    )
+    limit = math.inf if deadline is None else to_ticks(deadline)
     needed = len(under_way) if needed is None else needed
-    accepted = [one for one in under_way if one.usable and lasting(one) <= limit][:needed]
-    chosen = {one.node for one in accepted}
-    rest = [one for one in under_way if one.node not in chosen]
-    missing = [one for one in rest if one.lost or lasting(one) > limit]
+    accepted = [journey for journey in under_way if journey.usable and journey_seconds(journey) <= limit][:needed]
+    chosen = {journey.node for journey in accepted}
+    rest = [journey for journey in under_way if journey.node not in chosen]
+    missing = [journey for journey in rest if journey.lost or journey_seconds(journey) > limit]
     cut_off, last = False, None if not under_way else under_way[-1].node
     if accepted and len(accepted) >= needed:
-        collected, last = lasting(accepted[-1]), accepted[-1].node
+        collected, last = journey_seconds(accepted[-1]), accepted[-1].node
     elif deadline is not None and missing:
         collected, last, cut_off = limit, missing[-1].node, True
     else:
-        collected = lasting(under_way[-1]) if under_way else 0.0
+        collected = journey_seconds(under_way[-1]) if under_way else 0.0
     if math.isinf(collected):
         raise ConfigError(f"The round never ends: {last} takes for ever. Give the network a deadline_seconds.")
-    groups = gathered(under_way, collected, None if cut_off else last, ways or {}, chosen)
+    groups = time_groups(under_way, collected, None if cut_off else last, edge_transfers or {}, chosen)
     slowest = max(groups, key=lambda group: group.seconds, default=None)
     closed = collected
     if slowest is not None and slowest.seconds > collected:
         closed, last = slowest.seconds, slowest.name
-    return Timetable(
-        tick(began),
+    return RoundTiming(
+        to_ticks(began),
         tuple(journeys),
         collected,
         closed,
-        tick(aggregate),
-        accepted=tuple(one.node for one in accepted),
-        late=tuple(one.node for one in rest if one.usable),
-        failed=tuple(one.node for one in rest if not one.usable),
-        absent=tuple(one.node for one in journeys if not one.available),
+        to_ticks(aggregate),
+        accepted=tuple(journey.node for journey in accepted),
+        late=tuple(journey.node for journey in rest if journey.usable),
+        failed=tuple(journey.node for journey in rest if not journey.usable),
+        absent=tuple(journey.node for journey in journeys if not journey.available),
         waited_for=last,
         cut_off=cut_off,
         groups=groups,
     )
 
 
-def gathered(
-    under_way: Sequence[Journey], collected: float, last: Node | None, ways: Mapping[str, EdgeWay], chosen: set[Node]
-) -> tuple[Group, ...]:
+def time_groups(
+    under_way: Sequence[Journey],
+    collected: float,
+    last: Node | None,
+    edge_transfers: Mapping[str, EdgeTransfer],
+    chosen: set[Node],
+) -> tuple[GroupTiming, ...]:
     """Every group's time, from journeys in the order of their arrival; one that has nothing to send sends nothing.
 
     `last`: whose arrival was enough for all, if one's was; a group that misses a member waits no longer than that.
     """
     members: dict[str, list[Journey]] = {}
-    for one in under_way:
-        if one.group is not None:
-            members.setdefault(one.group, []).append(one)
-    found = []
-    for name, own in sorted(members.items()):
-        way = ways.get(name, EdgeWay())
-        upload = way.upload if any(one.node in chosen for one in own) else 0.0
-        parts = {"queue": min(way.queue, collected)}
-        parts["download"] = min(way.download, collected - parts["queue"])
-        parts["wait"] = min(lasting(own[-1]), collected) - parts["queue"] - parts["download"]
+    for journey in under_way:
+        if journey.group is not None:
+            members.setdefault(journey.group, []).append(journey)
+    groups = []
+    for name, group_members in sorted(members.items()):
+        edge = edge_transfers.get(name, EdgeTransfer())
+        upload = edge.upload if any(journey.node in chosen for journey in group_members) else 0.0
+        parts = {"queue": min(edge.queue, collected)}
+        parts["download"] = min(edge.download, collected - parts["queue"])
+        parts["wait"] = min(journey_seconds(group_members[-1]), collected) - parts["queue"] - parts["download"]
         parts["upload"] = upload
-        whom = own[-1].node if last is None or lasting(own[-1]) <= collected else last
-        found.append(Group(name, {part: seconds for part, seconds in parts.items() if seconds > 0}, whom))
-    return tuple(found)
+        waited_for = group_members[-1].node if last is None or journey_seconds(group_members[-1]) <= collected else last
+        groups.append(GroupTiming(name, {part: seconds for part, seconds in parts.items() if seconds > 0}, waited_for))
+    return tuple(groups)
 
 
-def journey_parts(one: Journey, cut: float, seconds: float) -> dict[str, float]:
+def journey_parts(journey: Journey, cut: float, seconds: float) -> dict[str, float]:
     """What a client did in so many seconds; after `cut` of them it is not heard any more, and waits."""
-    if not one.available:
+    if not journey.available:
         return {"away": seconds} if seconds > 0 else {}
     parts, at = {}, 0.0
     for name in STAGES:
-        lasts = min(tick(getattr(one, name)), cut - at)
+        lasts = min(to_ticks(getattr(journey, name)), cut - at)
         if lasts > 0:
             parts[name] = lasts
             at += lasts
@@ -159,20 +166,20 @@ def journey_parts(one: Journey, cut: float, seconds: float) -> dict[str, float]:
     return parts
 
 
-def lasting(one: Journey) -> float:
+def journey_seconds(journey: Journey) -> float:
     """A journey's length in whole ticks; a fault may have put in any number."""
-    return sum(tick(getattr(one, name)) for name in STAGES)
+    return sum(to_ticks(getattr(journey, name)) for name in STAGES)
 
 
-def offset_of(journey: Journey) -> Offset:
+def clock_offset(journey: Journey) -> Offset:
     """What the four times of the exchange say of the client's clock."""
     ahead = journey.clock_offset
     return Offset(ahead - journey.upload, ahead + journey.queue + journey.download)
 
 
-def times_told(journey: Journey) -> dict[str, float]:
+def time_metrics(journey: Journey) -> dict[str, float]:
     """What a server reads from the times that stand in a client's message, and those of its own clock around them."""
-    told = {"time.client_virtual": journey.total, "time.compute_virtual": journey.compute}
-    error = offset_of(journey).beyond_doubt
+    metrics = {"time.client_virtual": journey.total, "time.compute_virtual": journey.compute}
+    error = clock_offset(journey).beyond_doubt
     # Ticks of 2⁻²⁰ s: what is below a thousandth is rounding.
-    return told if abs(error) < 1e-3 else {**told, "time.clock_error": error}
+    return metrics if abs(error) < 1e-3 else {**metrics, "time.clock_error": error}

@@ -2,10 +2,10 @@
 """A stack's steps on CUDA: captured once for a shape, replayed for every step of every round.
 
 Started one by one, a step's kernels leave the device waiting for Python most of the time. So the memory of a step (a
-*room*) is kept, and what is done in it is captured as graphs: gradients with losses, then clipping and statistics, then
+*buffers*) is kept, and what is done in it is captured as graphs: gradients with losses, then clipping and statistics, then
 the optimiser. Whatever differs from step to step is looked up on the device, in tables made before the round, at the
 line that a counter there names. Who has fewer steps than the others, or has failed, rests by its line in the table; a
-stack with fewer clients than the room has leaves rows at rest. So neither needs a graph of its own.
+stack with fewer clients than the buffers has leaves rows at rest. So neither needs a graph of its own.
 
 Faults that act at a step, and whoever watches, come between two graphs. Nobody waits for the device before the round
 is over, but where a client is to be stopped at a loss that is not finite.
@@ -25,16 +25,16 @@ from torch import Tensor
 
 from fedvitals.kernels.cuda import stacked_optimizer as kernel
 from fedvitals.kernels.cuda.sums import DeviceRing
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.tasks import Task
 from fedvitals.lab.local import SGD, Adam
-from fedvitals.lab.stacked.plans import Plan, plans
-from fedvitals.lab.stacked.round import Crew, clip, moments_of
-from fedvitals.lab.topologies.exchanges import Together, together
+from fedvitals.lab.stacked.plans import StackPlan, available_plans
+from fedvitals.lab.stacked.round import StackedRound, clip_rows, moment_count
+from fedvitals.lab.topologies.exchanges import StackExchange, exchange_for_stack
 from fedvitals.protocols import Stack, WorkerObserver
 from fedvitals.stats import INFS, NANS, SUM_SQUARES
 
 if TYPE_CHECKING:
-    from fedvitals.lab.stacked.steps import Stacked
+    from fedvitals.lab.stacked.executor import StackedExecutor
 
 _LOG = logging.getLogger("fedvitals.lab")
 _WARM_UPS = 2  # what is compiled or chosen at a first call is so before the capture
@@ -89,17 +89,17 @@ def _pool(device: torch.device) -> Any:
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
-class Room:
+class CudaBuffers:
     """Memory for so many clients and steps; one line more, at which everybody rests."""
 
-    def __init__(self, desk: Stacked, clients: int, steps: int) -> None:
-        layout, device, local = desk.layout, desk.device, desk.site.experiment.local
-        self.desk, self.clients, self.steps = desk, clients, steps
+    def __init__(self, executor: StackedExecutor, clients: int, steps: int) -> None:
+        layout, device, local = executor.layout, executor.device, executor.site.experiment.local
+        self.executor, self.clients, self.steps = executor, clients, steps
         self.states = torch.zeros(clients, layout.size, device=device)
         self.starts: Tensor | None = None  # where there is a pull towards them
         self.gradients = torch.zeros(clients, layout.weights, device=device)
         self.weights, self.layers = layout.views(self.states), layout.views(self.gradients)
-        self.moments = [torch.zeros_like(self.gradients) for _ in range(moments_of(local.optimizer))]
+        self.moments = [torch.zeros_like(self.gradients) for _ in range(moment_count(local.optimizer))]
         self.rows = torch.zeros(steps + 1, clients, local.batch, dtype=torch.int64, device=device)
         self.table = torch.zeros(steps + 1, clients, 3, device=device)
         self.proximal = torch.zeros(clients, 1, device=device)
@@ -116,7 +116,7 @@ class Room:
     def ring(self, name: str, slots: int) -> DeviceRing:
         if name not in self._rings:
             trained = [True] * len(self.sizes)
-            self._rings[name] = DeviceRing(self.sizes, trained, self.clients, slots, self.desk.device)
+            self._rings[name] = DeviceRing(self.sizes, trained, self.clients, slots, self.executor.device)
         return self._rings[name]
 
     def graph(self, key: tuple[Hashable, ...], work: Callable[[], None]) -> Replayed:
@@ -136,7 +136,7 @@ class Room:
             self.counter.copy_(now)
         return self._graphs[key]
 
-    def hold(self, x: Tensor, y: Tensor) -> None:
+    def use_data(self, x: Tensor, y: Tensor) -> None:
         """These are the data now; graphs that read others are of no use."""
         if self._data is None or self._data[0] is not x:
             self._graphs.clear()
@@ -144,126 +144,146 @@ class Room:
             self._data = (x, y)
 
 
-class Rooms:
-    """A desk's rooms: another one where the clients, or their steps, are more than before, or far fewer."""
+class CudaBufferPool:
+    """A executor's buffer_pool: another one where the clients, or their steps, are more than before, or far fewer."""
 
-    def __init__(self, desk: Stacked) -> None:
-        self.desk = desk
-        self.plans = plans(desk.module, desk.device, desk.precision)
-        self.ahead: tuple[Any, Tensor] | None = None  # the next round's batches, drawn while the device was busy
-        self._made: list[Room] = []
+    def __init__(self, executor: StackedExecutor) -> None:
+        self.executor = executor
+        self.plans = available_plans(executor.module, executor.device, executor.precision)
+        self.next_batches: tuple[Any, Tensor] | None = None  # the next round's batches, drawn while the device was busy
+        self._buffers: list[CudaBuffers] = []
 
-    def crew(self, tasks: Sequence[Task], watcher: WorkerObserver | None) -> DeviceCrew:
-        return DeviceCrew(self.desk, tasks, self, watcher)
+    def stacked_round(self, tasks: Sequence[Task], watcher: WorkerObserver | None) -> CudaStackedRound:
+        return CudaStackedRound(self.executor, tasks, self, watcher)
 
-    def fitting(self, clients: int, steps: int) -> Room:
-        for room in self._made:
-            if clients <= room.clients <= max(8, 2 * clients) and steps <= room.steps:
-                return room
-        e = self.desk.site.experiment
+    def buffers_for(self, clients: int, steps: int) -> CudaBuffers:
+        for buffers in self._buffers:
+            if clients <= buffers.clients <= max(8, 2 * clients) and steps <= buffers.steps:
+                return buffers
+        e = self.executor.site.experiment
         usual = min(max(1, round(e.clients * e.participation)), self.largest(e.clients))
         wide = usual if clients <= usual <= 2 * clients else clients  # a cohort from which some drop out fits, too
         long = max(16, 1 << (steps - 1).bit_length())
         # One that this one can stand in for is given up: else cohorts of ever other sizes would fill the memory.
-        self._made = [
-            old for old in self._made if not old.clients <= wide <= max(8, 2 * old.clients) or old.steps > long
+        self._buffers = [
+            old for old in self._buffers if not old.clients <= wide <= max(8, 2 * old.clients) or old.steps > long
         ]
-        room = Room(self.desk, wide, long)
-        self._made.append(room)
-        return room
+        buffers = CudaBuffers(self.executor, wide, long)
+        self._buffers.append(buffers)
+        return buffers
 
     def largest(self, members: int) -> int:
         """How many clients fit into the device's memory at once, by what a few of them take."""
-        if self.desk.device.type != "cuda" or members <= _FEW:
+        if self.executor.device.type != "cuda" or members <= _FEW:
             return members
         key = (*self.key, members)
         if key not in _most:
-            free = torch.cuda.mem_get_info(self.desk.device)[0]
+            free = torch.cuda.mem_get_info(self.executor.device)[0]
             _most[key] = max(1, min(members, int(_SHARE * free / self._bytes_each())))
         return _most[key]
 
     def _bytes_each(self) -> float:
         """Of one client while it trains: its rows of everything, and what a step needs on its way."""
-        desk = self.desk
-        x, y, firsts, _ = desk.samples.training(desk.site.experiment.nodes, 0)
-        torch.cuda.synchronize(desk.device)
-        torch.cuda.reset_peak_memory_stats(desk.device)
-        before = torch.cuda.memory_allocated(desk.device)
-        room = Room(desk, _FEW, 1)
-        rows = firsts[:1].to(x.device).expand(_FEW * room.rows.shape[2])
-        shape = (_FEW, room.rows.shape[2])
+        executor = self.executor
+        x, y, firsts, _ = executor.samples.training(executor.site.experiment.nodes, 0)
+        torch.cuda.synchronize(executor.device)
+        torch.cuda.reset_peak_memory_stats(executor.device)
+        before = torch.cuda.memory_allocated(executor.device)
+        buffers = CudaBuffers(executor, _FEW, 1)
+        rows = firsts[:1].to(x.device).expand(_FEW * buffers.rows.shape[2])
+        shape = (_FEW, buffers.rows.shape[2])
         samples = (x.index_select(0, rows).unflatten(0, shape), y.index_select(0, rows).view(shape))
         for plan in self.plans:
             try:
-                plan.gradients(room.weights, room.layers, *samples)
+                plan.gradients(buffers.weights, buffers.layers, *samples)
             except Exception as error:  # noqa: BLE001 - whatever a compiler says; the simplest plan needs none
                 _LOG.warning("The plan «%s» cannot be used here: %s", plan.name, error)
             else:
                 break
-        torch.cuda.synchronize(desk.device)
-        return (torch.cuda.max_memory_allocated(desk.device) - before) / _FEW
+        torch.cuda.synchronize(executor.device)
+        return (torch.cuda.max_memory_allocated(executor.device) - before) / _FEW
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """What the speed and the memory of a step depend on, but for the number of clients."""
-        desk = self.desk
-        return (repr(desk.module), desk.site.experiment.local.batch, desk.precision, str(desk.device))
+        executor = self.executor
+        return (repr(executor.module), executor.site.experiment.local.batch, executor.precision, str(executor.device))
 
 
-class DeviceCrew(Crew):
-    """The clients of one stack, in a room."""
+class CudaStackedRound(StackedRound):
+    """The clients of one stack, in a buffers."""
 
-    def __init__(self, desk: Stacked, tasks: Sequence[Task], rooms: Rooms, watcher: WorkerObserver | None) -> None:
-        self._rooms, self._watched = rooms, watcher is not None
+    def __init__(
+        self,
+        executor: StackedExecutor,
+        tasks: Sequence[Task],
+        buffer_pool: CudaBufferPool,
+        watcher: WorkerObserver | None,
+    ) -> None:
+        self._buffer_pool, self._watched = buffer_pool, watcher is not None
         self._taken, self._pulled = 0, False
-        super().__init__(desk, tasks)
+        super().__init__(executor, tasks)
         self._fill_table()
-        self.desk.plan = self._quickest()
+        self.executor.plan = self._fastest_plan()
         # What a captured graph depends on, besides its data.
-        self._mark = (self.desk.plan.name, self.local.clip, self._kind(), self._watched, self._pulled)
-        spoilt = bool(self.spoilers) or self.stop_at_nonfinite
-        parts = [[self._differentiate], [self._measure]] if spoilt else [[self._differentiate, self._measure]]
+        self._graph_key = (
+            self.executor.plan.name,
+            self.local.clip,
+            self._optimizer_settings(),
+            self._watched,
+            self._pulled,
+        )
+        has_gradient_faults = bool(self.gradient_faults) or self.stop_at_nonfinite
+        parts = (
+            [[self._compute_gradients], [self._measure]]
+            if has_gradient_faults
+            else [[self._compute_gradients, self._measure]]
+        )
         self._graphs = [
-            self._graph(f"{number}{spoilt}", work) for number, work in enumerate([*parts, [self._optimise]])
+            self._graph(f"{number}{has_gradient_faults}", work)
+            for number, work in enumerate([*parts, [self._optimise]])
         ]
-        self._together = self._exchanges()
-        self.room.counter.zero_()
+        self._stack_exchange = self._find_stack_exchange()
+        self.buffers.counter.zero_()
 
-    def make_room(self) -> None:
+    def allocate(self) -> None:
         clients, steps = len(self.nodes), len(self.losses)
-        self.room = room = self._rooms.fitting(clients, steps)
-        room.states[:clients] = self._starts()
+        self.buffers = buffers = self._buffer_pool.buffers_for(clients, steps)
+        buffers.states[:clients] = self._starts()
         self._pulled = any(local.proximal for local in self.settings)
         if self._pulled:
-            room.starts = torch.zeros_like(room.states) if room.starts is None else room.starts
-            room.starts[:clients] = room.states[:clients]
+            buffers.starts = torch.zeros_like(buffers.states) if buffers.starts is None else buffers.starts
+            buffers.starts[:clients] = buffers.states[:clients]
             pulls = [[local.proximal] for local in self.settings]
-            room.proximal[:clients] = torch.tensor(pulls, device=room.states.device)
-        self.states, self.gradients = room.states[:clients], room.gradients[:clients]
-        self.losses = room.losses[:steps, :clients]
-        self.moments = [moment[:clients].zero_() for moment in room.moments]
-        room.hold(self.x, self.y)
-        room.rows[:, clients:] = 0
-        room.rows[:steps, :clients] = self.batches(self.number).to(room.rows.device, non_blocking=True)
+            buffers.proximal[:clients] = torch.tensor(pulls, device=buffers.states.device)
+        self.states, self.gradients = buffers.states[:clients], buffers.gradients[:clients]
+        self.losses = buffers.losses[:steps, :clients]
+        self.moments = [moment[:clients].zero_() for moment in buffers.moments]
+        buffers.use_data(self.x, self.y)
+        buffers.rows[:, clients:] = 0
+        buffers.rows[:steps, :clients] = self.batches(self.round_index).to(buffers.rows.device, non_blocking=True)
 
-    def batches(self, number: int) -> Tensor:
-        ahead, self._rooms.ahead = self._rooms.ahead, None
-        if ahead is not None and ahead[0] == self._drawn_for(number):
-            return ahead[1]
-        return super().batches(number)
+    def batches(self, round_index: int) -> Tensor:
+        next_batches, self._buffer_pool.next_batches = self._buffer_pool.next_batches, None
+        if next_batches is not None and next_batches[0] == self._batches_key(round_index):
+            return next_batches[1]
+        return super().batches(round_index)
 
-    def look_ahead(self) -> None:
+    def prepare_next_round(self) -> None:
         """The device is busy with this round: time to draw the batches of the next, in case it has the same clients."""
-        self._rooms.ahead = (self._drawn_for(self.number + 1), super().batches(self.number + 1))
+        self._buffer_pool.next_batches = (
+            self._batches_key(self.round_index + 1),
+            super().batches(self.round_index + 1),
+        )
 
-    def _drawn_for(self, number: int) -> Any:
+    def _batches_key(self, round_index: int) -> Any:
         """All that batches depend on."""
-        return number, self.local.batch, self.nodes, *(t.tolist() for t in (self.steps, self.samples, self.firsts))
+        return round_index, self.local.batch, self.nodes, *(t.tolist() for t in (self.steps, self.samples, self.firsts))
 
     def _starts(self) -> Tensor:
         """One copy of what all members begin from; the same for everybody in most topologies."""
         if all(task.start is self.tasks[0].start for task in self.tasks):
-            return self.tasks[0].start.to(self.desk.device).expand(len(self.nodes), -1)
+            return self.tasks[0].start.to(self.executor.device).expand(len(self.nodes), -1)
         return super()._starts()
 
     def _fill_table(self) -> None:
@@ -278,10 +298,10 @@ class DeviceCrew(Crew):
             table[..., kernel.RATE] /= 1 - optimizer.beta1**counts
             table[..., kernel.SCALE] = (1 - optimizer.beta2**counts) ** -0.5
         table[..., kernel.ACTIVE] = torch.arange(steps)[:, None] < self.steps
-        self.room.table.zero_()
-        self.room.table[:steps, :clients] = table.float().to(self.room.table.device, non_blocking=True)
+        self.buffers.table.zero_()
+        self.buffers.table[:steps, :clients] = table.float().to(self.buffers.table.device, non_blocking=True)
 
-    def _kind(self) -> tuple[str, tuple[float, float], float]:
+    def _optimizer_settings(self) -> tuple[str, tuple[float, float], float]:
         optimizer = self.local.optimizer
         if isinstance(optimizer, SGD):
             return ("momentum" if optimizer.momentum else "sgd", (optimizer.momentum, 0.0), 0.0)
@@ -292,48 +312,52 @@ class DeviceCrew(Crew):
             for part in work:
                 part()
 
-        return self.room.graph((name, self._mark), all_of_it)
+        return self.buffers.graph((name, self._graph_key), all_of_it)
 
     # -- what is captured ---------------------------------------------------------------------------------------------
 
-    def _differentiate(self) -> None:
-        room = self.room
-        rows = room.rows.index_select(0, room.counter)[0]
+    def _compute_gradients(self) -> None:
+        buffers = self.buffers
+        rows = buffers.rows.index_select(0, buffers.counter)[0]
         x = self.x.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
         y = self.y.index_select(0, rows.view(-1)).view(rows.shape)
-        losses = self.desk.plan.gradients(room.weights, room.layers, x, y)
-        room.losses.index_copy_(0, room.counter, losses[None])
+        losses = self.executor.plan.gradients(buffers.weights, buffers.layers, x, y)
+        buffers.losses.index_copy_(0, buffers.counter, losses[None])
 
     def _measure(self) -> None:
-        room = self.room
-        if self._pulled and room.starts is not None:
-            room.gradients.addcmul_(room.states - room.starts, room.proximal)
+        buffers = self.buffers
+        if self._pulled and buffers.starts is not None:
+            buffers.gradients.addcmul_(buffers.states - buffers.starts, buffers.proximal)
         if self.local.clip is not None:
             self._clip()
         if self._watched:
-            room.ring("statistics", room.steps + 1).record(room.gradients, room.counter)
+            buffers.ring("statistics", buffers.steps + 1).record(buffers.gradients, buffers.counter)
 
     def _clip(self) -> None:
-        settings, room = self.local.clip, self.room
+        settings, buffers = self.local.clip, self.buffers
         assert settings is not None  # noqa: S101 - asked by the caller
         if settings.by == "value":
-            clip(room.gradients, room.layers, settings)
+            clip_rows(buffers.gradients, buffers.layers, settings)
             return
-        sums = room.ring("clipping", 1)
-        sums.record(room.gradients, room.counter)
-        found = sums.ring[0]
+        sums = buffers.ring("clipping", 1)
+        sums.record(buffers.gradients, buffers.counter)
+        layer_sums = sums.ring[0]
         if settings.by == "whole":
-            found = found.sum(1, keepdim=True)
-        norms = found[..., SUM_SQUARES].sqrt()
+            layer_sums = layer_sums.sum(1, keepdim=True)
+        norms = layer_sums[..., SUM_SQUARES].sqrt()
         # The sums leave out what is not finite; a norm does not.
-        norms = norms.masked_fill(found[..., INFS] > 0, torch.inf).masked_fill(found[..., NANS] > 0, torch.nan)
-        factors = (settings.limit / norms).clamp(max=1.0).float().expand(-1, len(room.sizes)).contiguous()
-        kernel.scale(room.gradients, factors, room.layer_of)
+        norms = norms.masked_fill(layer_sums[..., INFS] > 0, torch.inf).masked_fill(
+            layer_sums[..., NANS] > 0, torch.nan
+        )
+        factors = (settings.limit / norms).clamp(max=1.0).float().expand(-1, len(buffers.sizes)).contiguous()
+        kernel.scale(buffers.gradients, factors, buffers.layer_of)
 
     def _optimise(self) -> None:
-        room, (kind, betas, epsilon) = self.room, self._kind()
-        kernel.step(kind, room.states, room.gradients, room.moments, room.table, room.counter, betas, epsilon)
-        room.counter.add_(1)
+        buffers, (kind, betas, epsilon) = self.buffers, self._optimizer_settings()
+        kernel.step(
+            kind, buffers.states, buffers.gradients, buffers.moments, buffers.table, buffers.counter, betas, epsilon
+        )
+        buffers.counter.add_(1)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -343,12 +367,12 @@ class DeviceCrew(Crew):
         if self.stop_at_nonfinite:
             self.stop_where_not_finite(self.losses[step], step)
         known = len(self.failed)
-        if self.spoilers or self.stepping:
+        if self.gradient_faults or self.stepping:
             self.before_step(step)
         if len(self.failed) > known or self.stop_at_nonfinite:
             for row, node in enumerate(self.nodes):
                 if node in self.failed:
-                    self.room.table[step:, row, kernel.ACTIVE] = 0
+                    self.buffers.table[step:, row, kernel.ACTIVE] = 0
         for graph in before[1:]:
             graph.replay()
         if watcher is not None:
@@ -357,48 +381,50 @@ class DeviceCrew(Crew):
         self._taken = step + 1
 
     def stack(self) -> Stack:
-        layout, plan = self.desk.layout, self.desk.plan
-        ring = self.room.ring("statistics", self.room.steps + 1).ring
+        layout, plan = self.executor.layout, self.executor.plan
+        ring = self.buffers.ring("statistics", self.buffers.steps + 1).ring
         return dataclasses.replace(
             super().stack(),
             forward=lambda states, x: plan.outputs(layout.views(states), x),
             sums=lambda: ring[: self._taken, : len(self.nodes)],
         )
 
-    def _exchanges(self) -> Together | None:
+    def _find_stack_exchange(self) -> StackExchange | None:
         kinds = {task.exchange for task in self.tasks}
         if kinds == {None} or len(kinds) > 1:
             return None
         (exchange,) = kinds
         assert exchange is not None  # noqa: S101 - asked above
-        return together(exchange, self.members(), self.samples, self.desk.device)
+        return exchange_for_stack(exchange, self.members(), self.samples, self.executor.device)
 
     def exchange(self) -> None:
-        if self._together is not None:
-            self._together(self.states)
+        if self._stack_exchange is not None:
+            self._stack_exchange(self.states)
         elif any(task.exchange is not None for task in self.tasks):
             super().exchange()
 
     # -- the quickest plan --------------------------------------------------------------------------------------------
 
-    def _quickest(self) -> Plan:
+    def _fastest_plan(self) -> StackPlan:
         """Measured once per process for a network and a shape, in graphs as they are used."""
-        desk, room, found = self.desk, self.room, self._rooms.plans
-        key = (*self._rooms.key, room.clients)
+        executor, buffers, plans = self.executor, self.buffers, self._buffer_pool.plans
+        key = (*self._buffer_pool.key, buffers.clients)
         if key not in _chosen:
             times = {}
-            room.counter.fill_(room.steps)  # the line where everybody rests
-            for plan in found if len(found) > 1 else ():
-                desk.plan = plan
+            buffers.counter.fill_(buffers.steps)  # the line where everybody rests
+            for plan in plans if len(plans) > 1 else ():
+                executor.plan = plan
                 try:
-                    times[plan.name] = _seconds(captured(self._differentiate, self._differentiate, _pool(desk.device)))
+                    times[plan.name] = _seconds(
+                        captured(self._compute_gradients, self._compute_gradients, _pool(executor.device))
+                    )
                 except Exception as error:  # noqa: BLE001 - no memory, no graph of it, or Triton cannot compile it
                     _LOG.info("The plan '%s' cannot be used here: %s", plan.name, error)
-            _chosen[key] = _clearly_quickest(times) if times else found[-1].name
-        return next(plan for plan in found if plan.name == _chosen[key])
+            _chosen[key] = _clearly_fastest(times) if times else plans[-1].name
+        return next(plan for plan in plans if plan.name == _chosen[key])
 
 
-def _clearly_quickest(times: Mapping[str, float]) -> str:
+def _clearly_fastest(times: Mapping[str, float]) -> str:
     """The quickest; but the first of those that are nearly as quick, so that each process chooses the same."""
     return next(name for name in times if times[name] <= _NEARLY * min(times.values()))
 

@@ -21,19 +21,19 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.lab.engines.executor import Examination
+from fedvitals.lab.engines.executor import EvaluationJob
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Node, Task, Update
-from fedvitals.lab.stacked.plans import PRECISIONS, Plan, plans
-from fedvitals.lab.stacked.round import Crew
-from fedvitals.lab.stacked.samples import Samples
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.stacked.plans import PRECISIONS, StackPlan, available_plans
+from fedvitals.lab.stacked.round import StackedRound
+from fedvitals.lab.stacked.samples import StackSamples
 from fedvitals.protocols import NullObserver, WorkerObserver
 
 STACK = 64  # clients in one stack on a CPU: more than this leaves the caches without saving calls
 TEST_BATCH = {"cpu": 256, "cuda": 4096}
 
 
-def suits(site: Site) -> bool:
+def can_stack(site: Site) -> bool:
     """Whether the model can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
     return bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
 
@@ -44,7 +44,7 @@ def stack_size(members: int) -> int:
 
 
 @contextlib.contextmanager
-def numbers(precision: str) -> Iterator[None]:
+def reproducible_precision(precision: str) -> Iterator[None]:
     """On CUDA: the same numbers each time, and float32 that is float32, unless something quicker was asked for."""
     before = torch.backends.cuda.matmul.allow_tf32
     quick = precision == "tf32"
@@ -56,11 +56,11 @@ def numbers(precision: str) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-class Stacked:
-    """The desk of the stacked engine, on any device."""
+class StackedExecutor:
+    """The executor of the stacked engine, on any device."""
 
     def __init__(self, site: Site, device: str = "cpu", precision: str = "float32") -> None:
-        if not suits(site):
+        if not can_stack(site):
             raise ConfigError(
                 f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
                 "or a model of your own that does not say `stackable = True`). Use the engine 'reuse'."
@@ -71,65 +71,69 @@ class Stacked:
         self.precision = precision
         self.module = copy.deepcopy(site.module).to(self.device)
         self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
-        self.plan: Plan = plans(self.module, self.device, precision)[0]  # on CUDA the first try; the quickest later
-        self.samples = Samples(site, self.device)
-        self.rooms = _rooms(self) if self.device.type == "cuda" else None
+        self.plan: StackPlan = available_plans(self.module, self.device, precision)[
+            0
+        ]  # on CUDA the first try; the quickest later
+        self.samples = StackSamples(site, self.device)
+        self.buffer_pool = _cuda_buffer_pool(self) if self.device.type == "cuda" else None
 
     def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
-        with self._there(), numbers(self.precision):
+        with self._there(), reproducible_precision(self.precision):
             return self._train(tasks, watcher, out)
 
     def _train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
         observer = None if type(watcher) is NullObserver else watcher
-        crew = Crew(self, tasks) if self.rooms is None else self.rooms.crew(tasks, observer)
+        stacked_round = (
+            StackedRound(self, tasks) if self.buffer_pool is None else self.buffer_pool.stacked_round(tasks, observer)
+        )
         if observer is not None:
-            observer.stack_begin(crew.stack())
+            observer.stack_begin(stacked_round.stack())
         began = time.perf_counter()
-        steps = len(crew.losses)
+        steps = len(stacked_round.losses)
         for step in range(steps):
-            crew.step(step, observer)
+            stacked_round.step(step, observer)
             if step < steps - 1:
-                crew.exchange()
-        out.copy_(crew.states)
+                stacked_round.exchange()
+        out.copy_(stacked_round.states)
         if self.site.experiment.local.keep_optimizer:
-            crew.keep()
-        crew.look_ahead()
+            stacked_round.keep()
+        stacked_round.prepare_next_round()
         if observer is not None:
-            observer.stack_end(crew.failed)
-        losses = crew.losses.cpu()  # a device is waited for here
-        seconds = (time.perf_counter() - began) / len(crew.nodes)
-        return crew.updates(out, losses, seconds)
+            observer.stack_end(stacked_round.failed)
+        losses = stacked_round.losses.cpu()  # a device is waited for here
+        seconds = (time.perf_counter() - began) / len(stacked_round.nodes)
+        return stacked_round.updates(out, losses, seconds)
 
     def largest(self, members: int) -> int:
         """How many of so many clients make one stack."""
-        if self.rooms is not None:
+        if self.buffer_pool is not None:
             with self._there():
-                return int(self.rooms.largest(members))
+                return int(self.buffer_pool.largest(members))
         return stack_size(members) if self.device.type == "cpu" else members
 
     def _there(self) -> contextlib.AbstractContextManager[Any]:
         """Triton and captured graphs go to the current device, wherever the tensors lie."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
-        with numbers("float32"), torch.no_grad():
-            return self._examine(examination)
+    def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
+        with reproducible_precision("float32"), torch.no_grad():
+            return self._evaluate(job)
 
-    def _examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
-        parameters = self.layout.views(examination.state.to(self.device))
+    def _evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
+        parameters = self.layout.views(job.state.to(self.device))
         losses, hits = [], []
         size = TEST_BATCH[self.device.type]
-        for inputs, labels in zip(*(part.split(size) for part in self.samples.examined(examination)), strict=True):
+        for inputs, labels in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
             logits = functional_call(self.module, dict(parameters), (inputs,))
             losses.append(F.cross_entropy(logits, labels, reduction="none"))
             hits.append(logits.argmax(1) == labels)
         return torch.cat(losses).cpu(), torch.cat(hits).cpu()
 
 
-def _rooms(desk: Stacked) -> Any:
+def _cuda_buffer_pool(executor: StackedExecutor) -> Any:
     """Captured graphs, where Triton is there for their kernels: CPU builds lack it. Without it, plain steps."""
     try:
-        from fedvitals.lab.stacked.cuda import Rooms  # noqa: PLC0415 - imports Triton
+        from fedvitals.lab.stacked.cuda_round import CudaBufferPool  # noqa: PLC0415 - imports Triton
     except ImportError:
         return None
-    return Rooms(desk)
+    return CudaBufferPool(executor)
