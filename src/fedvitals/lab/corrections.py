@@ -82,7 +82,9 @@ class ActiveCorrections:
         return update
 
     def _limit_norm(self, state: Tensor, start: Tensor, max_update_norm: float) -> None:
-        """Scale a state's change to the norm, in place. Non-finite values are left alone, so that detectors see them."""
+        """Scale a state's change to the norm, in place. Non-finite values are left alone, so that detectors see
+        them.
+        """
         change = state - start
         norm = torch.linalg.vector_norm(change)
         if not state.is_cpu:  # by a mask: nobody waits for a device to tell how long it is

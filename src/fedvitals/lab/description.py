@@ -30,6 +30,8 @@ class Description(msgspec.Struct, frozen=True, tag_field="kind", tag=kind_of, fo
 
 
 def require(fact: bool, what: str, got: object, allowed: str) -> None:
-    """Raise ConfigError unless `fact`, as in `require(0 < rate <= 1, "rate of label_noise", rate, "above 0, up to 1")`."""
+    """Raise ConfigError unless `fact`, as in `require(0 < rate <= 1, "rate of label_noise", rate, "above 0, up to
+    1")`.
+    """
     if not fact:
         raise ConfigError(f"The {what} cannot be {got!r}: it must be {allowed}.")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of an experiment: the data, the model, the federation and its faults; the same in TOML.
 
-    Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7, topology=Hierarchical(edges=4),
-               aggregator=trimmed_mean(0.1), partition=dirichlet(0.3), faults=[label_noise(nodes=["c4"], rate=0.8)])
+Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7, topology=Hierarchical(edges=4),
+           aggregator=trimmed_mean(0.1), partition=dirichlet(0.3), faults=[label_noise(nodes=["c4"], rate=0.8)])
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Experiment(Part, frozen=True, kw_only=True):
         """Check that enough updates come together for the aggregator: from clients, edges or a buffer."""
         asked = max(1, round(self.clients * self.participation))
         count = getattr(self.topology, "edges", None) or getattr(self.topology, "buffer", None) or asked
-        min_updates = getattr(self.aggregator, "min_updates", 1)
-        if count < min_updates:
+        least = getattr(self.aggregator, "min_updates", 1)
+        if count < least:
             kind = kind_of(type(self.aggregator).__name__)
             raise ConfigError(
-                f"The aggregator {kind} needs at least {min_updates} updates in a round, and {count} come together here. "
+                f"The aggregator {kind} needs at least {least} updates in a round, and {count} come together here. "
                 "Ask more clients, or expect fewer faulty ones."
             )
 
@@ -188,7 +188,9 @@ def _resolve_part(field: str, value: Any, part: type) -> Any:
 
 
 def _check_local_table(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of local training with its nested parts checked; an optimizer without a kind is the default one."""
+    """Return the table of local training with its nested parts checked; an optimizer without a kind is the default
+    one.
+    """
     table = dict(table)
     optimizer = table.get("optimizer")
     if isinstance(optimizer, str | dict):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a topology sees of a federation: who takes part, training, averaging, sending. Everything else happens here.
+"""The federation as a topology sees it: cohort, training, aggregation and transfers.
 
-A topology says who trains with whom, from which model, and what becomes of the updates. On the way an update meets the
-faults, the network and the compression of the experiment, and the observer hears of all of it.
+A topology decides who trains with whom, from which model, and how the updates are used. On their way updates pass the
+experiment's faults, network and compression, and the observer is told about all of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedvitals.protocols import Observer
 
 @dataclass
 class ServerState:
-    """What is known between two rounds, and all that has to be saved to go on from there."""
+    """The state of the server between two rounds: everything that must be saved to resume a run."""
 
     model: Tensor  # [size]: the global model
     memory: dict[str, Tensor] = field(default_factory=dict)  # of the aggregator and the topology
@@ -44,7 +44,7 @@ class ServerState:
     past: list[Tensor] = field(default_factory=list)  # earlier models, newest last, for faults that remember
 
     def move(self, device: torch.device) -> None:
-        """All tensors to where the engine works; those that are there stay what they are."""
+        """Move all tensors to the engine's device."""
         self.model = self.model.to(device)
         self.memory = {name: tensor.to(device) for name, tensor in self.memory.items()}
         self.past = [model.to(device) for model in self.past]
@@ -52,7 +52,7 @@ class ServerState:
 
 @dataclass(slots=True)
 class ServerModelHistory:
-    """What clients may remember, for the faults that need it."""
+    """The server's recent models, for the faults that need them."""
 
     server: ServerState
     weights: int
@@ -64,10 +64,10 @@ class ServerModelHistory:
 
 
 class Federation:
-    """One round at a time: `round` says which.
+    """Runs one round at a time; `round` is its index.
 
-    States, the server's and the clients', lie where the engine trains, and nothing in an ordinary round waits for that
-    device; what draws does so on the CPU, so that chance is the same everywhere.
+    The states of server and clients are on the engine's device, and an ordinary round never waits for it. Random
+    numbers are drawn on the CPU, so that they are the same everywhere.
     """
 
     def __init__(self, site: Site, engine: AnyEngine, observer: Observer, server: ServerState) -> None:
@@ -86,7 +86,7 @@ class Federation:
         self._fell_back = False
 
     def model_on_cpu(self) -> Tensor:
-        """The server's model on the CPU, fetched once."""
+        """Return the server's model on the CPU, copied once per model."""
         model = self.server.model
         if self._cpu_model is None or self._cpu_model[0] is not model:
             self._cpu_model = model, model.cpu()
@@ -95,7 +95,7 @@ class Federation:
     # -- what topologies use ------------------------------------------------------------------------------------------
 
     def cohort(self) -> list[Node]:
-        """Who is asked in this round, in the order of their names."""
+        """Return the clients selected for this round, in the order of their names."""
         e = self.experiment
         wanted = max(1, round(e.clients * e.participation))
         count = wanted if e.network is None else e.network.selected(wanted, e.clients)
@@ -105,10 +105,11 @@ class Federation:
         return [f"c{index}" for index in sorted(chosen.tolist())]
 
     def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
-        """The updates as they arrive at their parents: faults, network and compression behind them, failures left out.
+        """Train the tasks and yield the updates that arrive at their parents, after faults, network and compression.
 
-        In the order of the tasks; each one's state is valid until the next is taken. `timed`: as a synchronous round
-        on the virtual clock, where the experiment has one; a topology with a clock of its own says False.
+        Updates come in the order of the tasks; failed ones are left out. A state is valid until the next update is
+        taken. With `timed`, this is a synchronous round on the virtual clock, if the experiment has one; a topology
+        that manages the clock itself passes False.
         """
         corrections = self.corrections
         tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
@@ -134,10 +135,10 @@ class Federation:
                     self.watch.lap("aggregate")
 
     def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
-        """The new model, by the experiment's aggregator, from the server's model (or a cluster's own) and the updates.
+        """Return the new model: the experiment's aggregator applied to the server's model (or `model`) and the updates.
 
-        What cannot be used is left out and told; if nothing is left, the model stays as it is. `memory`: whose
-        momentum, where several models are kept.
+        Unusable updates are left out and reported; if none is left, the model is returned unchanged. `memory` is the
+        prefix of the aggregator's stored tensors, for topologies with several models.
         """
         before = self.server.model if model is None else model
         own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
@@ -159,24 +160,26 @@ class Federation:
         return self.corrections.adjust_model(before, after, weights)
 
     def refused(self, node: Node, error: AggregationError) -> None:
-        """Tell that a client's update cannot be used. Why, in a word that passes where sentences may not."""
+        """Report that a client's update cannot be used. The reason is also given as a flag that passes every privacy
+        level.
+        """
         weight = {"weight": True} if isinstance(error, WeightError) else None
         self.observer.event("error", "update.refused", str(error), node=node, data=weight)
 
     def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
-        """Whole models went from one node to another; announced as one transfer of all their bytes."""
+        """Report that whole models went from one node to another, as one transfer of all their bytes."""
         size = times * self.bytes
         self.observer.transfer(sender, receiver, size, size, self.journey_planner.edge_seconds(sender, receiver), kind)
 
     def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
-        """Who belongs together in this round; told when it changes."""
+        """Report the groups of this round if they have changed."""
         groups = {group: list(nodes) for group, nodes in members.items()}
         if self.server.notes.get("groups") != groups:
             self.server.notes["groups"] = groups
             self.observer.event("info", "groups", f"{len(groups)} groups.", data=groups)
 
     def close_clock(self, *, evaluated: bool) -> None:
-        """The round's end on the virtual clock, where `train` has moved it: everything about its time is told."""
+        """End the round on the virtual clock, and report its timing."""
         if evaluated:
             self.server.clock += self.journey_planner.evaluate()
         record_round_spans(self.journey_planner.timings, self.observer, metrics=self.experiment.network is not None)
@@ -185,7 +188,7 @@ class Federation:
     # -- on the way ---------------------------------------------------------------------------------------------------
 
     def _train_batches(self, tasks: Sequence[Task]) -> Iterator[list[Update]]:
-        """Batches of updates. Waiting for them is one thing, taking in what was measured on the way another."""
+        """Yield batches of updates, timing the wait for them separately from reading their measurements."""
 
         def absorb(payload: bytes) -> None:
             self.watch.lap("wait")
@@ -198,7 +201,7 @@ class Federation:
             self.watch.lap("receive")
 
     def _apply_collusion(self, batches: Iterator[list[Update]]) -> list[Update]:
-        """Some attackers look at everybody's update first, so all of them must be held at once."""
+        """Collect all updates of the round and apply the attacks that need every client's update."""
         held = []
         for update in itertools.chain.from_iterable(batches):
             update.state = update.state.clone()
@@ -211,7 +214,7 @@ class Federation:
         return held
 
     def _receive(self, update: Update, task: Task) -> bool:
-        """Send it on its way; whether something of use arrives."""
+        """Apply faults and compression to an update, report its transfers, and return whether it is usable."""
         e, observer = self.experiment, self.observer
         if update.error is not None:
             if update.error_type in ("WorkerDied", "WorkerKilled"):  # who raised has told of it already
@@ -237,7 +240,7 @@ class Federation:
         return True
 
     def _report_updates(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
-        """What the clients changed, to the observer, before it is aggregated; gives whom it wants left out."""
+        """Show the clients' changes to the observer before aggregation; returns the clients that it wants excluded."""
         weights, sizes = self.site.layout.weights, self._sizes
         if not arrived:
             return set()
@@ -250,7 +253,7 @@ class Federation:
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}
 
     def _compress(self, update: Update, start: Tensor) -> int:
-        """Bytes on the wire; what does not survive the compression is gone from the update."""
+        """Compress an update in place, and return its bytes on the wire."""
         if self.experiment.compression is None:
             return update.state.numel() * update.state.element_size()
         if not update.state.is_cpu and not self._fell_back:

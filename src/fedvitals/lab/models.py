@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models by name, what each is made of for a data set, and what a sample costs in it."""
+"""The models by name, how each is built for a data set, and the operations per sample."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ Shape = tuple[int, ...]
 
 
 class ModelDescription(Protocol):
+    """The interface of a model's description."""
+
     @property
     def stackable(self) -> bool:
         """Whether many clients can be computed at once, with `torch.func.vmap` over their weights."""
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        """The module, with logits out; its first weights come from the generator and from nothing else."""
+        """Return the module, which outputs logits; its initial weights depend on the generator only."""
 
 
 POOLS: dict[str, tuple[Callable[[], nn.Module], ...]] = {
@@ -104,7 +106,7 @@ class PaperCNN(Description, frozen=True):
 
 
 class CNN(Description, frozen=True):
-    """A small one for small images: two padded convolutions and one dense layer; 21,386 weights on the digits."""
+    """A small CNN for small images: two padded convolutions and one dense layer; 21,386 weights on the digits."""
 
     channels: tuple[int, int] = (32, 64)
 
@@ -143,7 +145,7 @@ class MLP(Description, frozen=True):
 
 
 class Logistic(Description, frozen=True):
-    """Multinomial logistic regression: one dense layer, which begins at 0, so that the loss is convex from there."""
+    """Multinomial logistic regression: one dense layer that starts at 0."""
 
     stackable = True
 
@@ -162,7 +164,7 @@ class Logistic(Description, frozen=True):
 
 
 class Resnet18(Description, frozen=True):
-    """ResNet-18 for small images, with group norm or with batch norm: 11.2 million weights."""
+    """ResNet-18 for small images, with group norm or batch norm: 11.2 million weights."""
 
     norm: Literal["group", "batch"] = "group"
 
@@ -191,7 +193,7 @@ class Resnet18(Description, frozen=True):
 
 
 class Transformer(Description, frozen=True):
-    """A small transformer on patches of images, on the steps of sequences, or on tokens; without dropout."""
+    """A small transformer on image patches, on the steps of sequences, or on tokens; without dropout."""
 
     width: int = 64
     heads: int = 4
@@ -219,7 +221,7 @@ class Transformer(Description, frozen=True):
             return nn.Sequential(OrderedDict(layers))
 
     def _first(self, shape: Shape, vocabulary: int | None) -> tuple[int, nn.Module]:
-        """How many steps there are, and the layer that makes each of them `width` numbers."""
+        """Return the number of steps, and the layer that maps each of them to `width` numbers."""
         if vocabulary is not None:
             return shape[0], nn.Embedding(vocabulary, self.width)
         if len(shape) == 2:
@@ -260,16 +262,16 @@ class LSTM(Description, frozen=True):
 
 @dataclass(frozen=True)
 class Own:
-    """A user's model: a function without arguments that makes the module, with one output for each class.
+    """A user's own model: a function without arguments that returns the module, with one output for each class.
 
-    Whatever it draws from torch's random numbers is drawn from the experiment's seed.
+    Random numbers that it draws from torch come from the experiment's seed.
     """
 
     factory: Callable[[], nn.Module]
     stackable: bool = False
 
     def __repr__(self) -> str:
-        """By its name, which is the same in every process, unlike its address."""
+        """Identify the factory by its name, which unlike its address is the same in every process."""
         return f"Own({self.factory.__module__}.{getattr(self.factory, '__qualname__', type(self.factory).__name__)})"
 
     def build(
@@ -290,7 +292,7 @@ MODELS = (PaperCNN, CNN, MLP, Resnet18, Transformer, LSTM, Logistic)
 
 
 def build(model: ModelDescription, dataset: Dataset, generator: torch.Generator) -> nn.Module:
-    """The model for this data set, on the CPU, tried out on two of its samples."""
+    """Return the model for this data set, on the CPU, after testing it on two samples."""
     module = model.build(dataset.shape, dataset.classes, generator, vocabulary=dataset.vocabulary)
     training = module.training
     try:
@@ -310,9 +312,10 @@ def build(model: ModelDescription, dataset: Dataset, generator: torch.Generator)
 
 
 def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.float32, *, backward: bool = True) -> int:
-    """Floating-point operations of one sample's way forward and back, counted in products and convolutions.
+    """Return the floating-point operations of one sample's forward and backward pass, in products and convolutions.
 
-    A product and its sum are two operations. Tokens need `dtype=torch.int64`. `backward=False`: only the way forward.
+    A multiplication and an addition are two operations. Tokens need `dtype=torch.int64`. With `backward=False`, only
+    the forward pass counts.
     """
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - imports Triton, where it is installed
 
@@ -333,7 +336,7 @@ def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.flo
 
 @contextmanager
 def seeded_globally(generator: torch.Generator) -> Iterator[None]:
-    """Inside, whatever torch draws comes from the generator; afterwards, the global streams are as they were."""
+    """Draw torch's random numbers from the generator inside the block, and restore the global streams afterwards."""
     seed = int(torch.randint(2**62, (), generator=generator))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(list(devices), device_type="cuda"):
@@ -370,10 +373,10 @@ def _convolutional(
     pool_first: bool = True,
     pool: str = "max",
 ) -> nn.Sequential:
-    """Twice convolution, pooling and activation, then a dense layer.
+    """Return two blocks of convolution, pooling and activation, then a dense layer.
 
     Pooling before the activation gives the same numbers as the textbook's order, since max(f(a), f(b)) is f(max(a, b))
-    for every f that never falls, and so do these; and it leaves the activation a quarter of the work.
+    for every non-decreasing f, and leaves the activation a quarter of the work.
     """
     layers: dict[str, nn.Module] = {}
     in_channels, (height, width) = image[0], image[1:]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remedies tried out: the lab runs the experiment again with each, and says what it gains and what it costs.
+"""Try out remedies: run the experiment again with each, and report what it gains and costs.
 
-The times are those of the virtual clock, with the same chances as before; so what was computed from recorded times can
-be held against what happens. Accuracy is that of the last evaluation, after as many updates as before.
+Times are those of the virtual clock with the same random variation as before, so predictions from recorded times can be
+compared with the outcome. Accuracy is that of the last evaluation, after as many updates as before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_SAMPLED_ROUNDS = 20  # rounds, at least, over which times are averaged where
 
 @dataclass(frozen=True, slots=True)
 class RerunOutcome:
-    """One experiment, run to its end."""
+    """The outcome of one re-run."""
 
     seconds: float  # of a round, the mean; of an asynchronous one, of as many updates as a round had before
     accuracy: float | None
@@ -36,7 +36,7 @@ class RerunOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RemedyTrial:
-    """A remedy, what was computed for it, and what it gave."""
+    """A remedy, what was predicted for it, and what the re-run gave."""
 
     remedy: Remedy
     change: dict[str, Any]  # what was set in the experiment
@@ -48,24 +48,24 @@ class RemedyTrial:
 
     @property
     def error(self) -> float:
-        """Of the round's seconds, over those of the re-run."""
+        """The relative error of the predicted seconds per round."""
         return abs(self.predicted - self.measured) / self.measured
 
     @property
     def gain_error(self) -> float:
-        """Of the seconds saved, over those that the re-run saved."""
+        """The relative error of the predicted seconds saved."""
         saved = self.before - self.measured
         return abs(self.predicted - self.measured) / abs(saved) if saved else float("inf")
 
     @property
     def accuracy_cost(self) -> float | None:
-        """Of the accuracy before, what is gone; below 0 where it became better."""
+        """The accuracy lost; negative if it improved, None if unknown."""
         known = self.accuracy_before is not None and self.accuracy_after is not None
         return (self.accuracy_before or 0.0) - (self.accuracy_after or 0.0) if known else None
 
 
 def experiment_of(run: Run) -> lab.Experiment:
-    """The experiment of a stored run, as `fedvitals lab` keeps it: without faults, which no reader may know."""
+    """Return the experiment of a stored run, as `fedvitals lab` stores it: without its faults."""
     text = run.config.get("experiment")
     if not isinstance(text, str):
         raise ConfigError(
@@ -84,9 +84,10 @@ def try_remedies(
     report: Callable[[str], None] = lambda _: None,
     **how: Any,
 ) -> list[RemedyTrial]:
-    """The first `most` of the remedies that the lab can run, in their order; see `apply_remedy` for what it cannot.
+    """Run the experiment with the first `most` remedies that the lab can apply, in order, and return the trials.
 
-    `repeats`: seeds over which accuracy is averaged. `accuracy`: the metric's name. The rest goes to `lab.run`.
+    `repeats` is the number of seeds over which accuracy is averaged, `accuracy` the metric's name. `report` is called
+    with the name of each run. The rest goes to `lab.run`.
     """
     if experiment.network is None:
         raise ConfigError(
@@ -120,10 +121,11 @@ def rerun(
     sinks: Sequence[Any] = (),
     **how: Any,
 ) -> RerunOutcome:
-    """The experiment's mean seconds of a round, and its accuracy at the end.
+    """Run the experiment, and return its mean seconds per round and its final accuracy.
 
-    `factor`: of its rounds make up one as it was, an asynchronous one's aggregations that take in as many updates. A
-    run in which chance chooses who takes part goes on for longer than was asked for, for the sake of its times.
+    `factor` is the number of its rounds that correspond to one original round, for asynchronous runs whose aggregations
+    take fewer updates. With random participation the first run is extended, so that its times are averaged over enough
+    rounds.
     """
     seconds, scores = 0.0, []
     rounds = round(experiment.rounds * factor)
@@ -148,9 +150,9 @@ def rerun(
 
 
 def apply_remedy(experiment: lab.Experiment, remedy: Remedy) -> tuple[dict[str, Any], lab.Experiment]:
-    """What the remedy sets in this experiment, by dotted names, and the experiment with it.
+    """Return the settings that the remedy changes, by dotted names, and the experiment with them.
 
-    ConfigError where the lab cannot run it: a topology that cannot, a change that the experiment has no place for.
+    Raises ConfigError if the lab cannot run it.
     """
     if remedy.change is None:
         raise ConfigError(f"The lab cannot run «{remedy.name}»: it changes what no experiment describes.")
@@ -161,7 +163,7 @@ def apply_remedy(experiment: lab.Experiment, remedy: Remedy) -> tuple[dict[str, 
 
 
 def with_changes(experiment: lab.Experiment, change: Mapping[str, Any]) -> lab.Experiment:
-    """The experiment with other settings, by dotted names; checked as a new one would be."""
+    """Return the experiment with changed settings, by dotted names; it is checked like a new one."""
     fields = {name: getattr(experiment, name) for name in _names(experiment)}
     for name, value in change.items():
         first, _, rest = name.partition(".")
@@ -174,7 +176,7 @@ def with_changes(experiment: lab.Experiment, change: Mapping[str, Any]) -> lab.E
 
 
 def _with_faster_devices(network: lab.Network, name: str, value: Mapping[str, Any]) -> lab.Network:
-    """The network with devices that are so many times as fast."""
+    """Return the network with devices that are several times as fast."""
     devices = known_devices(network)
     if name == "network.server" and "faster" in value:
         own = devices[network.server]
@@ -196,7 +198,7 @@ def _with_faster_loading(device: Device, times: float) -> Device:
 
 
 def _fits(experiment: lab.Experiment, remedy: Remedy) -> bool:
-    """Whether the lab can run it with this experiment."""
+    """Return whether the lab can run the remedy with this experiment."""
     try:
         apply_remedy(experiment, remedy)
     except ConfigError:
@@ -205,7 +207,7 @@ def _fits(experiment: lab.Experiment, remedy: Remedy) -> bool:
 
 
 def _table(experiment: lab.Experiment) -> dict[str, Any]:
-    """The experiment as a nested table, without objects of the user's own."""
+    """Return the experiment as a nested table, without the user's own objects."""
     return {name: msgspec.to_builtins(part) for name, part in _parts(experiment)}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: round after round, watched, saved, and the same to the last bit whenever it is run again."""
+"""Run an experiment round by round: observed, saved, and reproducible to the last bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedvitals.protocols import NullObserver, Observer
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """How one round went."""
+    """The outcome of one round."""
 
     number: int
     seconds: float
@@ -37,6 +37,8 @@ class Round:
 
 @dataclass
 class Result:
+    """The outcome of an experiment: its model and its rounds."""
+
     experiment: Experiment
     model: torch.nn.Module  # with the last global weights
     state: Tensor  # the same, flat, on the CPU
@@ -45,7 +47,7 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """On the test set, when it was last looked at."""
+        """The last accuracy on the test set, or None."""
         accuracies = [r.metrics["accuracy"] for r in self.rounds if "accuracy" in r.metrics]
         return accuracies[-1] if accuracies else None
 
@@ -64,13 +66,13 @@ def run(
     start: tuple[int, ServerState] | None = None,
     progress: Callable[[Round], None] | None = None,
 ) -> Result:
-    """Run an experiment to its end.
+    """Run an experiment to its end, and return its result.
 
-    `engine`: the name of one, or what makes one of the experiment's site. `device`: «cpu» or «cuda»; `precision`: what
-    products are computed in there, «float32», or «tf32» or «bfloat16». `data`: the folder of its data set.
-    `checkpoint`: a folder in which the state is saved after every round; with `resume` the run goes on from there, bit
-    for bit as if it had never stopped. `start`: a round to begin from, and all that is known before it: of another
-    run's tape. `progress` hears of every round.
+    `engine` is an engine's name, or a function that creates one for a site. `device` is «cpu» or «cuda»; `precision` is
+    what it computes products in: «float32», «tf32» or «bfloat16». `data` is the folder of the data set. The state is
+    saved into the folder `checkpoint` after every round; with `resume` the run continues from there, bit for bit as if
+    it had never stopped. `start` is a round to start from with the server's state before it, from another run's tape.
+    `progress` is called with every round.
     """
     result = None
     for result in rounds(
@@ -104,7 +106,7 @@ def rounds(
     resume: bool = False,
     start: tuple[int, ServerState] | None = None,
 ) -> Iterator[Result]:
-    """The same, one round at a time: the result so far, after each."""
+    """Like `run`, but yield the result so far after each round."""
     watching = NullObserver() if observer is None else observer
     _check_call(experiment, watching, checkpoint, resume=resume)
     site = prepare_site(experiment, data)
@@ -140,7 +142,9 @@ def rounds(
 
 
 def _announce(federation: Federation, data: object, *, begins: bool) -> None:
-    """What is to be known before the first round: what is wrong here, what is not done as asked, how to do it again."""
+    """Report what is known before the first round: planted faults, settings that differ from the request, how to
+    re-run.
+    """
     experiment, watching, engine = federation.experiment, federation.observer, federation.engine
     for fault in experiment.faults if begins else ():
         watching.truth(fault.truth(experiment.nodes))
@@ -152,7 +156,9 @@ def _announce(federation: Federation, data: object, *, begins: bool) -> None:
 
 
 def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
-    """The experiment's data, shares and first model, as its faults set it up; what cannot be run is refused here."""
+    """Return the experiment's data, partition and initial model with faults applied; raises ConfigError if it cannot be
+    run.
+    """
     site = Site.of(fault_table.apply_experiment(experiment), data)
     _check_faults(site)
     return site
@@ -173,7 +179,7 @@ def _check_call(experiment: object, observer: object, checkpoint: object, *, res
 
 
 def _check_faults(site: Site) -> None:
-    """Whatever a fault names must be there, before anything runs."""
+    """Raise ConfigError if a fault names something that does not exist."""
     e = site.experiment
     for fault in e.faults:
         fault_table.check_fault(fault, e.nodes, site.layout, e.local.iterations, e.rounds, site.dataset.classes)
@@ -190,7 +196,7 @@ def run_round(
     *,
     evaluate: bool = True,
 ) -> Round:
-    """`evaluate`: whether the new model is tested, where its turn is; a replay may do without."""
+    """Run one round and return its outcome. With `evaluate=False` the new model is not evaluated, as in a replay."""
     server, site, observer, watch = federation.server, federation.site, federation.observer, federation.watch
     began = time.perf_counter()
     federation.round, federation.losses = round_index, {}
@@ -238,7 +244,7 @@ def _evaluate(federation: Federation) -> dict[str, float]:
 
 
 def _evaluate_locally(federation: Federation) -> dict[str, float]:
-    """On every client's local test, each with the model that it would be given now."""
+    """Evaluate every client's local test, each with the model that it would receive now, and report the metrics."""
     shards, server = federation.site.shards, federation.server
     topology = federation.experiment.topology
     client_models = topology.models(federation) if hasattr(topology, "models") else {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the lab hands to a tape, where there is one: all that is known between two rounds, and every update between.
+"""Records lab runs on a tape: the state between rounds, and every update.
 
-With that, and the description of the experiment, each round can be run again to the last bit: every random number of
-the lab comes from a stream of (seed, purpose, round, node), so there is no state of any generator to keep.
+With these and the experiment's description, each round can be re-executed to the last bit: all random numbers of the
+lab come from streams of (seed, purpose, round, node), so no generator state needs to be recorded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ OPTIMIZER = "optimizer/"
 
 
 def rerun_settings(experiment: Experiment, engine: AnyEngine, data: object) -> dict[str, Any]:
-    """What re-executing needs. An experiment with objects of the user's own has no text: they must bring it again."""
+    """Return what re-execution needs. An experiment with the user's own objects has no text: they must be passed
+    again.
+    """
     try:
         text = experiment.to_toml()
     except ConfigError:
@@ -70,7 +72,7 @@ def messages(
     excluded: AbstractSet[Node],
     task_of: Mapping[Node, Task],
 ) -> None:
-    """A batch as it came: those that are of use, and those that are not."""
+    """Record a batch of updates as they arrived, usable or not."""
     recorder = federation.observer.recorder
     if recorder is None:
         return
@@ -102,7 +104,7 @@ def end(federation: Federation, metrics: Mapping[str, float]) -> None:
 
 
 def state_tensors_of(federation: Federation) -> State:
-    """Copies: memory may be changed in place."""
+    """Return copies of the federation's tensors, since memory may be changed in place."""
     server, layout = federation.server, federation.site.layout
     held: dict[str, Tensor] = {"model": server.model}
     held |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
@@ -112,7 +114,7 @@ def state_tensors_of(federation: Federation) -> State:
 
 
 def cpu_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of each tensor one on the CPU, in memory of its own; those of one shape come from a device together."""
+    """Return a copy of each tensor on the CPU; those of one shape are fetched from a device together."""
     copies = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
     on_device: dict[tuple[object, ...], list[int]] = {}
     for index, tensor in enumerate(copies):
@@ -125,7 +127,7 @@ def cpu_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def name_tensors(layout: StateLayout, tensor: Tensor) -> Mapping[str, Tensor]:
-    """By layer, where it is as long as the model or its weights; else (a count, a rate) as it is."""
+    """Return a vector by layer if it is as long as the model or its weights, else (a count, a rate) unchanged."""
     if tensor.dim() == 1 and len(tensor) in (layout.size, layout.weights):
         return NamedTensors(layout, tensor)
     return {"": tensor}
@@ -148,5 +150,5 @@ def _origin(server: ServerState, start: Tensor) -> str:
 
 
 def _optimizers(engine: AnyEngine) -> dict[str, Tensor]:
-    """The clients' own, where the experiment keeps them over the rounds."""
+    """Return the clients' optimiser states, where the experiment keeps them between rounds."""
     return engine.optimizers() if hasattr(engine, "optimizers") else {}

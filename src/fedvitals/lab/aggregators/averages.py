@@ -63,7 +63,9 @@ class Aggregator(Description, frozen=True):
 
 
 def check_update(state: Tensor, weight: float, node: Node, server: Tensor) -> None:
-    """Raise AggregationError if a state does not match the server's, or if its weight is not a valid number of samples."""
+    """Raise AggregationError if a state does not match the server's, or if its weight is not a valid number of
+    samples.
+    """
     if state.shape != server.shape or state.dtype != server.dtype:
         raise AggregationError(
             f"The update of {node} does not fit: got {list(state.shape)} of {state.dtype}, expected "

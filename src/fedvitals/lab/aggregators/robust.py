@@ -275,7 +275,9 @@ def column_blocks(states: Tensor | Sequence[Tensor], length: int) -> Iterator[sl
 
 
 def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: int) -> list[int]:
-    """Return the rows from the best Krum score to the worst; ties go to the earlier row, non-finite states come last."""
+    """Return the rows from the best Krum score to the worst; ties go to the earlier row, non-finite states come
+    last.
+    """
     count, needed = len(states), 2 * faulty + 3
     if count < needed:
         lower = f"lower `faulty` to {(count - 3) // 2}, or " if count >= 3 else ""

@@ -53,7 +53,9 @@ def _load_or_build(entry: Path, state: list[list[Any]], build: Callable[[], Arra
 
 
 def _fingerprint(path: Path) -> list[Any]:
-    """Return what reveals a changed file or folder without reading it: path, number of files, total size, newest time."""
+    """Return what reveals a changed file or folder without reading it: path, number of files, total size, newest
+    time.
+    """
     files = [path] if path.is_file() else [Path(root, name) for root, _, names in os.walk(path) for name in names]
     statuses = [file.stat() for file in files]
     newest = max((status.st_mtime_ns for status in statuses), default=0)

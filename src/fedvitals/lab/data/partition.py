@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitions of the training samples among clients: each sample goes to exactly one client, for training or local test."""
+"""Partitions of the training samples among clients: each sample goes to exactly one client, for training or local
+test.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +225,9 @@ def deal(
 
 
 def shard_tensors(dataset: Dataset, shard: Shard, part: Literal["train", "test"] = "train") -> tuple[Tensor, Tensor]:
-    """Return a client's samples as model inputs, with its camera's brightness and rotation applied, and their labels."""
+    """Return a client's samples as model inputs, with its camera's brightness and rotation applied, and their
+    labels.
+    """
     index = shard.train if part == "train" else shard.test
     x, y = dataset.inputs(dataset.x[index]), dataset.y[index]
     if shard.brightness != 1:

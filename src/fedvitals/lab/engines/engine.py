@@ -4,7 +4,7 @@
 | engine | how | for |
 | --- | --- | --- |
 | sequential | one client after the other, plain PyTorch | reading; the reference for the others |
-| reuse | models and optimisers created once, channels-last, fused; one process per core | convolutional and large models |
+| reuse | models created once, channels-last, fused; one process per core | convolutional and large models |
 | stacked | clients as a batch dimension | small models; CUDA |
 
 The engine «flower» trains on Flower's nodes, as «sequential» would: `hosts/flower/lab/engine.py`.
@@ -179,7 +179,9 @@ class Engine:
         return self._executor.plan.name if isinstance(self._executor, StackedExecutor) else None
 
     def optimizers(self) -> dict[str, Tensor]:
-        """Return the clients' optimiser states and step counts by name, where the experiment keeps them between rounds."""
+        """Return the clients' optimiser states and step counts by name, where the experiment keeps them between
+        rounds.
+        """
         kept = self._executor.kept if isinstance(self._executor, StackedExecutor) else {}
         tensors: dict[str, Tensor] = {}
         for node, (moments, steps) in kept.items():

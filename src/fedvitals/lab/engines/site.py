@@ -79,7 +79,9 @@ class Site:
         return fault_table.apply_data(e.faults, round_index, node, x, y, self.dataset.classes, e.seed)
 
     def order(self, node: Node, round_index: int, steps: int, batch: int, samples: int) -> Tensor:
-        """Return the sample indices of each mini-batch, [steps, batch]: consecutive shuffled passes, all batches full."""
+        """Return the sample indices of each mini-batch, [steps, batch]: consecutive shuffled passes, all batches
+        full.
+        """
         stream = streams.stream(self.experiment.seed, "batches", round_index, node)
         passes = math.ceil(steps * batch / samples)
         order = torch.cat([torch.randperm(samples, generator=stream) for _ in range(passes)])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fault is: whom it strikes, in which rounds, how hard; and the places of a training at which it can act.
+"""The base class of faults: which nodes a fault affects, in which rounds, and the hooks of a training where it can act.
 
-A fault overrides one hook, seldom two; what it does not override does nothing and costs nothing (`faults.any_at`).
-It has no memory: all it knows comes in through its hook, so that a resumed run goes on as if it had never stopped.
+A fault overrides one hook, rarely two; a hook that is not overridden costs nothing (`table.any_active`). A fault has no
+state: all it knows is passed to its hook, so that a resumed run continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Layer = int | str
 
 
 class ModelHistory(Protocol):
-    """What a client may remember of the federation: everybody has seen it."""
+    """The server's recent models, which every client has received."""
 
     weights: int  # how much of a state is trained; the rest are buffers, which a fault in an update leaves alone
 
     def model(self, rounds_ago: int) -> Tensor | None:
-        """The server's model at the beginning of this round (0) or of an earlier one; None: before the first."""
+        """Return the server's model at the start of this round (0) or of an earlier one, or None before the first."""
         ...
 
 
 class Fault(Description, frozen=True, kw_only=True):
-    """Something that goes wrong on `nodes` (names, or "all") from round `since` to `until`, both included."""
+    """A fault that affects `nodes` (names, or "all") from round `since` to `until`, both included."""
 
     nodes: tuple[str, ...] | str
     since: int = 0
@@ -69,15 +69,17 @@ class Fault(Description, frozen=True, kw_only=True):
         require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
 
     def active(self, round_index: int, node: Node) -> bool:
-        """Whether it strikes this node in this round."""
+        """Return whether it affects this node in this round."""
         return self.active_in_round(round_index) and (self.nodes == "all" or node in self.nodes)
 
     def active_in_round(self, round_index: int) -> bool:
-        """Whether it strikes anybody in this round."""
+        """Return whether it affects any node in this round."""
         return self.since <= round_index and (self.until is None or round_index <= self.until)
 
     def truth(self, nodes: Sequence[Node] = ()) -> dict[str, Any]:
-        """What is wrong, for the record that trials compare detectors with; "all" as the names of the federation."""
+        """Return the ground truth against which detectors are scored; "all" becomes the names of the federation's
+        nodes.
+        """
         settings = msgspec.structs.asdict(self)
         struck = settings.pop("nodes")
         if struck == "all":
@@ -87,54 +89,58 @@ class Fault(Description, frozen=True, kw_only=True):
 
     @property
     def history_rounds(self) -> int:
-        """How many rounds of the server's models it looks back on."""
+        """The number of earlier server models that it needs."""
         return 0
 
     # -- the hooks ----------------------------------------------------------------------------------------------------
 
     def experiment(self, experiment: Experiment) -> Experiment:
-        """The experiment with other settings: what is wrong is how the whole was set up."""
+        """Return the experiment with changed settings, for faults in the configuration of the whole run."""
         return experiment
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
-        """In place on the very first global model."""
+        """Change the initial global model in place."""
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The samples that the client trains on instead of its own."""
+        """Return the samples and labels that the client trains on instead of its own."""
         return x, y
 
     def local(self, settings: Local) -> Local:
-        """The settings that the client trains with instead of the experiment's."""
+        """Return the settings that the client trains with instead of the experiment's."""
         return settings
 
     def state(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
-        """In place on the state that the client begins from."""
+        """Change the state that the client starts from, in place."""
 
     def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:
-        """In place, after the backward pass and before clipping."""
+        """Change the gradients in place, after the backward pass and before clipping."""
 
     def step(self, step: int) -> None:
-        """Before a local iteration; may raise."""
+        """Act before a local iteration; may raise."""
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
-        """On what leaves the client. Fields are set anew; the tensors in them belong to others."""
+        """Change the client's outgoing update by assigning its fields. The tensors in them are shared and must not be
+        modified.
+        """
 
     def collude(
         self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
-        """As `update`, with the whole cohort at hand: all updates of the round, and who of them is struck."""
+        """Like `update`, but with all updates of the round at hand; `affected` names the nodes that this fault
+        controls.
+        """
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
-        """What becomes of the client's way through the network."""
+        """Return the client's journey through the network with the fault applied."""
         return journey
 
     def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:  # noqa: ARG002
-        """The server's new model instead of `after`; the first `weights` numbers are trained."""
+        """Return the server's new model instead of `after`; the first `weights` numbers are trained."""
         return after
 
 
 class RunFault(Fault, frozen=True, kw_only=True):
-    """A fault of how the whole was set up: there from the beginning to the end, and everywhere."""
+    """Base class of faults in the configuration of the whole run: they affect all nodes in all rounds."""
 
     nodes: tuple[str, ...] | str = "all"
     strikes: ClassVar[Literal["clients", "server", "run"]] = "run"
@@ -152,7 +158,7 @@ def _is_whole_number(value: object) -> bool:
 
 
 def require_within(fault: Fault, field: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """ConfigError unless the field is a number from `low` (or `above` it) up to `high`."""
+    """Raise ConfigError unless the field is a number from `low` (or `above` it) up to `high`."""
     value = getattr(fault, field)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = number and (value > low if above else value >= low) and value <= high and not math.isinf(value)
@@ -162,25 +168,25 @@ def require_within(fault: Fault, field: str, low: float, high: float = math.inf,
 
 
 def require_whole_number(fault: Fault, field: str, low: int) -> None:
-    """ConfigError unless the field is a whole number, `low` or more."""
+    """Raise ConfigError unless the field is an integer, `low` or more."""
     value = getattr(fault, field)
     fits = _is_whole_number(value) and value >= low
     require(fits, f"{field} of {kind_of(type(fault).__name__)}", value, f"a whole number, {low} or more")
 
 
 def require_some_nodes(fault: Fault) -> None:
-    """ConfigError when it strikes everybody: then there is nobody to copy, to hide among or to be set apart from."""
+    """Raise ConfigError if the fault affects all nodes, because it needs some that are unaffected."""
     name = kind_of(type(fault).__name__)
     require(fault.nodes != "all", f"nodes of {name}", fault.nodes, "a list of some of the clients")
 
 
 def weight_names(names: Sequence[str]) -> list[str]:
-    """The names of the weight tensors, first to last: those that an index counts."""
+    """Return the names of the weight tensors, first to last; layer indices refer to this list."""
     return [name for name in names if "weight" in name.rsplit(".", 1)[-1]]
 
 
 def layer_name(names: Sequence[str], layer: Layer) -> str | None:
-    """The tensor that is meant; None when there is none."""
+    """Return the name of the tensor that `layer` refers to, or None."""
     if isinstance(layer, str):
         return layer if layer in names else None
     weights = weight_names(names)
@@ -188,7 +194,7 @@ def layer_name(names: Sequence[str], layer: Layer) -> str | None:
 
 
 def missing_layer_message(layer: Layer, names: Sequence[str], kind: str) -> str:
-    """The sentence that answers a layer which does not exist."""
+    """Return the error message for a layer that does not exist."""
     weights = weight_names(names)
     if isinstance(layer, int):
         counted = ", ".join(f"{place} = {name}" for place, name in enumerate(weights))

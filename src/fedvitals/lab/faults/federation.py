@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with how the whole is set up, and with the server."""
+"""Faults in the configuration of the federation, and faults of the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Overfitting(RunFault, frozen=True):
-    """Far too much training on far too little: a client has `samples` samples and passes over them `epochs` times."""
+    """Too much training on too little data: a client has `samples` samples and trains on them for `epochs` epochs."""
 
     samples: int = 16
     epochs: int = 50
@@ -40,7 +40,7 @@ class Overfitting(RunFault, frozen=True):
 
 
 class ClientDrift(RunFault, frozen=True):
-    """Clients that pull apart: each knows few classes and trains long and fast before anybody averages."""
+    """Clients that drift apart: each knows few classes and trains long with a high rate between two aggregations."""
 
     classes: int = 2
     iterations: int = 100
@@ -81,7 +81,7 @@ class _ServerRate(Fault, frozen=True, kw_only=True):
 
 
 class ServerRateTooHigh(_ServerRate, frozen=True):
-    """A server learning rate that was never tuned: the server steps `factor` times as far as its rule says."""
+    """An untuned server learning rate: the server's step is `factor` times too large."""
 
     factor: float = 3.0
     issue: ClassVar[str] = "divergence"
@@ -92,7 +92,7 @@ class ServerRateTooHigh(_ServerRate, frozen=True):
 
 
 class ServerRateTooLow(_ServerRate, frozen=True):
-    """A server learning rate that was never tuned: the server takes only `factor` of the step that its rule says."""
+    """An untuned server learning rate: the server takes only `factor` of its step."""
 
     factor: float = 0.05
     issue: ClassVar[str] = "plateau"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong between a client and the server: the client's presence, its pace, its messages, its clock."""
+"""Faults between a client and the server: its availability, speed, messages and clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _happens(rate: float, stream: torch.Generator) -> bool:
 
 
 class DropOut(Fault, frozen=True):
-    """A phone that leaves its charger: the client is not there, in each round with this probability."""
+    """A client that is unavailable, in each round with this probability."""
 
     rate: float = 1.0
     family: ClassVar[Family] = "system"
@@ -35,7 +35,7 @@ class DropOut(Fault, frozen=True):
 
 
 class Straggler(Fault, frozen=True):
-    """An old or busy machine: the client computes `factor` times as long."""
+    """A slow or busy machine: the client computes `factor` times as long."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "system"
@@ -50,9 +50,9 @@ class Straggler(Fault, frozen=True):
 
 
 class Timeout(Fault, frozen=True):
-    """A connection that hangs: the upload takes so many seconds more.
+    """A connection that hangs: the upload takes this many seconds longer.
 
-    It is late where the network has a deadline; a server without one waits.
+    The update is late if the network has a deadline; a server without one waits.
     """
 
     seconds: float = 3600.0
@@ -83,9 +83,9 @@ class LostMessage(Fault, frozen=True):
 
 
 class CorruptedMessage(Fault, frozen=True):
-    """Bits that flip on the way: the receiver sees by a checksum that it cannot use the update, or (`silent`) does not.
+    """Flipped bits: a checksum tells the receiver that the update is unusable, or (`silent`) goes unnoticed.
 
-    Silently, one bit flips in a share of the numbers; a flip in the exponent may make a number huge, or no number.
+    If silent, one bit flips in a share of the numbers; a flip in the exponent may make a number huge or NaN.
     """
 
     rate: float = 1.0
@@ -116,7 +116,7 @@ class CorruptedMessage(Fault, frozen=True):
 
 
 class ClockSkew(Fault, frozen=True):
-    """A clock that is wrong: what the client tells bears another time, so many seconds later (or, below 0, earlier)."""
+    """A wrong clock: the client's timestamps are this many seconds late (or early, if negative)."""
 
     seconds: float = 3600.0
     family: ClassVar[Family] = "system"
@@ -131,7 +131,7 @@ class ClockSkew(Fault, frozen=True):
 
 
 class TelemetryLost(Fault, frozen=True):
-    """A firewall that lets only models through: the client trains and sends, but what it measures does not arrive."""
+    """A firewall that only passes models: the client trains and sends its update, but its telemetry is lost."""
 
     family: ClassVar[Family] = "system"
     issue: ClassVar[str] = "telemetry_lost"

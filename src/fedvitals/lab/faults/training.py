@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with local training itself: its settings, its gradients, its state, its machine."""
+"""Faults of local training: its settings, gradients, state and machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEGABYTE = 1 << 20
 
 
 class WrongLearningRate(Fault, frozen=True):
-    """A site with a configuration file of its own: its learning rate is `factor` times that of the others."""
+    """A client with its own configuration: its learning rate is `factor` times that of the others."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "client"
@@ -51,7 +51,7 @@ class WrongLearningRate(Fault, frozen=True):
 
 
 class FrozenLayer(Fault, frozen=True):
-    """A forgotten `requires_grad = False`: one layer gets no gradient, so it comes back as it went."""
+    """A forgotten `requires_grad = False`: one layer gets no gradient and stays unchanged."""
 
     layer: Layer = 0
     family: ClassVar[Family] = "client"
@@ -85,9 +85,9 @@ class NotFinite(Fault, frozen=True):
 
 
 class BrokenBatchNorm(Fault, frozen=True):
-    """Statistics of other data: the running mean is shifted and the running variance too large, by `factor`.
+    """Wrong batch norm statistics: the running mean is shifted and the running variance too large, by `factor`.
 
-    Training in batches does not see it, so only who evaluates the average model does.
+    Training in batches does not use them, so only an evaluation of the averaged model reveals the fault.
     """
 
     factor: float = 1000.0
@@ -117,7 +117,7 @@ class BrokenBatchNorm(Fault, frozen=True):
 
 
 class Crash(Fault, frozen=True):
-    """A bug in a site's own code: an exception in the midst of local training."""
+    """A bug in a client's own code: an exception during local training."""
 
     at_step: int = 0
     message: str = "an error on purpose, made by the lab"
@@ -134,7 +134,9 @@ class Crash(Fault, frozen=True):
 
 
 class MemoryHog(Fault, frozen=True):
-    """A leak, or another program on the machine: so many megabytes are taken at a step, or (`fatal`) are not there."""
+    """A leak, or another program on the machine: this many megabytes are allocated at a step, or (`fatal`) cannot
+    be.
+    """
 
     megabytes: int = 256
     at_step: int = 0
@@ -156,7 +158,7 @@ class MemoryHog(Fault, frozen=True):
 
 
 class DiskFull(Fault, frozen=True):
-    """A site that cannot write its checkpoint: no space left on its disk."""
+    """A client that cannot write its checkpoint: no space left on its disk."""
 
     at_step: int = 0
     family: ClassVar[Family] = "system"
@@ -175,12 +177,12 @@ class DiskFull(Fault, frozen=True):
 
 
 def _matrices(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Weights of linear and convolutional layers: those of a norm are no initialisation to scale."""
+    """Return the weights of linear and convolutional layers; those of norms are left out."""
     return [tensors[name] for name in weight_names([*tensors]) if tensors[name].dim() >= 2]
 
 
 class ExplodingInitialisation(RunFault, frozen=True):
-    """A wrong gain in the initialisation: every weight matrix of the first model is `factor` times too large."""
+    """A wrong gain in the initialisation: every weight matrix of the initial model is `factor` times too large."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "gradient"
@@ -196,7 +198,7 @@ class ExplodingInitialisation(RunFault, frozen=True):
 
 
 class VanishingInitialisation(RunFault, frozen=True):
-    """A wrong gain in the initialisation: every weight matrix of the first model is `factor` of what it should be."""
+    """A wrong gain in the initialisation: every weight matrix of the initial model is scaled by `factor`, below 1."""
 
     factor: float = 0.01
     family: ClassVar[Family] = "gradient"
@@ -213,7 +215,7 @@ class VanishingInitialisation(RunFault, frozen=True):
 
 
 class _Units(RunFault, frozen=True):
-    """Units of one layer that begin where their activation has no slope."""
+    """Base class of faults in which units of one layer start where their activation has no slope."""
 
     share: float = 0.9
     layer: Layer = 0
@@ -236,7 +238,7 @@ class _Units(RunFault, frozen=True):
             )
 
     def biases(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The layer's biases, and which of its units are struck."""
+        """Return the layer's biases, and the indices of the affected units."""
         self.check_tensors(tuple(tensors))
         bias = tensors[_bias(layer_name([*tensors], self.layer) or "")]
         return bias, torch.randperm(len(bias), generator=stream)[: max(1, round(self.share * len(bias)))]
@@ -248,9 +250,9 @@ def _bias(weight: str) -> str:
 
 
 class DeadUnits(_Units, frozen=True):
-    """ReLUs that a large step has killed: the biases of a share of a layer's units are far below 0.
+    """Dead ReLUs: the biases of a share of a layer's units are far below 0.
 
-    With LeakyReLU they still have a slope, and live.
+    With LeakyReLU such units still have a slope and recover.
     """
 
     issue: ClassVar[str] = "dead_units"
@@ -261,7 +263,9 @@ class DeadUnits(_Units, frozen=True):
 
 
 class SaturatedUnits(_Units, frozen=True):
-    """Sigmoid or tanh units at their end stops: the biases of a share of a layer's units are far from 0, up or down."""
+    """Saturated sigmoid or tanh units: the biases of a share of a layer's units are far from 0, positive or
+    negative.
+    """
 
     issue: ClassVar[str] = "saturated_units"
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with what a client sends: by accident, out of laziness, or on purpose.
+"""Faults of the update that a client sends: by accident, by free riding, or by an attack.
 
-An update is what was trained minus what it was trained from. Faults act on the weights; buffers stay the client's own,
-since a mirrored variance would be negative and give the fault away. `update.state` is replaced, never written into.
+An update is the trained state minus the state it was trained from. Faults change the weights only: a mirrored variance
+in the buffers would be negative and reveal the fault. `update.state` is replaced, never modified.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from fedvitals.lab.faults.fault import (
 
 
 def _change(update: Update, weights: int) -> Tensor:
-    """What the client has learnt."""
+    """Return what the client has learnt: its trained weights minus those it started from."""
     return update.state[:weights] - update.start[:weights]
 
 
 def _send(update: Update, change: Tensor) -> None:
-    """Let the client send this change instead of its own."""
+    """Make the client send this change instead of its own."""
     weights = len(change)
     update.state = torch.cat((update.start[:weights] + change, update.state[weights:]))
 
 
 def _noise(like: Tensor, norm: Tensor | float, stream: torch.Generator) -> Tensor:
-    """Gaussian noise of about this norm: drawn on the CPU, so that it is the same wherever the update lies."""
+    """Return Gaussian noise of about this norm, drawn on the CPU so that it is the same on every device."""
     drawn = torch.randn(like.shape, generator=stream, dtype=like.dtype).to(like.device)
     return drawn * (norm / math.sqrt(max(len(like), 1)))
 
 
 class StaleUpdate(Fault, frozen=True):
-    """A client that has missed the last rounds: it adds what it learns to the server's model of `rounds` rounds ago.
+    """A client that missed the last rounds: it adds what it learns to the server's model of `rounds` rounds ago.
 
-    What it learns is learnt from today's model. A client that really trained on the old one would need a second
-    training, or to have kept its earlier updates; a run that goes on after a stop has neither. What a server sees of
-    a stale client, a model that pulls back towards where all have been, is the same.
+    What it learns is learnt from the current model: training on the old one would need a second training or kept
+    updates, and a resumed run has neither. To the server both look the same: a model that pulls back towards an earlier
+    one.
     """
 
     rounds: int = 3
@@ -75,9 +75,9 @@ class StaleUpdate(Fault, frozen=True):
 
 
 class FreeRider(Fault, frozen=True):
-    """A client that wants the model and does not train: it sends the server's last step again, with a little noise.
+    """A client that wants the model without training: it repeats the server's last step, with a little noise.
 
-    In the first round there is no step to send again, and it returns what it got.
+    In the first round there is no step to repeat, and it returns the model unchanged.
     """
 
     noise: float = 0.05  # of the step's norm
@@ -118,7 +118,7 @@ class SignFlip(Fault, frozen=True):
 
 
 class Scaling(Fault, frozen=True):
-    """An attacker who wants to be heard, or a sum sent for a mean: the update times a factor."""
+    """An attacker who wants more influence, or a sum sent as a mean: the update times a factor."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "client"
@@ -134,7 +134,9 @@ class Scaling(Fault, frozen=True):
 
 
 class Gaussian(Fault, frozen=True):
-    """An attacker without knowledge: noise of `strength` times the update's norm, in its place or (`add`) on top."""
+    """An attacker without knowledge: noise of `strength` times the update's norm, instead of it or (`add`) added to
+    it.
+    """
 
     strength: float = 2.0
     add: bool = False
@@ -152,7 +154,7 @@ class Gaussian(Fault, frozen=True):
 
 
 class WrongSampleCount(Fault, frozen=True):
-    """A client that counts wrongly, or wants more weight: it claims `factor` times the samples that it has."""
+    """A client that counts wrongly, or wants more weight: it claims `factor` times its number of samples."""
 
     factor: float = 20.0
     family: ClassVar[Family] = "client"
@@ -168,7 +170,7 @@ class WrongSampleCount(Fault, frozen=True):
 
 
 class ZeroWeight(RunFault, frozen=True):
-    """A data set that was not mounted: every client says that it has no samples, and nothing can be averaged."""
+    """A data set that was not mounted: every client reports no samples, and nothing can be averaged."""
 
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "zero_total_weight"
@@ -178,7 +180,7 @@ class ZeroWeight(RunFault, frozen=True):
 
 
 class ShapeMismatch(Fault, frozen=True):
-    """A site with another version of the model: its update is `missing` numbers too short."""
+    """A client with another version of the model: its update is `missing` numbers too short."""
 
     missing: int = 1
     family: ClassVar[Family] = "aggregation"
@@ -194,7 +196,7 @@ class ShapeMismatch(Fault, frozen=True):
 
 
 class DtypeMismatch(Fault, frozen=True):
-    """A site that trains in another precision, and sends its numbers in it."""
+    """A client that trains in another precision and sends its numbers in it."""
 
     dtype: Literal["float64", "float16", "bfloat16"] = "float64"
     family: ClassVar[Family] = "aggregation"
@@ -214,7 +216,7 @@ class DtypeMismatch(Fault, frozen=True):
 
 
 def _honest(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
-    """Those whose updates can be copied or added up."""
+    """Return the updates of unaffected clients that can be copied or averaged."""
     return [
         update
         for update in updates
@@ -229,7 +231,7 @@ def _struck(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]
 
 
 class Duplicate(Fault, frozen=True):
-    """A client that copies: it sends a peer's update (`of`, or one drawn anew in each round), with a little noise."""
+    """A client that copies: it sends a peer's update (`of`, or a random one in each round), with a little noise."""
 
     of: str | None = None
     noise: float = 0.0  # of the update's norm
@@ -258,11 +260,11 @@ class Duplicate(Fault, frozen=True):
 
 
 class LittleIsEnough(Fault, frozen=True):
-    """Attackers who know the others: all send the mean minus `deviations` times the spread, inside of what is usual.
+    """Colluding attackers: all send the mean minus `deviations` standard deviations, within the usual range.
 
-    «A little is enough», Baruch, Baruch and Goldberg 2019. Without `deviations`, as many as the paper's formula gives
-    for the number of attackers and clients: then a majority is still nearer to them than to the mean. For few attackers
-    that is 0, and they send the mean, which harms nobody.
+    «A little is enough», Baruch, Baruch and Goldberg 2019. Without `deviations`, the paper's formula for the number of
+    attackers and clients is used: then a majority is still closer to them than to the mean. For few attackers that is
+    0, and they send the mean, which does no harm.
     """
 
     deviations: float | None = None
@@ -276,7 +278,11 @@ class LittleIsEnough(Fault, frozen=True):
             require_within(self, "deviations", 0, above=True)
 
     def collude(
-        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+        self,
+        updates: Sequence[Update],
+        affected: Sequence[Node],
+        past: ModelHistory,
+        stream: torch.Generator,  # noqa: ARG002
     ) -> None:
         honest, struck = _honest(updates, affected), _struck(updates, affected)
         if not honest or not struck:
@@ -296,9 +302,10 @@ class LittleIsEnough(Fault, frozen=True):
 
 
 class InnerProduct(Fault, frozen=True):
-    """Attackers who know the others: all send the mean of the honest updates backwards, `strength` times as long.
+    """Colluding attackers: all send the mean of the honest updates with reversed sign, `strength` times as long.
 
-    «Fall of empires», Xie, Koyejo and Gupta 2019: it makes the inner product of the average with the truth negative.
+    «Fall of empires», Xie, Koyejo and Gupta 2019: it makes the inner product of the aggregate with the true mean
+    negative.
     """
 
     strength: float = 0.5
@@ -311,7 +318,11 @@ class InnerProduct(Fault, frozen=True):
         require_within(self, "strength", 0, above=True)
 
     def collude(
-        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+        self,
+        updates: Sequence[Update],
+        affected: Sequence[Node],
+        past: ModelHistory,
+        stream: torch.Generator,  # noqa: ARG002
     ) -> None:
         honest = _honest(updates, affected)
         if honest:

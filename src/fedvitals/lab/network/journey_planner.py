@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every client's way through a round on the virtual clock: who is in time, who is late, away or lost.
+"""Plans every client's journey through a round on the virtual clock: who is in time, late, absent or lost.
 
-Journeys are known before anybody trains, since they do not depend on the weights. So a client whose update would not
-be used is not trained at all: as in a real deployment, what it measured rides in the message that did not come.
+Journeys are known before anybody trains, since they do not depend on the weights. A client whose update would not be
+used is therefore not trained at all: as in a real deployment, its telemetry is lost with its message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ UNUSED_EVENTS = {
 
 
 class JourneyPlanner:
-    """Without a network in the experiment nothing takes time, but a fault of the links still finds one to strike."""
+    """Plans the journeys of a federation's clients.
+
+    Without a network in the experiment nothing takes time, but faults of the links still apply to a default one.
+    """
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -46,7 +49,7 @@ class JourneyPlanner:
             self.flops = site.flops  # counted now: that takes a second, which is no round's
 
     def journey_of(self, round_index: int, task: Task, node: Node, began: float = 0.0, queue: float = 0.0) -> Journey:
-        """The way of one client of a task."""
+        """Return the journey of one client of a task."""
         assert self.network is not None  # noqa: S101 - asked by the caller
         e, site = self._site.experiment, self._site
         settings = fault_table.apply_local(e.faults, round_index, node, task.local or e.local)
@@ -70,7 +73,7 @@ class JourneyPlanner:
         return fault_table.apply_journey(e.faults, round_index, journey, e.seed)
 
     def plan_round(self, round_index: int, tasks: Sequence[Task], began: float) -> RoundTiming:
-        """A synchronous round of these tasks, which begins now."""
+        """Plan a synchronous round of these tasks that begins now, and return its timing."""
         assert self.network is not None  # noqa: S101
         e, sent = self._site.experiment, 0  # models that the server has sent
         self.journeys, self.edge_transfers = {}, {}
@@ -100,12 +103,12 @@ class JourneyPlanner:
         return self.timings[-1]
 
     def sending_seconds(self, receivers: int) -> float:
-        """Until the server has sent the model to so many."""
+        """Return the seconds until the server has sent the model to this many receivers."""
         assert self.network is not None  # noqa: S101
         return virtual_clock.sending_seconds(self.network, self.bytes, receivers)
 
     def evaluate(self) -> float:
-        """Add a test of the model at the server to the round; gives how long that takes."""
+        """Add an evaluation at the server to the round; returns its seconds."""
         if not self.timings or self.network is None:
             return 0.0
         seconds = virtual_clock.evaluation_seconds(
@@ -115,12 +118,12 @@ class JourneyPlanner:
         return seconds
 
     def upload_bytes(self) -> int:
-        """Of an update on the wire."""
+        """Return the bytes of an encoded update."""
         compression, layout = self._site.experiment.compression, self._site.layout
         return self.bytes if compression is None else update_bytes(compression, layout.size, layout.weights)
 
     def edge_seconds(self, sender: Node, receiver: Node) -> float | None:
-        """Of a model between an edge node and the server, where that way takes time."""
+        """Return the seconds of a model's transfer between an edge node and the server, or None if it takes no time."""
         if sender == "server" and receiver in self.edge_transfers:
             return self.edge_transfers[receiver].download or None
         return (
@@ -131,7 +134,7 @@ class JourneyPlanner:
 
 
 def drop_unused(tasks: Sequence[Task], timing: RoundTiming, observer: Observer) -> list[Task]:
-    """The tasks with those members whose updates will be used; of the others the observer hears."""
+    """Return the tasks without the members whose updates will not be used, and report those to the observer."""
     for field, (name, words) in UNUSED_EVENTS.items():
         for node in getattr(timing, field):
             whose = node if field == "absent" else f"{node}'s update"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A synchronous round on the virtual clock: when it ends, who is in it, and what everybody did all the time.
+"""The timing of a synchronous round on the virtual clock: when it ends, whose update is used, and what each node did.
 
 Every node's parts add up to the round's length exactly, since all times are whole ticks.
 """
@@ -20,7 +20,7 @@ STAGES = ("queue", "download", "data", "compute", "upload")  # of a journey, in 
 
 @dataclass(frozen=True, slots=True)
 class GroupTiming:
-    """An edge node, cluster or ring: from the round's beginning until what it has is at the server."""
+    """The timing of an edge node, cluster or ring: from the round's start until its update is at the server."""
 
     name: str
     parts: Mapping[str, float]  # queue, download, wait (for its members), upload
@@ -33,7 +33,7 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """Times in seconds after `began`."""
+    """The timing of one synchronous round; times in seconds after `began`."""
 
     began: float
     journeys: tuple[Journey, ...]
@@ -58,11 +58,11 @@ class RoundTiming:
         return self.began + self.seconds
 
     def parts(self, journey: Journey) -> dict[str, float]:
-        """What a client did, in sequence; they add up to the round."""
+        """Return the seconds of what a client did, in order; they add up to the round."""
         return journey_parts(journey, self.collected, self.seconds)
 
     def server_parts(self) -> dict[str, float]:
-        """The same of the server."""
+        """Return the seconds of what the server did."""
         parts = {"wait": self.closed, "aggregate": self.aggregate, "evaluate": self.evaluate}
         return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
@@ -76,12 +76,12 @@ def time_synchronous_round(
     aggregate: float = 0.0,
     edge_transfers: Mapping[str, EdgeTransfer] | None = None,
 ) -> RoundTiming:
-    """When the round ends, and who is in it.
+    """Determine when the round ends, and whose updates are used.
 
-    Updates are taken until `needed` usable ones are there (all, unless told), or for `deadline` seconds; less long if
-    nothing is under way any more. Who is not available says so at once; of a lost update one learns at the deadline, or
-    without one when it would have come. Edge nodes with a way of their own (`edge_transfers`, by name) then send what they have:
-    the deadline is for clients.
+    Updates are accepted until `needed` usable ones have arrived (by default all), or until `deadline` seconds have
+    passed; the round ends earlier if no more can arrive. An unavailable client is known at once; a lost update is
+    noticed at the deadline, or without one when it would have arrived. Edge nodes with their own transfers
+    (`edge_transfers`, by name) then send what they have: the deadline applies to clients only.
     """
     under_way = sorted(
         (journey for journey in journeys if journey.available),
@@ -130,9 +130,10 @@ def time_groups(
     edge_transfers: Mapping[str, EdgeTransfer],
     chosen: set[Node],
 ) -> tuple[GroupTiming, ...]:
-    """Every group's time, from journeys in the order of their arrival; one that has nothing to send sends nothing.
+    """Return every group's timing, from journeys in the order of their arrival; a group without updates sends nothing.
 
-    `last`: whose arrival was enough for all, if one's was; a group that misses a member waits no longer than that.
+    `last` is the client whose arrival completed the round, if any; a group that misses a member waits no longer than
+    that.
     """
     members: dict[str, list[Journey]] = {}
     for journey in under_way:
@@ -152,7 +153,7 @@ def time_groups(
 
 
 def journey_parts(journey: Journey, cut: float, seconds: float) -> dict[str, float]:
-    """What a client did in so many seconds; after `cut` of them it is not heard any more, and waits."""
+    """Return what a client did in this many seconds; after `cut` of them it is no longer heard, and waits."""
     if not journey.available:
         return {"away": seconds} if seconds > 0 else {}
     parts, at = {}, 0.0
@@ -167,18 +168,18 @@ def journey_parts(journey: Journey, cut: float, seconds: float) -> dict[str, flo
 
 
 def journey_seconds(journey: Journey) -> float:
-    """A journey's length in whole ticks; a fault may have put in any number."""
+    """Return a journey's length in whole ticks, since a fault may have set any number."""
     return sum(to_ticks(getattr(journey, name)) for name in STAGES)
 
 
 def clock_offset(journey: Journey) -> Offset:
-    """What the four times of the exchange say of the client's clock."""
+    """Return what the four timestamps of the exchange say about the client's clock."""
     ahead = journey.clock_offset
     return Offset(ahead - journey.upload, ahead + journey.queue + journey.download)
 
 
 def time_metrics(journey: Journey) -> dict[str, float]:
-    """What a server reads from the times that stand in a client's message, and those of its own clock around them."""
+    """Return the metrics that a server derives from the timestamps in a client's message and its own clock."""
     metrics = {"time.client_virtual": journey.total, "time.compute_virtual": journey.compute}
     error = clock_offset(journey).beyond_doubt
     # Ticks of 2⁻²⁰ s: what is below a thousandth is rounding.

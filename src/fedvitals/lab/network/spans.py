@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the observer hears of the virtual clock: a span for each node and round, with its parts (`time_parts`)."""
+"""Report the virtual clock to the observer: a span for each node and round, with its parts (`time_parts`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MEASURED = ("queue", "download", "data", "upload", "wait")  # parts that become 
 
 
 def record_round_spans(timings: Sequence[RoundTiming], observer: Observer, *, metrics: bool) -> None:
-    """The round as spans: the whole, the server, groups, and everybody's journey; `metrics`: also as scalars."""
+    """Record the spans of a round: the whole, the server, groups and every client's journey; `metrics`: also as
+    scalars.
+    """
     if not timings:
         return
     began, seconds = timings[0].began, timings[-1].ends - timings[0].began
@@ -50,6 +52,7 @@ def record_round_spans(timings: Sequence[RoundTiming], observer: Observer, *, me
 def record_server_span(
     observer: Observer, round_span: str | None, began: float, seconds: float, timings: Sequence[RoundTiming]
 ) -> None:
+    """Record the server's span with its parts."""
     parts: dict[str, float] = {}
     for table in timings:
         for name, spent in table.server_parts().items():
@@ -71,7 +74,7 @@ def record_journey_span(
     waited_for: Node | None,
     trouble: Mapping[str, bool],
 ) -> None:
-    """A client's way as its parent sees it, by the server's clock; what is known of the client's own stands beside."""
+    """Record a client's journey by the server's clock, with the offset of the client's own clock as an attribute."""
     more: dict[str, object] = {**trouble}
     if "wait" in parts and waited_for is not None:
         more["waited_for"] = waited_for
@@ -86,5 +89,5 @@ def record_journey_span(
 
 
 def part_metrics(parts: Mapping[str, float]) -> dict[str, float]:
-    """The parts of a journey as scalars, those that took time."""
+    """Return the parts of a journey that took time, as scalars."""
     return {f"time.{name}": parts[name] for name in MEASURED if name in parts}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long everything would have taken: a virtual clock from links, devices and chance, without any sleeping.
+"""The virtual clock: how long a round would take, from links, devices and random variation, without sleeping.
 
-A node's link and device are drawn once from (seed, node), a journey's chances from (seed, round, node): neither the
-number of processes nor the other clients change them. Times are whole ticks of 2⁻²⁰ s, so that sums of them are exact.
+A node's link and device are drawn once from (seed, node), a journey's variation from (seed, round, node): neither the
+number of processes nor the other clients change them. Times are whole ticks of 2⁻²⁰ s, so that their sums are exact.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Choice = str | dict[str, float]
 
 
 class Network(Description, frozen=True):
-    """Links and devices of the nodes, and how a round deals with the slow and the absent.
+    """The links and devices of the nodes, and how a round treats slow and absent ones.
 
     `links` and `devices` are one name, or shares of names from which each node draws: `{"4g": 0.7, "3g": 0.3}`.
-    `profiles` adds own ones by name; `overrides` gives single nodes theirs: `{"c3": ["lora", "phone"]}`.
+    `profiles` adds custom ones by name; `overrides` sets them for single nodes: `{"c3": ["lora", "phone"]}`.
     """
 
     links: Choice = "fibre"
@@ -75,13 +75,13 @@ class Network(Description, frozen=True):
         msgspec.structs.force_setattr(self, "overrides", overrides)
 
     def selected(self, needed: int, clients: int) -> int:
-        """How many clients to ask in order to hear from `needed` of them."""
+        """Return how many clients to select in order to receive `needed` updates."""
         return min(clients, math.ceil(needed * self.over_selection - 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """One client's round: the model comes, is trained, and goes back. Times in virtual seconds."""
+    """One client's round: it downloads the model, trains it, and uploads the update. Times in virtual seconds."""
 
     node: Node
     began: float = 0.0
@@ -116,7 +116,7 @@ class Journey:
 
 @dataclass(frozen=True, slots=True)
 class EdgeTransfer:
-    """An edge node's own way to the server and back, in virtual seconds."""
+    """An edge node's own transfers from and to the server, in virtual seconds."""
 
     queue: float = 0.0
     download: float = 0.0
@@ -124,7 +124,7 @@ class EdgeTransfer:
 
 
 def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
-    """The node's link and device, the same in every round."""
+    """Return the node's link and device, which are the same in every round."""
     chance = numpy_stream(seed, "network profile", node)
     link_draw, device_draw, *normals = [*chance.random(2), *chance.standard_normal(2)]
     links, devices = known_links(network), known_devices(network)
@@ -162,9 +162,10 @@ def plan_journey(
     line: float | None = None,
     group: str | None = None,
 ) -> Journey:
-    """What the node's round takes. Bytes are totals of all `messages` each way, each of which pays the latency.
+    """Return the journey of a node in a round. Bytes are totals over all `messages` each way, each with its own
+    latency.
 
-    `samples` are read and prepared; `line`: bits per second of who sends the first message, if that can be too few.
+    `samples` is how many are read and prepared; `line` is the sender's bandwidth in bits per second, if it is limited.
     """
     link, device = profile_of(network, node, seed)
     # Drawn always and in this order, so that one setting does not shift the chances of another.
@@ -197,7 +198,7 @@ def plan_journey(
 
 
 def sending_seconds(network: Network, size: int, receivers: int) -> float:
-    """What the server's line takes to send so many bytes to so many receivers, one after the other."""
+    """Return the seconds that the server's line needs to send this many bytes to the receivers, one after the other."""
     line = network.server_bits_per_second
     return 0.0 if line is None else to_ticks(8 * size * receivers / line)
 
@@ -205,7 +206,7 @@ def sending_seconds(network: Network, size: int, receivers: int) -> float:
 def edge_transfer(
     network: Network, edge: Node, round_index: int, size: int, seed: int, queue: float = 0.0
 ) -> EdgeTransfer:
-    """How an edge node gets a model of `size` bytes from the server, and sends one back."""
+    """Return the times in which an edge node receives a model of `size` bytes from the server and sends one back."""
     links, line = known_links(network), network.server_bits_per_second or math.inf
     own = any(name in links for name in network.overrides.get(edge, ()))
     if network.edge_links is None and not own:
@@ -220,32 +221,32 @@ def edge_transfer(
 
 
 def evaluation_seconds(network: Network, samples: int, flops: float) -> float:
-    """What testing the model takes at the server, so many operations a sample."""
+    """Return the seconds that evaluating the model takes at the server."""
     return to_ticks(samples * flops / known_devices(network)[network.server].flops_per_second)
 
 
 def aggregation_seconds(network: Network, updates: int, size: int) -> float:
-    """What averaging takes at the server: one multiplication and one addition for each value of each update."""
+    """Return the seconds of averaging at the server: a multiplication and an addition per value of each update."""
     return to_ticks(2 * updates * size / known_devices(network)[network.server].flops_per_second)
 
 
 def to_ticks(seconds: float) -> float:
-    """The nearest whole tick; what never ends stays so."""
+    """Round seconds to the nearest whole tick; infinity stays infinite."""
     return seconds if math.isinf(seconds) else round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
 
 
 def known_links(network: Network) -> dict[str, Link]:
-    """All links by name: the ready-made, and the experiment's own, which come first."""
+    """Return all links by name; the experiment's own take precedence over the built-in ones."""
     return {**LINKS, **{name: profile for name, profile in network.profiles.items() if isinstance(profile, Link)}}
 
 
 def known_devices(network: Network) -> dict[str, Device]:
-    """All devices by name, in the same way."""
+    """Return all devices by name; the experiment's own take precedence over the built-in ones."""
     return {**DEVICES, **{name: profile for name, profile in network.profiles.items() if isinstance(profile, Device)}}
 
 
 def check_choice(choice: Choice, known: Iterable[str], what: str) -> None:
-    """Refuses names that do not exist and shares that are none."""
+    """Raise ConfigError for unknown names and invalid shares."""
     for name in (choice,) if isinstance(choice, str) else choice:
         if name not in known:
             raise ConfigError(unknown(what, name, known))
@@ -256,7 +257,7 @@ def check_choice(choice: Choice, known: Iterable[str], what: str) -> None:
 
 
 def draw_name(choice: Choice, draw: float) -> str:
-    """The name at this place between 0 and 1; names in order, since equal descriptions must draw alike."""
+    """Return the name at this position between 0 and 1; names are sorted, so that equal descriptions draw alike."""
     if isinstance(choice, str):
         return choice
     names = sorted(name for name, share in choice.items() if share > 0)

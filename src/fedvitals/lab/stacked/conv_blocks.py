@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small CNNs of many clients, their convolutions by our own kernel: imported where there is Triton, so on CUDA."""
+"""Small CNNs of many clients, with convolutions by our own Triton kernel; importable only with Triton, so on CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _PRODUCTS = {"float32": "tf32x3", "tf32": "tf32", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class ConvBlocks(AutogradPlan):
-    """`blocks` by the name of their convolution, then dense layers by name, each with what follows it."""
+    """A plan for CNNs: `blocks` by the name of their convolution, then dense layers by name, each with its
+    activation.
+    """
 
     blocks: tuple[tuple[str, Block], ...]
     dense: tuple[tuple[str, nn.Module | None], ...]
@@ -25,7 +27,7 @@ class ConvBlocks(AutogradPlan):
 
     @classmethod
     def of(cls, module: nn.Module, precision: str) -> ConvBlocks | None:
-        """None where the module is something else."""
+        """Return the plan for a module, or None if the module has another structure."""
         if not isinstance(module, nn.Sequential):
             return None
         layers = [*module.named_children()]
@@ -60,7 +62,10 @@ class ConvBlocks(AutogradPlan):
 
 
 def _block(layers: list[nn.Module]) -> Block | None:
-    """A convolution, and pooling and activation in either order: both rise, so the largest stays the largest."""
+    """Return the fused block for a convolution with pooling and activation in either order, or None.
+
+    Both orders give the same result, since the activation is non-decreasing.
+    """
     if len(layers) < 3:
         return None
     convolution, pool, activation = layers[0], *sorted(layers[1:], key=lambda m: not isinstance(m, nn.MaxPool2d))

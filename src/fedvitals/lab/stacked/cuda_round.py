@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stack's steps on CUDA: captured once for a shape, replayed for every step of every round.
+"""The steps of a stack on CUDA: captured once for a shape, and replayed for every step of every round.
 
-Started one by one, a step's kernels leave the device waiting for Python most of the time. So the memory of a step (a
-*buffers*) is kept, and what is done in it is captured as graphs: gradients with losses, then clipping and statistics, then
-the optimiser. Whatever differs from step to step is looked up on the device, in tables made before the round, at the
-line that a counter there names. Who has fewer steps than the others, or has failed, rests by its line in the table; a
-stack with fewer clients than the buffers has leaves rows at rest. So neither needs a graph of its own.
+Started one by one, a step's kernels leave the device waiting for Python most of the time. Therefore the memory of a
+step (`CudaBuffers`) is kept, and its work is captured as graphs: gradients with losses, then clipping and statistics,
+then the optimiser. Everything that differs from step to step is read on the device from tables written before the
+round, at the row given by a counter on the device. A client that has fewer steps than the others, or has failed, idles
+by its entry in the table, and a stack with fewer clients than the buffers leaves rows idle. So neither needs a graph of
+its own.
 
-Faults that act at a step, and whoever watches, come between two graphs. Nobody waits for the device before the round
-is over, but where a client is to be stopped at a loss that is not finite.
+Faults that act at a step, and observers, run between two graphs. Nothing waits for the device before the end of the
+round, except where a client must be stopped at a non-finite loss.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Replayed(Protocol):
 
 
 class AtOnce:
-    """In place of a graph that could not be captured: the work itself."""
+    """Runs the work directly, in place of a graph that could not be captured."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
 
 
 def captured(work: Callable[[], None], warm_up: Callable[[], None], pool: Any) -> Replayed:
-    """The work as a CUDA graph. Other threads may use CUDA meanwhile: a monitor's, a tape's."""
+    """Return the work as a CUDA graph. Other threads, such as a monitor's, may use CUDA meanwhile."""
     now, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(now)
     with torch.cuda.stream(stream):
@@ -85,12 +86,12 @@ def captured(work: Callable[[], None], warm_up: Callable[[], None], pool: Any) -
 
 
 def _pool(device: torch.device) -> Any:
-    """Memory that graphs share; they are never replayed at the same time."""
+    """Return a memory pool for graphs that are never replayed at the same time."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 class CudaBuffers:
-    """Memory for so many clients and steps; one line more, at which everybody rests."""
+    """Device memory for a number of clients and steps, with one extra row at which every client idles."""
 
     def __init__(self, executor: StackedExecutor, clients: int, steps: int) -> None:
         layout, device, local = executor.layout, executor.device, executor.site.experiment.local
@@ -114,13 +115,14 @@ class CudaBuffers:
         self._pool = _pool(device)
 
     def ring(self, name: str, slots: int) -> DeviceRing:
+        """Return the ring of gradient statistics of this name, creating it on first use."""
         if name not in self._rings:
             trained = [True] * len(self.sizes)
             self._rings[name] = DeviceRing(self.sizes, trained, self.clients, slots, self.executor.device)
         return self._rings[name]
 
     def graph(self, key: tuple[Hashable, ...], work: Callable[[], None]) -> Replayed:
-        """The work as a graph, captured where it is new: tried before at the line where everybody rests."""
+        """Return the work as a graph, captured on first use after a warm-up at the idle row."""
         if key not in self._graphs:
             now = self.counter.clone()
 
@@ -137,7 +139,7 @@ class CudaBuffers:
         return self._graphs[key]
 
     def use_data(self, x: Tensor, y: Tensor) -> None:
-        """These are the data now; graphs that read others are of no use."""
+        """Set the data that graphs read, and discard graphs of other data."""
         if self._data is None or self._data[0] is not x:
             self._graphs.clear()
             self._pool = _pool(x.device)  # one whose graphs are all gone cannot be used again
@@ -145,7 +147,7 @@ class CudaBuffers:
 
 
 class CudaBufferPool:
-    """A executor's buffer_pool: another one where the clients, or their steps, are more than before, or far fewer."""
+    """The buffers of an executor, by number of clients and steps."""
 
     def __init__(self, executor: StackedExecutor) -> None:
         self.executor = executor
@@ -154,9 +156,11 @@ class CudaBufferPool:
         self._buffers: list[CudaBuffers] = []
 
     def stacked_round(self, tasks: Sequence[Task], watcher: WorkerObserver | None) -> CudaStackedRound:
+        """Return the round of these tasks."""
         return CudaStackedRound(self.executor, tasks, self, watcher)
 
     def buffers_for(self, clients: int, steps: int) -> CudaBuffers:
+        """Return buffers that fit, creating them where the kept ones are too small or far too large."""
         for buffers in self._buffers:
             if clients <= buffers.clients <= max(8, 2 * clients) and steps <= buffers.steps:
                 return buffers
@@ -173,7 +177,7 @@ class CudaBufferPool:
         return buffers
 
     def largest(self, members: int) -> int:
-        """How many clients fit into the device's memory at once, by what a few of them take."""
+        """Return how many clients fit into the device's memory at once, estimated from a few of them."""
         if self.executor.device.type != "cuda" or members <= _FEW:
             return members
         key = (*self.key, members)
@@ -183,7 +187,7 @@ class CudaBufferPool:
         return _most[key]
 
     def _bytes_each(self) -> float:
-        """Of one client while it trains: its rows of everything, and what a step needs on its way."""
+        """Measure the bytes of one client in training: its rows of all buffers, and the temporaries of a step."""
         executor = self.executor
         x, y, firsts, _ = executor.samples.training(executor.site.experiment.nodes, 0)
         torch.cuda.synchronize(executor.device)
@@ -205,13 +209,13 @@ class CudaBufferPool:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """What the speed and the memory of a step depend on, but for the number of clients."""
+        """What the speed and memory of a step depend on, except for the number of clients."""
         executor = self.executor
         return (repr(executor.module), executor.site.experiment.local.batch, executor.precision, str(executor.device))
 
 
 class CudaStackedRound(StackedRound):
-    """The clients of one stack, in a buffers."""
+    """One round of a stack of clients in device buffers."""
 
     def __init__(
         self,
@@ -270,24 +274,24 @@ class CudaStackedRound(StackedRound):
         return super().batches(round_index)
 
     def prepare_next_round(self) -> None:
-        """The device is busy with this round: time to draw the batches of the next, in case it has the same clients."""
+        """Draw the batches of the next round while the device is busy, in case it has the same clients."""
         self._buffer_pool.next_batches = (
             self._batches_key(self.round_index + 1),
             super().batches(self.round_index + 1),
         )
 
     def _batches_key(self, round_index: int) -> Any:
-        """All that batches depend on."""
+        """Return everything that the batches depend on."""
         return round_index, self.local.batch, self.nodes, *(t.tolist() for t in (self.steps, self.samples, self.firsts))
 
     def _starts(self) -> Tensor:
-        """One copy of what all members begin from; the same for everybody in most topologies."""
+        """Return the members' start states, as one expanded copy where they are equal, as in most topologies."""
         if all(task.start is self.tasks[0].start for task in self.tasks):
             return self.tasks[0].start.to(self.executor.device).expand(len(self.nodes), -1)
         return super()._starts()
 
     def _fill_table(self) -> None:
-        """Rates, Adam's corrections and whose turn it is, for each step; computed in float64."""
+        """Write the rates, Adam's corrections and the active clients of each step, computed in float64."""
         steps, clients = self.losses.shape
         optimizer = self.local.optimizer
         rates = torch.tensor([local.optimizer.learning_rate for local in self.settings], dtype=torch.float64)
@@ -406,7 +410,7 @@ class CudaStackedRound(StackedRound):
     # -- the quickest plan --------------------------------------------------------------------------------------------
 
     def _fastest_plan(self) -> StackPlan:
-        """Measured once per process for a network and a shape, in graphs as they are used."""
+        """Return the fastest plan, measured once per process for a network and shape with captured graphs."""
         executor, buffers, plans = self.executor, self.buffers, self._buffer_pool.plans
         key = (*self._buffer_pool.key, buffers.clients)
         if key not in _chosen:
@@ -425,12 +429,12 @@ class CudaStackedRound(StackedRound):
 
 
 def _clearly_fastest(times: Mapping[str, float]) -> str:
-    """The quickest; but the first of those that are nearly as quick, so that each process chooses the same."""
+    """Return the first plan that is nearly as fast as the fastest, so that every process makes the same choice."""
     return next(name for name in times if times[name] <= _NEARLY * min(times.values()))
 
 
 def _seconds(graph: Replayed) -> float:
-    """Of one replay."""
+    """Return the seconds of one replay."""
     times = []
     for _ in range(_TIMED):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

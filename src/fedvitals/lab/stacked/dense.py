@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense networks of many clients at once, by hand: forward, loss and gradients as batched products.
+"""Dense networks of many clients at once, differentiated by hand: forward, loss and gradients as batched products.
 
-The same as `vmap(grad_and_value(loss))` for a chain of dense layers with activations between them, without autograd: at
-this size its bookkeeping, and that of vmap, take more than the arithmetic.
+Equivalent to `vmap(grad_and_value(loss))` for a chain of dense layers with activations between them, without autograd:
+at this size its overhead, and that of vmap, exceeds the arithmetic.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _activation(layer: nn.Module) -> _Activation | None:
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """A chain of dense layers; `layers` are (weight's name, bias' name, what follows it)."""
+    """A chain of dense layers; `layers` are (weight name, bias name, activation)."""
 
     layers: tuple[tuple[str, str, _Activation | None], ...]
     name: str = "dense"
 
     @classmethod
     def of(cls, module: nn.Module) -> DensePlan | None:
-        """None where the module is something else."""
+        """Return the plan for a module, or None if the module has another structure."""
         if not isinstance(module, nn.Sequential):
             return None
         layers: list[tuple[str, str, _Activation | None]] = []
@@ -57,7 +57,7 @@ class DensePlan:
         return cls(tuple(layers)) if layers and layers[-1][2] is None else None
 
     def outputs(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Logits, [clients, n, classes]; autograd may follow."""
+        """Return the logits, [clients, n, classes]; differentiable by autograd."""
         h = x.flatten(2)
         for weight, bias, activation in self.layers:
             h = torch.baddbmm(weights[bias][:, None], h, weights[weight].mT)
@@ -65,7 +65,7 @@ class DensePlan:
         return h
 
     def gradients(self, weights: Mapping[str, Tensor], into: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Each client's mean loss; the gradients go `into` tensors that are there already."""
+        """Write the gradients `into` existing tensors, and return each client's mean loss."""
         inputs, h = [], x.flatten(2)
         for weight, bias, activation in self.layers:
             inputs.append(h)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients as a batch dimension: one call trains a step of all of them.
+"""The executor of the stacked engine: clients as a batch dimension, so that one call trains a step of all of them.
 
-The states of all clients are one matrix [clients, size]; a plan (`stacked_plans.py`) turns the model into one that
-takes a whole row of models. Worth it where a client's step is too small to keep the machine busy: small models on a
-CPU, and everything on a GPU. The mathematics is that of `training`, row by row; the clients' sums are in another order.
+The states of all clients are one matrix [clients, size]; a plan (`plans.py`) computes the model for all of its rows.
+This pays off where a client's step is too small to keep the machine busy: small models on a CPU, and everything on a
+GPU. The mathematics is that of `training`, row by row; sums over clients are in another order.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ TEST_BATCH = {"cpu": 256, "cuda": 4096}
 
 
 def can_stack(site: Site) -> bool:
-    """Whether the model can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
+    """Return whether the model can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
     return bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
 
 
 def stack_size(members: int) -> int:
-    """Of so many clients on a CPU: stacks of equal size."""
+    """Return the size of a stack on a CPU, such that all stacks of this many clients are of equal size."""
     return math.ceil(members / math.ceil(members / STACK)) if members else 1
 
 
 @contextlib.contextmanager
 def reproducible_precision(precision: str) -> Iterator[None]:
-    """On CUDA: the same numbers each time, and float32 that is float32, unless something quicker was asked for."""
+    """On CUDA, compute deterministically and in true float32, unless a faster precision was asked for."""
     before = torch.backends.cuda.matmul.allow_tf32
     quick = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = quick
@@ -105,14 +105,14 @@ class StackedExecutor:
         return stacked_round.updates(out, losses, seconds)
 
     def largest(self, members: int) -> int:
-        """How many of so many clients make one stack."""
+        """Return how many of so many clients make one stack."""
         if self.buffer_pool is not None:
             with self._there():
                 return int(self.buffer_pool.largest(members))
         return stack_size(members) if self.device.type == "cpu" else members
 
     def _there(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton and captured graphs go to the current device, wherever the tensors lie."""
+        """Make this device the current one, which Triton and captured graphs use."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class StackedExecutor:
 
 
 def _cuda_buffer_pool(executor: StackedExecutor) -> Any:
-    """Captured graphs, where Triton is there for their kernels: CPU builds lack it. Without it, plain steps."""
+    """Return the buffers for captured graphs, or None without Triton (as in CPU builds): then steps run directly."""
     try:
         from fedvitals.lab.stacked.cuda_round import CudaBufferPool  # noqa: PLC0415 - imports Triton
     except ImportError:

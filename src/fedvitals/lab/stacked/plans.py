@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to compute many clients' networks at once, each client with weights of its own: the same numbers, other speeds.
+"""Plans to compute many clients' networks at once, each client with its own weights: same numbers, different speeds.
 
 | plan | how | for |
 | --- | --- | --- |
-| mapped | `torch.func.vmap` of the module | whatever vmap takes; any device |
+| mapped | `torch.func.vmap` of the module | whatever vmap supports; any device |
 | dense | batched products, differentiated by hand (`dense.py`) | chains of dense layers; any device |
-| grouped | clients side by side as the groups of a convolution | networks for images, on CUDA |
+| grouped | clients as the groups of a convolution | networks for images, on CUDA |
 | blocks | convolution, pooling and activation as one kernel (`kernels/cuda/stacked_conv.py`) | small CNNs, on CUDA |
 
-On CUDA the quickest is chosen by measuring (`stacked_cuda.py`).
+On CUDA the fastest is chosen by measuring (`cuda_round.py`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 class StackPlan(Protocol):
+    """A way to compute the networks of a stack of clients."""
+
     @property
     def name(self) -> str: ...
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
-        """Logits, [clients, n, classes], of samples [clients, n, ...]; autograd may follow."""
+        """Return the logits, [clients, n, classes], of samples [clients, n, ...]; differentiable by autograd."""
         ...
 
     def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
-        """Each client's mean loss; the gradients go `into` tensors that are there already."""
+        """Write the gradients `into` existing tensors, and return each client's mean loss."""
         ...
 
 
 class MappedPlan:
+    """The plan that maps the module over clients with `torch.func.vmap`."""
+
     name = "mapped"
 
     def __init__(self, module: nn.Module, precision: str = "float32") -> None:
@@ -70,7 +74,7 @@ class MappedPlan:
 
 
 class AutogradPlan:
-    """What plans share whose forward pass autograd can follow."""
+    """Base class of plans whose forward pass is differentiated by autograd."""
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -87,14 +91,14 @@ class AutogradPlan:
 
 
 def dense_layer(weights: Weights, name: str, h: Tensor) -> Tensor:
-    """[clients, n, in] → [clients, n, out]."""
+    """Apply a dense layer per client: [clients, n, in] → [clients, n, out]."""
     bias = weights.get(f"{name}.bias")
     product = weights[f"{name}.weight"].mT
     return torch.bmm(h, product) if bias is None else torch.baddbmm(bias[:, None], h, product)
 
 
 class GroupedPlan(AutogradPlan):
-    """Images [n, clients × channels, height, width]: what a layer does per channel, it does per client."""
+    """Images as [n, clients × channels, height, width]: a layer that works per channel works per client."""
 
     name = "grouped"
 
@@ -156,7 +160,7 @@ def autocast(half: bool, x: Tensor) -> Any:
 
 
 def available_plans(module: nn.Module, device: torch.device, precision: str = "float32") -> Sequence[StackPlan]:
-    """Those that can compute this module, the simplest last."""
+    """Return the plans that can compute this module, the simplest last."""
     candidates: list[StackPlan | None] = []
     half = precision == "bfloat16"
     if device.type == "cuda":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients of one stack while they train: who they are, what they begin from, and their optimisers' formulas.
+"""One round of a stack of clients: their tasks, start states, batches and optimiser steps.
 
-On a CPU everything is here; on CUDA `stacked_cuda.py` takes the same steps by captured graphs.
+On a CPU everything is here; on CUDA `cuda_round.py` performs the same steps with captured graphs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StackedRound:
             self._restore_moments()
 
     def allocate(self) -> None:
-        """Where the clients' states and gradients lie, and what the optimiser needs."""
+        """Allocate the clients' states and gradients, and the optimiser's tensors."""
         device = self.executor.device
         self.starts = self._starts()
         self.states = self.starts.clone()
@@ -86,7 +86,9 @@ class StackedRound:
                     moment[row] = old
 
     def batches(self, round_index: int) -> Tensor:
-        """Where each mini-batch lies, [steps, clients, batch]; a client that is done early gets its last one again."""
+        """Return the rows of each mini-batch, [steps, clients, batch]; a client that finishes early repeats its last
+        one.
+        """
         batch = self.local.batch
         rows = torch.empty(int(self.steps.max()), len(self.nodes), batch, dtype=torch.int64)
         own = zip(self.nodes, self.steps.tolist(), self.samples.tolist(), self.firsts.tolist(), strict=True)
@@ -98,7 +100,7 @@ class StackedRound:
         return rows
 
     def stack(self) -> Stack:
-        """The stack as an observer sees it."""
+        """Return the stack as an observer sees it."""
 
         def samples(count: int) -> tuple[Tensor, Tensor]:
             # Spread evenly, others in each round; who has fewer samples gives some of them twice.
@@ -115,7 +117,7 @@ class StackedRound:
         return Stack(self.nodes, self.groups, *model_and_data, silent, steps)
 
     def step(self, step: int, watcher: WorkerObserver | None) -> None:
-        """One local iteration of everybody who takes part in it."""
+        """Perform one local iteration of all clients that take part in it."""
         rows = self.rows[step]
         losses = self.executor.plan.gradients(self.weights, self.layers, self.x[rows], self.y[rows])
         self.losses[step] = losses
@@ -142,7 +144,7 @@ class StackedRound:
         self.failed[self.nodes[row]], self.taken[row] = error, step
 
     def before_step(self, step: int) -> Tensor:
-        """Faults that act at a step; gives the rows of those who do not take part in it: done already, or failed."""
+        """Apply the faults of this step; returns the mask of clients that do not take part: finished or failed."""
         e = self.executor.site.experiment
         for row, gradient_fault in self.gradient_faults.items():
             gradient_fault(self.executor.layout.views(self.gradients[row]), step)
@@ -155,7 +157,7 @@ class StackedRound:
         return (self.taken <= step).nonzero().flatten().to(self.states.device)
 
     def _optimize(self, step: int, resting: Tensor) -> None:
-        """The optimiser's formula on the whole matrix; rows that rest are put back, and what they remember, too."""
+        """Apply the optimiser to the whole matrix, and restore the rows and moments of idle clients."""
         changed = [self.states, *self.moments]
         before = [matrix[resting] for matrix in changed] if len(resting) else []
         optimizer = self.local.optimizer
@@ -178,22 +180,23 @@ class StackedRound:
         self.states.addcmul_(first.div(size), self.rates / (1 - settings.beta1**counts), value=-1)
 
     def keep(self) -> None:
-        """The optimisers' states, for the clients' next round."""
+        """Keep the optimiser states for the clients' next round."""
         for row, node in enumerate(self.nodes):
             moments = [moment[row].clone() for moment in self.moments]
             self.executor.kept[node] = (moments, self.before[row] + float(self.taken[row]))
 
     def exchange(self) -> None:
+        """Exchange models within the groups that do so between two iterations."""
         for task, members in zip(self.tasks, self.members(), strict=True):
             if task.exchange is not None:
                 samples = self.samples[members].to(self.states)
                 self.states[members] = task.exchange(self.states[members], samples)
 
     def prepare_next_round(self) -> None:
-        """What can be done for the next round while a device works on this one: on a CPU nothing."""
+        """Prepare the next round while the device works on this one; does nothing on a CPU."""
 
     def members(self) -> list[slice]:
-        """The rows of each task."""
+        """Return the rows of each task."""
         slices, row = [], 0
         for task in self.tasks:
             slices.append(slice(row, row + len(task.nodes)))
@@ -201,6 +204,7 @@ class StackedRound:
         return slices
 
     def updates(self, out: Tensor, losses: Tensor, seconds: float) -> list[Update]:
+        """Return the clients' updates, whose states are the rows of `out`."""
         starts = [task.start for task in self.tasks for _ in task.nodes]
         updates = []
         for row, node in enumerate(self.nodes):
@@ -225,7 +229,7 @@ class StackedRound:
 
 
 def clip_rows(flat: Tensor, layers: Any, settings: Clip) -> None:
-    """As `training.clip`, for each client of a matrix [clients, weights]."""
+    """Clip the gradients of each client of a matrix [clients, weights] in place, like `training.clip_gradients`."""
     if settings.by == "value":
         flat.clamp_(-settings.limit, settings.limit)
         return
@@ -238,7 +242,7 @@ def clip_rows(flat: Tensor, layers: Any, settings: Clip) -> None:
 
 
 def moment_count(optimizer: Adam | SGD) -> int:
-    """How many matrices it remembers."""
+    """Return the number of moment matrices that the optimiser keeps."""
     if isinstance(optimizer, SGD):
         return 1 if optimizer.momentum else 0
     return 2

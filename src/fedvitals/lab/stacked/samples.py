@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stack's samples, where it trains: of its clients in one tensor, and those on which a model is tested.
+"""The samples of a stack on its device: its clients' training samples in one tensor, and those for evaluation.
 
-On a device they are made there, of a data set that stays there (`resident.py`), and all clients' are kept: so another
-cohort in each round changes nothing.
+On a GPU they are taken from a data set that stays there (`data/resident.py`), and all clients' samples are kept, so a
+different cohort in each round costs nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from fedvitals.lab.faults import table as fault_table
 
 
 class StackSamples:
+    """The training and evaluation samples of a stack on its device."""
+
     def __init__(self, site: Site, device: torch.device) -> None:
         self._site, self._device = site, device
         self._kept: tuple[Any, Tensor, Tensor, Tensor] | None = None
 
     def training(self, nodes: Sequence[Node], round_index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Clients' samples and labels in one tensor each, where each one's begin, and how many they are.
+        """Return the clients' samples and labels in one tensor each, each client's first row, and its number of
+        samples.
 
-        Kept for as long as they stay the same.
+        They are kept for as long as they stay the same.
         """
         e = self._site.experiment
         held = nodes if self._device.type == "cpu" else e.nodes
@@ -61,7 +64,7 @@ class StackSamples:
         return parts
 
     def _plain(self, node: Node) -> bool:
-        """Whether the client sees the data set's samples as they are."""
+        """Return whether the client sees the data set's samples unchanged."""
         shard = self._site.shards[node]
         return shard.brightness == 1 and not shard.rotation
 
@@ -71,7 +74,7 @@ class StackSamples:
         return self._site.dataset.inputs(there.x.index_select(0, rows)), there.y.index_select(0, rows)
 
     def evaluation(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
-        """What a state is tested on."""
+        """Return the samples and labels of an evaluation job."""
         if self._device.type == "cpu":
             return evaluation_samples(self._site, job)
         if job.rows is not None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous, buffered (FedBuff, Nguyen et al. 2022): nobody waits for the slow; the server averages K at a time.
+"""Buffered asynchronous learning (FedBuff, Nguyen et al. 2022): nobody waits for slow clients.
 
-Runs on the virtual clock. A round is one aggregation. Clients train on, from the model that they were given when they
-began; one that began τ models ago counts 1 / (1 + τ)^exponent. When one is back, another is sent off at once.
+It runs on the virtual clock. A round is one aggregation of K updates. Clients train from the model that they received
+when they began; one that began τ models ago counts 1 / (1 + τ)^exponent. When a client finishes, another one starts at
+once.
 
-Where the paper leaves room: updates are weighted by their samples, too, as everywhere in the lab; a client brings at
-most one update into a buffer; one that is lost, or past the network's deadline, frees its place, and only that. The
-model is tested beside the aggregation, so that nobody waits for it: on the virtual clock it takes no time.
+Where the paper leaves it open: updates are also weighted by their samples, as everywhere in the lab; a client
+contributes at most one update to a buffer; one that is lost, or misses the network's deadline, only frees its place.
+The model is evaluated beside the aggregation, which takes no time on the virtual clock.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ NOTE, LINE = "flights", "line free"
 
 
 class Asynchronous(Description, frozen=True):
+    """The server averages `buffer` updates at a time, while the other clients continue."""
+
     buffer: int = 10  # K: updates in one aggregation
     concurrency: int | None = None  # clients that train at a time; by default the share that takes part
     exponent: float = 0.5  # how fast a late update loses its weight
@@ -78,7 +81,7 @@ class Asynchronous(Description, frozen=True):
         return self.concurrency or max(1, round(experiment.clients * experiment.participation))
 
     def _discounted(self, federation: Federation, late: dict[Node, int], updates: Iterable[Update]) -> Iterator[Update]:
-        """What each client changed, put on top of the present model, the less the later it comes."""
+        """Yield the updates as changes of the current model, discounted by their staleness."""
         model = federation.server.model
         for update in updates:
             models_ago = late[update.node]
@@ -90,7 +93,7 @@ class Asynchronous(Description, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """One client under way, with the model of round `began`."""
+    """A client that is training the model of round `began`."""
 
     began: int
     journey: Journey
@@ -102,18 +105,21 @@ class PendingUpdate:
 
     @property
     def ends(self) -> float:
-        """When the client is back, or given up."""
+        """The time at which the update arrives, or the client is given up."""
         return min(self.journey.ends, self.journey.began + self.deadline)
 
     @property
     def trouble(self) -> tuple[str, str] | None:
+        """The event and its message if the update will not be used, or None."""
         if not self.journey.usable:
             return "update.lost", "was lost or unreadable on the way"
         return ("update.late", "came after the deadline") if self.journey.total > self.deadline else None
 
 
 class PendingUpdates:
-    """Who is under way, kept from round to round; and the virtual clock, which goes from landing to landing."""
+    """The clients in training, kept from round to round, and the virtual clock, which advances from arrival to
+    arrival.
+    """
 
     def __init__(self, federation: Federation, max_concurrency: int) -> None:
         self.federation, self.max_concurrency = federation, max_concurrency
@@ -136,7 +142,7 @@ class PendingUpdates:
         self._queue = [e.nodes[place] for place in order]  # each is asked once in a round
 
     def collect(self, count: int) -> list[PendingUpdate]:
-        """The next `count` that bring something, in the order of the clients; their places are taken by others."""
+        """Return the next `count` usable updates, sorted by client; other clients start in the free places."""
         collected: list[PendingUpdate] = []
         self._start_clients(collected)
         while len(collected) < count and self.in_progress:
@@ -157,7 +163,7 @@ class PendingUpdates:
         return sorted(collected, key=lambda pending: self.federation.experiment.nodes.index(pending.node))
 
     def _start_clients(self, collected: list[PendingUpdate]) -> None:
-        """Fill the free places with clients that are neither under way nor in the buffer."""
+        """Fill the free places with clients that are neither training nor in the buffer."""
         federation, number = self.federation, self.federation.round
         busy = {update.node for update in (*self.in_progress, *collected)}
         for node in [node for node in self._queue if node not in busy]:
@@ -176,9 +182,10 @@ class PendingUpdates:
                 federation.observer.event("warning", "client.dropped_out", message, node=node)
 
     def record_spans(self, collected: list[PendingUpdate]) -> None:
-        """The spans of who has collected, or was given up, and of the server; the clock goes on to the aggregation's end.
+        """Record the spans of collected and given-up updates and of the server, and advance the clock past the
+        aggregation.
 
-        A journey's span reaches from when the client was asked, maybe many rounds ago, to the end of this round.
+        A journey's span reaches from when the client was asked, possibly many rounds ago, to the end of this round.
         """
         server, observer = self.federation.server, self.federation.observer
         averaging = virtual_clock.aggregation_seconds(self.network, len(collected), self.federation.site.layout.size)
@@ -207,7 +214,7 @@ class PendingUpdates:
         server.clock = ends
 
     def keep(self) -> None:
-        """Who is under way, and the models that they were given; all others are forgotten."""
+        """Keep the clients in training and the models that they received; forget all others."""
         server = self.federation.server
         server.notes[NOTE] = [
             {"began": update.began, "journey": dataclasses.asdict(update.journey)} for update in self.in_progress
@@ -220,5 +227,5 @@ class PendingUpdates:
 
 
 def version_key(number: int | str) -> str:
-    """Where the model of the beginning of a round is kept."""
+    """Return the key under which the model of a round's start is kept."""
     return f"version/{number}"

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class Centralized(Description, frozen=True):
+    """All selected clients train the server's model, and the server averages."""
+
     def check(self, experiment: Experiment) -> None:
-        """Any experiment will do."""
+        """Accept any experiment."""
 
     def round(self, federation: Federation) -> Tensor:
         model = federation.server.model

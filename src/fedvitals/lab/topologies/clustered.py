@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Centralized with dynamic clusters: SR-FCA (Harshvardhan, Ghosh, Mazumdar 2022). Each cluster has its own model.
+"""Dynamic clusters, each with its own model: SR-FCA (Harshvardhan, Ghosh, Mazumdar 2022).
 
-Start: everybody trains alone, and who is within λ of each other is joined. Then each cluster trains its own model
-(*refine*), and every few rounds clients move to the nearest model (*recluster*) and near models become one (*merge*).
+At the start every client trains alone, and clients within λ of each other form a cluster. Then each cluster trains its
+own model (*refine*), and every few rounds clients move to the nearest model (*recluster*) and close models are merged.
 
-Where the paper leaves room:
+Where the paper leaves it open:
 - Distances are Euclidean, between trained weights; buffers, such as running means, do not count.
-- Joined is who is connected by steps of at most λ (the authors' code takes a random client and its neighbours, which
-  depends on chance). Clusters are merged by the same rule, their models weighted by samples.
-- Members of a group under `smallest` join the nearest cluster that is left; if none is large enough, all are one group.
+- Clients connected by steps of at most λ form one cluster (the authors' code takes a random client and its neighbours).
+  Clusters are merged by the same rule, their models weighted by samples.
+- Members of a group smaller than `smallest` join the nearest remaining cluster; if none is large enough, all form one.
 - A cluster's first model is the trimmed mean of its members' first models, so round 0 trains the federation, too.
-- A client's own model is what it has just trained, not what it trained in round 0: nothing is kept of clients.
-- Who was not there at the start trains the global model when first asked, and joins the nearest cluster with that.
+- A client's own model is the one it has just trained, not the one of round 0: nothing is kept of clients.
+- A client that was absent at the start trains the global model when first asked, and joins the nearest cluster.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ NOTE = "clusters"
 
 
 class Clustered(Description, frozen=True):
+    """Clients in clusters that follow the similarity of their models."""
+
     threshold: float = 5.0  # λ: models this near are of one kind
     smallest: int = 3  # t: the fewest members of a cluster
     trim: float = 0.1  # β: the share cut off at each end of every coordinate
@@ -79,7 +81,7 @@ class Clustered(Description, frozen=True):
         return clusters.mean([*clusters.members])
 
     def models(self, federation: Federation) -> Mapping[Node, Tensor]:
-        """What each client would be given now; one that is in no cluster yet gets the global model."""
+        """Return the model that each client would receive now; clients in no cluster yet are left out."""
         clusters = Clusters.of(federation)
         return {node: clusters.models[cluster] for node, cluster in clusters.cluster_of.items()}
 
@@ -96,7 +98,7 @@ class Clustered(Description, frozen=True):
         clusters.move({node: state for node, state in own.items() if node not in clusters.cluster_of})
 
     def _refine(self, clusters: Clusters, own: States) -> None:
-        """Each cluster's new model, from those of its members that were there."""
+        """Set each cluster's new model, from those of its members that took part."""
         federation = clusters.federation
         faults, weights = federation.experiment.faults, federation.site.layout.weights
         for cluster, members in clusters.members.items():
@@ -126,7 +128,9 @@ class Clustered(Description, frozen=True):
 
 
 def train_cohort(federation: Federation, clusters: Clusters) -> States:
-    """What everybody who takes part has trained, from the model of its cluster, or the global one without a cluster."""
+    """Return the trained state of each participant, from the model of its cluster, or the global one without a
+    cluster.
+    """
     server, number, cohort = federation.server, federation.round, federation.cohort()
     tasks = [
         Task(number, (node,), clusters.models[cluster], group=cluster)
@@ -149,7 +153,7 @@ def train_cohort(federation: Federation, clusters: Clusters) -> States:
 
 @dataclass
 class Clusters:
-    """Who is in which cluster, and the clusters' models, as they are kept from round to round."""
+    """The members and models of the clusters, kept from round to round."""
 
     federation: Federation
     members: dict[str, list[Node]]
@@ -174,7 +178,9 @@ class Clusters:
         return {node: cluster for cluster, members in self.members.items() for node in members}
 
     def move(self, states: States) -> None:
-        """Each of these clients to the nearest model; one whose state is not finite stays, or takes the first."""
+        """Move each of these clients to the nearest model; one with a non-finite state stays, or takes the first
+        cluster.
+        """
         if not states:
             return
         cluster_of, clusters = self.cluster_of, [*self.models]
@@ -189,7 +195,7 @@ class Clusters:
             del self.members[cluster], self.models[cluster]
 
     def unite(self, clusters: Sequence[str]) -> None:
-        """The first of them takes all members, and the mean of the models."""
+        """Merge clusters into the first one, with the mean of their models."""
         first, *others = clusters
         self.models[first] = self.mean(clusters)
         for cluster in others:
@@ -198,7 +204,7 @@ class Clusters:
         self.members[first].sort(key=self.federation.experiment.nodes.index)
 
     def mean(self, clusters: Sequence[str]) -> Tensor:
-        """Of the clusters' models, weighted by their members' samples."""
+        """Return the mean of the clusters' models, weighted by their members' samples."""
         total = MeanAccumulator(self.models[clusters[0]], lambda mean: mean)
         for cluster in clusters:
             samples = sum(self.federation.site.samples(node) for node in self.members[cluster])
@@ -206,7 +212,7 @@ class Clusters:
         return total.finish()
 
     def distances(self, rows: States, columns: States) -> Tensor:
-        """Euclidean, [rows, columns], in float64; NaN where a state is not finite."""
+        """Return Euclidean distances, [rows, columns], in float64; NaN where a state is not finite."""
         states = [*rows.values(), *columns.values()]
         products = update_gram_matrix(states, states[0].new_zeros(len(states[0])), self.federation.site.layout.weights)
         lengths = products.diagonal()
@@ -215,7 +221,7 @@ class Clusters:
 
 
 def connected_groups(names: Sequence[str], distances: Tensor, threshold: float) -> list[list[str]]:
-    """Groups whose members are linked by steps of at most `threshold`, each in the names' order."""
+    """Return groups whose members are linked by steps of at most `threshold`, each in the names' order."""
     near = (distances <= threshold).tolist()
     groups: list[list[int]] = []
     for place in range(len(names)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What members of a group pass to each other between two local iterations: of one group, or of all groups at once.
+"""Exchanges between the members of a group between two local iterations: for one group, or for a whole stack.
 
-Group by group is what a CPU does. On a device each call costs more than what it computes, and there are as many calls
-as groups in every iteration; so there all groups of a stack are exchanged by a few operations, prepared once a round.
+A CPU works group by group. On a GPU each call costs more than its computation, and there would be as many calls as
+groups in every iteration; there all groups of a stack are exchanged by a few operations, prepared once a round.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ StackExchange = Callable[[Tensor], None]
 
 
 def average(states: Tensor, samples: Tensor) -> Tensor:
-    """Everybody goes on from the members' mean, weighted by their samples."""
+    """Return the members' mean, weighted by their samples, for every member."""
     return weighted_mean(states, samples).expand_as(states)
 
 
 def pass_to_next(states: Tensor, samples: Tensor) -> Tensor:  # noqa: ARG001 - an exchange's signature
-    """Each member's model goes to the next one in the ring."""
+    """Return the states with each member's model passed to the next member of the ring."""
     return states.roll(1, 0)
 
 
 def exchange_for_stack(
     exchange: Exchange, groups: Sequence[slice], samples: Tensor, device: torch.device | str
 ) -> StackExchange | None:
-    """The same exchange in all groups at once; None for one that is not known here: call it group by group.
+    """Return a function that performs the exchange in all groups at once, or None if it must be called group by group.
 
-    `groups`: the rows of a stack that belong together; the others stay as they are. `samples`: of all rows. Where it
-    lies does not matter: it is read now, and whatever the exchange needs later lies on the device.
+    `groups` are the rows of a stack that belong together; other rows stay unchanged. `samples` are those of all rows,
+    on any device: they are read now.
     """
     counts = [float(count) for count in samples.tolist()]
     rows = [range(*group.indices(len(counts))) for group in groups]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hierarchical: clients average at their edge node after each local iteration, the server averages the edges.
+"""Hierarchical learning: clients average at their edge node after each local iteration, the server averages the edges.
 
-After the paper (5 edges of 20 clients). Clients of similar label distribution are dealt out over the edges, so that
+After the paper (5 edges of 20 clients). Clients with similar label distributions are spread over the edges, so that
 each edge resembles the whole (after Mhaisen et al. 2022).
 """
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class Hierarchical(Description, frozen=True):
+    """Clients average at edge nodes after each local iteration, and the server averages the edges."""
+
     edges: int = 5
 
     def check(self, experiment: Experiment) -> None:
@@ -44,7 +46,7 @@ class Hierarchical(Description, frozen=True):
         return federation.aggregate(self._edges(federation, federation.train(tasks)))
 
     def _edges(self, federation: Federation, updates: Iterable[Update]) -> Iterable[Update]:
-        """Each edge's own average, as it is sent to the server."""
+        """Yield each edge's average, as it is sent to the server."""
         for edge, members in itertools.groupby(updates, key=lambda update: update.group):
             federation.passed("server", edge or "")
             gathered = GroupMean(edge or "")
@@ -58,7 +60,7 @@ class Hierarchical(Description, frozen=True):
 
 
 class GroupMean:
-    """A group's weighted mean, member by member."""
+    """The weighted mean of a group, accumulated member by member."""
 
     def __init__(self, node: Node) -> None:
         self._node, self._samples = node, 0
@@ -77,7 +79,9 @@ class GroupMean:
 
 
 def assign_to_edges(labels: Mapping[Node, Tensor], edges: int) -> dict[str, tuple[Node, ...]]:
-    """Who belongs to which edge: the largest clients first, each to the edge that then looks most like the whole."""
+    """Return the members of each edge: the largest clients first, each to the edge that then resembles the whole
+    most.
+    """
     whole = torch.stack([*labels.values()]).sum(0).double()
     room = -(-len(labels) // edges)
     totals = torch.zeros(edges, len(whole), dtype=torch.float64)

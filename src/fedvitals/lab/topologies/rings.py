@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid STAR-rings (Tornadoes, Lee et al. 2020): models go round in small rings, then the server averages them all.
+"""Hybrid STAR-rings (Tornadoes, Lee et al. 2020): models circulate in small rings, then the server averages them all.
 
-In each local iteration every member trains the model it holds and passes it to the next one. Clients within a ring do
-not differ strongly: training in turns forgets where their distributions vary.
+In each local iteration every member trains the model it holds and passes it to the next one. Clients within a ring are
+similar, because sequential training forgets where their distributions vary.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 class Rings(Description, frozen=True):
+    """Models circulate in rings of similar clients, and the server averages them all."""
+
     rings: int | None = None  # by default a third of the clients: the paper has 33 of 100
 
     def check(self, experiment: Experiment) -> None:
@@ -57,7 +59,7 @@ class Rings(Description, frozen=True):
 
 
 def build_rings(labels: Mapping[Node, Tensor], rings: int, stream: torch.Generator) -> dict[str, tuple[Node, ...]]:
-    """Rings of differing length: a path from each client to the most similar one left, cut at random places."""
+    """Return rings of different lengths: a path from each client to the most similar one left, cut at random places."""
     nodes = [*labels]
     shares = torch.stack([labels[node] / labels[node].sum().clamp(min=1) for node in nodes]).double()
     left = set(range(1, len(nodes)))
