@@ -39,7 +39,7 @@ def convolution():
         theirs = [t.clone().requires_grad_() for t in (x, w, b)]
         # The last one is too large for the kernels' counting, as it were, and is cut.
         stacked_conv._LARGEST = 4 * 9 * 50 * 2 if kernel == 5 else 1 << 30
-        y = stacked_conv.convolved(*ours, stacked_conv.Block(kernel, padding, kind, slope)).permute(0, 1, 4, 2, 3)
+        y = stacked_conv.conv_block(*ours, stacked_conv.ConvBlock(kernel, padding, kind, slope)).permute(0, 1, 4, 2, 3)
         one = [F.max_pool2d(F.conv2d(theirs[0][c], theirs[1][c], theirs[2][c], padding=padding), 2) for c in range(2)]
         expected = torch.stack(one)
         expected = expected.tanh() if kind == stacked_conv.TANH else F.leaky_relu(expected, slope)
@@ -143,7 +143,7 @@ def stacked_round():
     cuda_round.captured = lambda work, warm_up, pool: (warm_up(), cuda_round.AtOnce(work))[1]
     cuda_round._seconds = lambda graph: 1.0
     # The statistics' kernels have tests of their own, and would take most of the time here.
-    loading.loaded = lambda: loading.Loaded(None, "the test asks for it")
+    loading.load_kernels = lambda: loading.LoadedKernels(None, "the test asks for it")
     cnn = lab.paper_cnn(channels=(2, 4))
     unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1, keep_optimizer=True)
     kept = lab.Local(iterations=3, batch=4, optimizer=lab.Adam(), clip=lab.Clip(0.5), keep_optimizer=True)

@@ -291,7 +291,7 @@ def cached(official, tmp_path, monkeypatch):
     """The official folder, loaded once; and a way to count how often it is decoded."""
     decoded = []
     true = data_gtsrb._read_folders
-    monkeypatch.setattr(data_gtsrb, "_unzipped", lambda paths: decoded.append(1) or true(paths))
+    monkeypatch.setattr(data_gtsrb, "_read_folders", lambda paths: decoded.append(1) or true(paths))
     first = load("gtsrb", official)
     [entry] = (tmp_path / "cache" / "fedvitals" / "arrays").iterdir()
     return first.digest, entry, decoded

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fedvitals.kernels.cuda.stacked_conv import LEAKY, LINEAR, TANH, Block, convolved
+from fedvitals.kernels.cuda.stacked_conv import LEAKY, LINEAR, TANH, ConvBlock, conv_block
 from fedvitals.lab.stacked.plans import AutogradPlan, Weights, dense_layer
 
 # Three products of halves of the numbers give a product as exact as float32's own, several times as fast.
@@ -20,7 +20,7 @@ class ConvBlocks(AutogradPlan):
     activation.
     """
 
-    blocks: tuple[tuple[str, Block], ...]
+    blocks: tuple[tuple[str, ConvBlock], ...]
     dense: tuple[tuple[str, nn.Module | None], ...]
     precision: str
     name: str = "blocks"
@@ -31,7 +31,7 @@ class ConvBlocks(AutogradPlan):
         if not isinstance(module, nn.Sequential):
             return None
         layers = [*module.named_children()]
-        blocks: list[tuple[str, Block]] = []
+        blocks: list[tuple[str, ConvBlock]] = []
         while layers and isinstance(layers[0][1], nn.Conv2d):
             block = _block([layer for _, layer in layers[:3]])
             if block is None:
@@ -53,7 +53,7 @@ class ConvBlocks(AutogradPlan):
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         h = x.permute(0, 1, 3, 4, 2).contiguous()
         for name, block in self.blocks:
-            h = convolved(h, weights[f"{name}.weight"], weights[f"{name}.bias"], block, _PRODUCTS[self.precision])
+            h = conv_block(h, weights[f"{name}.weight"], weights[f"{name}.bias"], block, _PRODUCTS[self.precision])
         h = h.permute(0, 1, 4, 2, 3).flatten(2)
         for name, activation in self.dense:
             h = dense_layer(weights, name, h)
@@ -61,7 +61,7 @@ class ConvBlocks(AutogradPlan):
         return h
 
 
-def _block(layers: list[nn.Module]) -> Block | None:
+def _block(layers: list[nn.Module]) -> ConvBlock | None:
     """Return the fused block for a convolution with pooling and activation in either order, or None.
 
     Both orders give the same result, since the activation is non-decreasing.
@@ -92,4 +92,4 @@ def _block(layers: list[nn.Module]) -> Block | None:
     known = {nn.Tanh: (TANH, 0.0), nn.ReLU: (LEAKY, 0.0), nn.Identity: (LINEAR, 0.0)}.get(type(activation))
     if isinstance(activation, nn.LeakyReLU) and activation.negative_slope >= 0:
         known = (LEAKY, activation.negative_slope)
-    return Block(side, int(padding[0]), *known) if plain and halves and known is not None else None
+    return ConvBlock(side, int(padding[0]), *known) if plain and halves and known is not None else None
