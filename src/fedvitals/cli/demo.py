@@ -49,13 +49,13 @@ def command(
     from fedvitals.cli import case_cards
     from fedvitals.diagnosis.evidence.outlier_ranking import clients_that_stand_out
     from fedvitals.lab.data import datasets
-    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, Settings, federate
+    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, DemoSettings, federate
     from fedvitals.monitor.monitor import Monitor
     from fedvitals.store.in_memory import MemoryStore
 
     usual = (10, 8) if quick else (20, 20)
     chosen = [default if given is None else given for given, default in zip((clients, rounds), usual, strict=True)]
-    settings = Settings(clients=chosen[0], rounds=chosen[1], seed=seed)
+    settings = DemoSettings(clients=chosen[0], rounds=chosen[1], seed=seed)
     datasets.load("digits")  # a missing extra is told before anything is made
     torch.set_num_threads(1)
     memory = MemoryStore()

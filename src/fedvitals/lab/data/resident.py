@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set that stays on a device from one experiment to the next, as it is stored: images as bytes.
+"""Keeps data sets on a device from one experiment to the next, in their stored form (images as bytes).
 
-A study of many short experiments would else upload the same images, four times as large, for each of them.
+Otherwise a study of many short experiments would upload the same images, four times as large, for each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEPT = 2  # data sets, those that were used last
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """The tensors of a `Dataset` on a device; `Dataset.inputs` makes of rows of them what a model takes."""
+    """The tensors of a `Dataset` on a device; `Dataset.inputs` turns their rows into model inputs."""
 
     x: Tensor
     y: Tensor
@@ -30,12 +30,12 @@ _kept: dict[tuple[str, torch.device], Resident] = {}
 
 
 def resident(dataset: Dataset, device: torch.device | str) -> Resident:
-    """The data set there: uploaded when first asked for, known again by its digest."""
+    """Return the data set on the device, uploading it on first use; it is identified by its digest."""
     key = (dataset.digest, torch.device(device))
-    found = _kept.pop(key, None)
-    if found is None:
-        found = Resident(*(part.to(key[1]) for part in (dataset.x, dataset.y, dataset.test_x, dataset.test_y)))
-    _kept[key] = found  # as the one used last
+    tensors = _kept.pop(key, None)
+    if tensors is None:
+        tensors = Resident(*(part.to(key[1]) for part in (dataset.x, dataset.y, dataset.test_x, dataset.test_y)))
+    _kept[key] = tensors  # as the one used last
     for old in [*_kept][:-KEPT]:
         del _kept[old]
-    return found
+    return tensors

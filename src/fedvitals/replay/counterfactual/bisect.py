@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.actions import Ward
-from fedvitals.lab.engines.engine import one_thread
-from fedvitals.lab.federation import Federation, Server
-from fedvitals.lab.run import one_round
+from fedvitals.lab.corrections import CorrectionApplier
+from fedvitals.lab.engines.engine import single_threaded
+from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.run import run_round
 from fedvitals.protocols import History
 from fedvitals.records import Metric, Run, Where
 from fedvitals.replay.counterfactual.change import Change, check_restores
@@ -138,7 +138,9 @@ class _Search:
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
         self._judged, self._until, self._progress = judged, until, progress
-        self._begins: dict[int, tuple[Server, dict[str, Tensor]]] = {}  # and the clients' optimisers, where they last
+        self._begins: dict[
+            int, tuple[ServerState, dict[str, Tensor]]
+        ] = {}  # and the clients' optimisers, where they last
         self._known: dict[tuple[frozenset[str], int], Metrics] = {}
         recorded = {number: _finite(player.tape.entry(number).metrics) for number in player.tape.rounds}
         at_bad = recorded[bad].get(metric, math.nan)
@@ -190,13 +192,13 @@ class _Search:
         player.engine().restore_optimizers({name: tensor.clone() for name, tensor in kept.items()})
         observer = Steering(player.tape, first, Change(drop=without))
         federation = Federation(player.site, player.engine(), observer, copied(server))
-        ward, model = Ward(player.experiment, observer), copy.deepcopy(player.site.module)
+        corrections, model = CorrectionApplier(player.experiment, observer), copy.deepcopy(player.site.module)
         metrics: Metrics = {}
         for number in range(first, self._bad + 1):
-            with one_thread():
-                one_round(federation, ward, number, model, examined=False)
+            with single_threaded():
+                run_round(federation, corrections, number, model, evaluate=False)
             if number in self._last or self._until is not None:
-                losses, hits = player.engine().examine(federation.server.model)
+                losses, hits = player.engine().evaluate(federation.server.model)
                 metrics[number] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
         return metrics
 

@@ -150,8 +150,8 @@ def _aggregator(words: Sequence[str]) -> Any:
     pairs = [word.partition("=") for word in words[1:]]
     if any(not equals for _, equals, _ in pairs):
         raise ConfigError(f"Settings of an aggregator are written name=value; got '{' '.join(words)}'.")
-    table = {name: toml.value_of(value) for name, _, value in pairs}
-    return toml.described("aggregator", {"kind": words[0], **table}, kinds_of(AGGREGATORS))
+    table = {name: toml.parse_value(value) for name, _, value in pairs}
+    return toml.decode_kind("aggregator", {"kind": words[0], **table}, kinds_of(AGGREGATORS))
 
 
 def _named(rule: Any) -> str:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.replay.counterfactual.change import Change
 from fedvitals.replay.counterfactual.reaggregate import Recorded
 from fedvitals.replay.player.player import Player
@@ -112,7 +112,7 @@ def gather(player: Player, first: int, good: int, bad: int, progress: Callable[[
     return Evidence(numbers, nodes, good, np.array(rows).reshape(len(numbers), len(nodes), len(FEATURES)))
 
 
-def _observed(player: Player, number: int, before: Server, answers: Answers, after: Tensor) -> Matrix:
+def _observed(player: Player, number: int, before: ServerState, answers: Answers, after: Tensor) -> Matrix:
     nodes, entry = player.experiment.nodes, player.tape.entry(number)
     found = np.full((len(nodes), len(FEATURES)), np.nan)
     if not answers or not bool(torch.isfinite(before.model).all()):
@@ -129,7 +129,7 @@ def _observed(player: Player, number: int, before: Server, answers: Answers, aft
     return found
 
 
-def _harms(player: Player, number: int, before: Server, answers: Answers, after: Tensor, seen: Matrix) -> Matrix:
+def _harms(player: Player, number: int, before: ServerState, answers: Answers, after: Tensor, seen: Matrix) -> Matrix:
     """log loss without the client − log loss with all; 0 for those of a large cohort who do not stand out."""
     there = [node for node in player.experiment.nodes if node in answers]
     harms, whole = np.zeros(len(there)), _value(player, after)
@@ -145,7 +145,7 @@ def _harms(player: Player, number: int, before: Server, answers: Answers, after:
 
 
 def _value(player: Player, model: Tensor) -> float:
-    return log_loss(float(player.engine().examine(model)[0].double().mean()))
+    return log_loss(float(player.engine().evaluate(model)[0].double().mean()))
 
 
 def log_loss(loss: float | None) -> float:

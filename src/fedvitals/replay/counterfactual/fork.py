@@ -18,7 +18,7 @@ import msgspec
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.lab.run import rounds
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Action, Finding
@@ -90,7 +90,7 @@ def fork(
         return made
 
     done: dict[int, dict[str, float]] = {}
-    start: tuple[int, Server] | None = None if at == 0 and change.no_faults else (at, server)
+    start: tuple[int, ServerState] | None = None if at == 0 and change.no_faults else (at, server)
     with _monitor(player, at, change, store, name) as monitor:
         going = rounds(experiment, monitor, engine=engine, data=player.data, start=start)
         with contextlib.closing(going):  # type: ignore[type-var]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
 from fedvitals.replay.counterfactual.change import Change, check_restores
@@ -104,14 +104,14 @@ def reaggregate(
 class Recorded:
     """The recorded path, round by round: what the server knew, what clients sent, the model that came of it."""
 
-    def __init__(self, player: Player, first: int, last: int, server: Server, count: WhatIf | None = None) -> None:
+    def __init__(self, player: Player, first: int, last: int, server: ServerState, count: WhatIf | None = None) -> None:
         self._player, self._tape, self._first, self._last = player, player.tape, first, last
         self._server, self._count = server, WhatIf("", "", first, last) if count is None else count
         self._path = Reused(player.site, player.engine(), Steering(player.tape, first), server)
         # What the clients' engine, or a checkpoint, remembers from one round to the next is only there if all are run.
         self._whole = player.experiment.local.keep_optimizer or check_restores(player.tape, first, last)
 
-    def __iter__(self) -> Iterator[tuple[int, Server, Answers, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[int, ServerState, Answers, Tensor]]:
         if self._whole:
             yield from self._executed(self._first, self._last)
             return
@@ -126,7 +126,7 @@ class Recorded:
             self._count.read += len(read)
             yield number, before, read, self._server.model
 
-    def _executed(self, first: int, last: int) -> Iterator[tuple[int, Server, Answers, Tensor]]:
+    def _executed(self, first: int, last: int) -> Iterator[tuple[int, ServerState, Answers, Tensor]]:
         before = copied(self._server)
         for played in self._player.rounds(first, last, self._server, examined=False):
             answers = answers_of(played.messages, before)
@@ -145,7 +145,7 @@ class Recorded:
             )
 
 
-def _on_tape(tape: TapeReader, number: int, server: Server) -> dict[str, Answer] | None:
+def _on_tape(tape: TapeReader, number: int, server: ServerState) -> dict[str, Answer] | None:
     """Every update that was aggregated in a round; None where one is not there any more."""
     entry, found = tape.entry(number), dict[str, Answer]()
     if entry.lost:

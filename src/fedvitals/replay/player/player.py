@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.lab import experiment as lab_experiment
-from fedvitals.lab.actions import Ward
-from fedvitals.lab.engines.engine import FLOWER, Engine, one_thread
+from fedvitals.lab.corrections import CorrectionApplier
+from fedvitals.lab.engines.engine import FLOWER, Engine, single_threaded
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.federation import Federation, Server
-from fedvitals.lab.run import one_round, prepared
-from fedvitals.lab.taped import OPTIMIZER
+from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.run import prepare_site, run_round
+from fedvitals.lab.tape_recording import OPTIMIZER
 from fedvitals.protocols import Message, NullObserver, WorkerObserver
 from fedvitals.records import Action, Where
 from fedvitals.replay.tape.digests import Tensors, mark_of
@@ -123,7 +123,7 @@ class Player:
             )
         self.described = experiment_of(tape, experiment)  # as it was written: before its faults set it up
         self.data = data if data is not None else told.get("data")
-        self.site = prepared(self.described, self.data) if site is None else site
+        self.site = prepare_site(self.described, self.data) if site is None else site
         self.experiment = self.site.experiment
         self._device = device
         self.workers, self._engines = workers, dict[int | None, Engine]()
@@ -149,7 +149,7 @@ class Player:
             self._engines[wanted] = Engine(self.site, name, wanted, device, precision)
         return self._engines[wanted]
 
-    def server(self, number: int) -> Server:
+    def server(self, number: int) -> ServerState:
         """All that was known before a round: read, or run again from the nearest state that can be."""
         start = self.start(number)
         server = self.stored(start)
@@ -166,20 +166,20 @@ class Player:
             )
         return start
 
-    def stored(self, number: int) -> Server:
+    def stored(self, number: int) -> ServerState:
         """From the tape, as it is; the first one of all from the seed."""
         if number == 0 and self.tape.begins_from_seed:
             self.engine().restore_optimizers({})
-            return Server(self.site.layout.flat(self.site.module))
+            return ServerState(self.site.layout.flat(self.site.module))
         return self.restored(self.tape.state(number), self.tape.notes(number))
 
-    def restored(self, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> Server:
+    def restored(self, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> ServerState:
         """Of a round's beginning as a tape has it, or as `Played` does."""
         flat = {name: flattened(tensors) for name, tensors in state.items()}
         kept = {name.removeprefix(OPTIMIZER): t for name, t in flat.items() if name.startswith(OPTIMIZER)}
         self.engine().restore_optimizers(kept)
         past = sorted((name for name in flat if name.startswith("past/")), key=lambda name: int(name[5:]))
-        return Server(
+        return ServerState(
             flat["model"],
             {name.removeprefix("memory/"): t for name, t in flat.items() if name.startswith("memory/")},
             copy.deepcopy(dict(notes.get("notes", {}))),
@@ -191,7 +191,7 @@ class Player:
         self,
         first: int,
         last: int,
-        server: Server,
+        server: ServerState,
         *,
         examined: bool = True,
         observer: Playback | None = None,
@@ -200,10 +200,10 @@ class Player:
         """Run them again from a server that is at the beginning of the first; it is moved along."""
         watching = Playback(self.tape) if observer is None else observer
         federation = Federation(self.site, self.engine(workers), watching, server)
-        ward, model = Ward(self.experiment, watching), copy.deepcopy(self.site.module)
+        corrections, model = CorrectionApplier(self.experiment, watching), copy.deepcopy(self.site.module)
         for number in range(first, last + 1):
-            with one_thread():
-                one_round(federation, ward, number, model, examined=examined)
+            with single_threaded():
+                run_round(federation, corrections, number, model, evaluate=examined)
             yield watching.played
 
     def round(self, number: int, *, examined: bool = False, observer: Playback | None = None) -> Played:

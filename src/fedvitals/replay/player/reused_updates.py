@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.actions import Ward
-from fedvitals.lab.engines.engine import AnyEngine, one_thread
+from fedvitals.lab.corrections import CorrectionApplier
+from fedvitals.lab.engines.engine import AnyEngine, single_threaded
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Node, Task, Update
-from fedvitals.lab.federation import Federation, Server
-from fedvitals.lab.run import Round, one_round
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.run import Round, run_round
 from fedvitals.protocols import Message, NullObserver
 from fedvitals.records import Action, Where
 from fedvitals.replay.counterfactual.change import OURS, Change, recorded_actions
@@ -51,7 +51,7 @@ class Answer:
 Answers = Mapping[Node, Answer]
 
 
-def answers_of(messages: Sequence[Message], server: Server) -> dict[Node, Answer]:
+def answers_of(messages: Sequence[Message], server: ServerState) -> dict[Node, Answer]:
     """Of those that were aggregated. `server`: as it was before the round."""
     found = {}
     for message in messages:
@@ -66,15 +66,15 @@ def answers_of(messages: Sequence[Message], server: Server) -> dict[Node, Answer
     return found
 
 
-def start_of(server: Server, name: str) -> Tensor:
+def start_of(server: ServerState, name: str) -> Tensor:
     start = server.model if name == "model" else server.memory[name.removeprefix("memory/")]
     return start.cpu()
 
 
-def copied(server: Server) -> Server:
+def copied(server: ServerState) -> ServerState:
     """One that can be moved along by itself: tensors are replaced in there, or changed in memory alone."""
     memory = {name: tensor.clone() for name, tensor in server.memory.items()}
-    return Server(server.model, memory, copy.deepcopy(server.notes), server.clock, [*server.past])
+    return ServerState(server.model, memory, copy.deepcopy(server.notes), server.clock, [*server.past])
 
 
 def groups_of(tape: TapeReader, number: int) -> list[str]:
@@ -107,28 +107,28 @@ class Steering(NullObserver):
 class Reused(Federation):
     """`answers`: of the round that is next. `factor`: of each client's change: a learning rate, in first order."""
 
-    def __init__(self, site: Site, engine: AnyEngine, observer: NullObserver, server: Server) -> None:
+    def __init__(self, site: Site, engine: AnyEngine, observer: NullObserver, server: ServerState) -> None:
         super().__init__(site, engine, observer, server)
         self.answers: Answers = {}
         self.factor = 1.0
-        self._ward, self._model = Ward(site.experiment, observer), copy.deepcopy(site.module)
+        self._corrections, self._model = CorrectionApplier(site.experiment, observer), copy.deepcopy(site.module)
 
     def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
-        orders, weights = self.orders, self.site.layout.weights
-        tasks = [task for task in map(orders.task, tasks) if task.nodes]
-        if timed and self.journeys.network is not None:
-            self.server.clock = self.journeys.plan(self.round, tasks, self.server.clock).ends
+        corrections, weights = self.corrections, self.site.layout.weights
+        tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
+        if timed and self.journey_planner.network is not None:
+            self.server.clock = self.journey_planner.plan_round(self.round, tasks, self.server.clock).ends
         for task in tasks:
             for node in task.nodes:
                 answer = self.answers.get(node)
-                if answer is None or orders.shut_out(node, task.group):
+                if answer is None or corrections.is_quarantined(node, task.group):
                     continue
                 state = answer.on(task.start, weights, self.factor)
                 update = Update(node, state, task.start, answer.samples, task.group, steps=1)
-                yield orders.update(update, task.start, weights)
+                yield corrections.adjust_update(update, task.start, weights)
 
     def play(self, number: int, answers: Answers, *, examined: bool) -> Round:
         """One round, by what came in it at the time."""
         self.answers = answers
-        with one_thread():
-            return one_round(self, self._ward, number, self._model, examined=examined)
+        with single_threaded():
+            return run_round(self, self._corrections, number, self._model, evaluate=examined)

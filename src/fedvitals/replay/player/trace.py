@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.protocols import Message, NullObserver, Stack, WorkerObserver
 from fedvitals.replay.player.player import Playback, Player
 from fedvitals.replay.tape.digests import Tensors, mark_of
@@ -74,7 +74,7 @@ def trace(
     *,
     first: int = 0,
     memory: int = MEMORY,
-    begin: tuple[int, Server] | None = None,
+    begin: tuple[int, ServerState] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Trace:
     """Tensors are kept from the step `first` on, for as long as they fit into `memory`: at least of one.
