@@ -136,7 +136,7 @@ class Watcher(NullObserver):
 
 def crew():
     """Rooms and tables give what plain steps give: unequal clients, groups, faults, fewer clients than before."""
-    cuda.captured = lambda work, warm_up, pool: (warm_up(), cuda.AtOnce(work))[1]
+    cuda.captured = lambda work, warm_ups, pool: (warm_ups[0](), cuda.AtOnce(work))[1]
     cuda._seconds = lambda graph: 1.0
     # The statistics' kernels have tests of their own, and would take most of the time here.
     loading.loaded = lambda: loading.Loaded(None, "the test asks for it")

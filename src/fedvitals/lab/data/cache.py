@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoded data sets, kept as plain .npy files, so that the second start takes a second.
+"""The cache of data sets: decoded once, kept on disk for the next start and on devices for the next experiment.
 
-A manifest, replaced in one step, says which files belong together, what they were made from and their digest. Whatever
-does not fit (a torn file, another source, a manifest of another version) is made anew; a folder that cannot be written
-to costs nothing but time. The files are mapped into memory: worker processes share them.
+On disk they are plain .npy files. A manifest, replaced in one step, says which files belong together, what they were
+made from and their digest. Whatever does not fit (a torn file, another source, a manifest of another version) is made
+anew; a folder that cannot be written to costs nothing but time. The files are mapped into memory: worker processes
+share them.
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedvitals.lab.data.arrays import Arrays, checked, digest
 
+if TYPE_CHECKING:
+    from fedvitals.lab.data.datasets import Dataset
+
 VERSION = 1
 PARTS = ("x", "y", "test_x", "test_y", "groups")
+KEPT = 2  # data sets, those that were used last
 
 
 def through(cache: Path, kind: str, sources: Sequence[Path], make: Callable[[], Arrays]) -> tuple[Arrays, str]:
@@ -97,3 +105,34 @@ def _remove(entry: Path, unwanted: Callable[[str], bool]) -> None:
         if unwanted(path.name):
             with contextlib.suppress(OSError):  # another system may have it mapped still
                 path.unlink()
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The tensors of a `Dataset` on a device, as stored (images as bytes); `Dataset.inputs` makes inputs of them."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+_resident: dict[tuple[str, torch.device], Resident] = {}
+
+
+def resident(dataset: Dataset, device: torch.device | str) -> Resident:
+    """Return the data set on the device: uploaded when first asked for, known again by its digest.
+
+    A study of many short experiments would otherwise upload the same images, four times as large, for each of them.
+    """
+    key = (dataset.digest, torch.device(device))
+    found = _resident.pop(key, None)
+    if found is None:
+        found = Resident(*(part.to(key[1]) for part in (dataset.x, dataset.y, dataset.test_x, dataset.test_y)))
+    _resident[key] = found  # as the one used last
+    for old in [*_resident][:-KEPT]:
+        del _resident[old]
+    return found

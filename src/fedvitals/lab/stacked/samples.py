@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stack's samples, where it trains: of its clients in one tensor, and those on which a model is tested.
 
-On a device they are made there, of a data set that stays there (`resident.py`), and all clients' are kept: so another
-cohort in each round changes nothing.
+On a device they are made there, of a data set that stays there (`lab/data/cache.py`), and all clients' are kept: so
+another cohort in each round changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvitals.lab.data.resident import resident
+from fedvitals.lab.data.cache import resident
 from fedvitals.lab.engines.executor import Examination, examined
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.work import Node
