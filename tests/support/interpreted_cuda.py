@@ -140,7 +140,7 @@ class Watcher(NullObserver):
 
 def stacked_round():
     """Buffers and tables give what plain steps give: unequal clients, groups, faults, fewer clients than before."""
-    cuda_round.captured = lambda work, warm_up, pool: (warm_up(), cuda_round.AtOnce(work))[1]
+    cuda_round.captured = lambda work, warm_ups, pool: (warm_ups[0](), cuda_round.AtOnce(work))[1]
     cuda_round._seconds = lambda graph: 1.0
     # The statistics' kernels have tests of their own, and would take most of the time here.
     loading.load_kernels = lambda: loading.LoadedKernels(None, "the test asks for it")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of decoded data sets as plain .npy files, so that later starts are fast.
+"""The cache of data sets: decoded once, kept on disk for the next start and on devices for the next experiment.
 
-A manifest, replaced atomically, lists the files that belong together, their sources and their digest. An entry that
-does not match (a torn file, another source, another version) is built again; an unwritable folder only costs time. The
-files are memory-mapped, so worker processes share them.
+On disk they are plain .npy files. A manifest, replaced atomically, lists the files that belong together, their sources
+and their digest. An entry that does not match (a torn file, another source, another version) is built again; an
+unwritable folder only costs time. The files are memory-mapped, so worker processes share them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedvitals.lab.data.arrays import Arrays, check_arrays, digest
 
+if TYPE_CHECKING:
+    from fedvitals.lab.data.datasets import Dataset
+
 VERSION = 1
 PARTS = ("x", "y", "test_x", "test_y", "groups")
+KEPT = 2  # data sets, those that were used last
 
 
 def load_or_build(cache: Path, kind: str, sources: Sequence[Path], build: Callable[[], Arrays]) -> tuple[Arrays, str]:
@@ -99,3 +106,34 @@ def _remove(entry: Path, unwanted: Callable[[str], bool]) -> None:
         if unwanted(path.name):
             with contextlib.suppress(OSError):  # another system may have it mapped still
                 path.unlink()
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The tensors of a `Dataset` on a device, as stored (images as bytes); `Dataset.inputs` makes inputs of them."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+_resident: dict[tuple[str, torch.device], Resident] = {}
+
+
+def resident(dataset: Dataset, device: torch.device | str) -> Resident:
+    """Return the data set on the device: uploaded when first asked for, known again by its digest.
+
+    A study of many short experiments would otherwise upload the same images, four times as large, for each of them.
+    """
+    key = (dataset.digest, torch.device(device))
+    tensors = _resident.pop(key, None)
+    if tensors is None:
+        tensors = Resident(*(part.to(key[1]) for part in (dataset.x, dataset.y, dataset.test_x, dataset.test_y)))
+    _resident[key] = tensors  # as the one used last
+    for old in [*_resident][:-KEPT]:
+        del _resident[old]
+    return tensors

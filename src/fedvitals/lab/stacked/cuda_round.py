@@ -15,9 +15,7 @@ round, except where a client must be stopped at a non-finite loss.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.kernels.cuda import stacked_optimizer as kernel
+from fedvitals.kernels.cuda.graphs import captured
 from fedvitals.kernels.cuda.sums import DeviceRing
 from fedvitals.lab.engines.tasks import Task
 from fedvitals.lab.local import SGD, Adam
@@ -59,30 +58,6 @@ class AtOnce:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
-
-
-def captured(work: Callable[[], None], warm_up: Callable[[], None], pool: Any) -> Replayed:
-    """Return the work as a CUDA graph. Other threads, such as a monitor's, may use CUDA meanwhile."""
-    now, stream = torch.cuda.current_stream(), torch.cuda.Stream()
-    stream.wait_stream(now)
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            warm_up()
-    now.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    gc.collect()
-    collecting = gc.isenabled()
-    gc.disable()  # an old graph that dies in the midst of a capture would spoil it
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="The CUDA Graph is empty")
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                work()
-    finally:
-        torch.cuda.set_stream(now)  # a capture that breaks off leaves its own behind
-        if collecting:
-            gc.enable()
-    return graph
 
 
 def _pool(device: torch.device) -> Any:
@@ -131,7 +106,7 @@ class CudaBuffers:
                 work()
 
             try:
-                self._graphs[key] = captured(work, rested, self._pool)
+                self._graphs[key] = captured(work, [rested] * _WARM_UPS, self._pool)
             except (RuntimeError, Warning) as error:
                 _LOG.warning("A step could not be captured as a CUDA graph, and is started call by call: %s", error)
                 self._graphs[key] = AtOnce(work)
@@ -420,7 +395,7 @@ class CudaStackedRound(StackedRound):
                 executor.plan = plan
                 try:
                     times[plan.name] = _seconds(
-                        captured(self._compute_gradients, self._compute_gradients, _pool(executor.device))
+                        captured(self._compute_gradients, [self._compute_gradients] * _WARM_UPS, _pool(executor.device))
                     )
                 except Exception as error:  # noqa: BLE001 - no memory, no graph of it, or Triton cannot compile it
                     _LOG.info("The plan '%s' cannot be used here: %s", plan.name, error)

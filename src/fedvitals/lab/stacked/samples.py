@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of a stack on its device: its clients' training samples in one tensor, and those for evaluation.
 
-On a GPU they are taken from a data set that stays there (`data/resident.py`), and all clients' samples are kept, so a
+On a GPU they are taken from a data set that stays there (`lab/data/cache.py`), and all clients' samples are kept, so a
 different cohort in each round costs nothing.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvitals.lab.data.resident import resident
+from fedvitals.lab.data.cache import resident
 from fedvitals.lab.engines.executor import EvaluationJob, evaluation_samples
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Node

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
+from fedvitals import plain_json
 from fedvitals.errors import ConfigError
 from fedvitals.replay.debugger.printing import matching, printed, wanted
 from fedvitals.replay.tape.digests import Tensors
@@ -43,7 +43,7 @@ def _text(session: Session, words: Sequence[str], suffix: str) -> str:
         raise ConfigError("Nothing has been shown yet. Say what:  export update c7 update.csv.")
     if suffix == ".csv":
         return one.as_csv()
-    return json.dumps(_plain(one.as_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(plain_json.shown(one.as_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
@@ -76,15 +76,3 @@ def _found(session: Session, noun: str, node: str | None) -> Tensors:
     if found is None:
         raise ConfigError(f"Nothing of use came from {node} in round {session.round}.")
     return found
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {key: _plain(one) for key, one in value.items()}
-        case list() | tuple():
-            return [_plain(one) for one in value]
-    return value

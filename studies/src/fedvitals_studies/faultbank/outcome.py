@@ -23,9 +23,9 @@ from fedvitals.diagnosis.history_cutoff import Horizon, Until
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import kinds_of
 from fedvitals.lab.faults.table import FAULTS
-from fedvitals.probes.differential import largest_of_healthy
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
+from fedvitals_studies.faultbank.baselines.differential import largest_of_healthy
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores
 from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, feddebug_accused, krum_accused
 from fedvitals_studies.faultbank.cases import Case
