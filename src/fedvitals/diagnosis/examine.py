@@ -20,7 +20,7 @@ from fedvitals.diagnosis.detectors import (
 )
 from fedvitals.diagnosis.evidence import locate
 from fedvitals.diagnosis.history_cutoff import Horizon, Until
-from fedvitals.errors import ConfigError, unknown
+from fedvitals.errors import ConfigError
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 
@@ -44,8 +44,9 @@ DETECTORS: tuple[Detector, ...] = (*RULES, *locate.DETECTORS)
 
 
 def choose(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0) -> tuple[Detector, ...]:
-    """The detectors that a person means: «standard», a list of functions, or a list with «standard» in it.
+    """Return the detectors that a user chose: «standard», functions, names of installed plug-ins, or a list of these.
 
+    A plug-in that is not named is not imported; one that cannot be loaded fails in every round (`detectors.installed`).
     `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together. What can be wrong only seldom,
     and is then plainly so, costs the same at any setting; the search for faulty clients takes what is left.
     """
@@ -67,7 +68,9 @@ def choose(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0)
         elif one == STANDARD:
             chosen += standard
         else:
-            raise ConfigError(unknown("set of detectors", str(one), [STANDARD]))
+            from fedvitals.diagnosis.detectors.installed import detectors_named  # noqa: PLC0415 - seldom needed, slow
+
+            chosen += detectors_named(str(one), [STANDARD])
     return tuple(chosen)
 
 
