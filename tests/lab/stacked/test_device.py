@@ -8,9 +8,11 @@ import torch
 
 import fedvitals as fv
 from fedvitals import lab
+from fedvitals.kernels.sketch import COSINE_ERROR
 from fedvitals.lab.aggregators.averages import AggregationError
 from fedvitals.lab.topologies.exchanges import average, pass_on, together
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.records import Sketch
 from fedvitals.testing import MemorySink
 from support.device_cases import CASES, CLIENTS, TOPOLOGIES, Doctor, experiment
 from support.lab.by_hand import Watcher
@@ -68,9 +70,31 @@ def test_a_watched_round_waits_a_few_times_for_all_clients():
                 assert found == pytest.approx(r.value, rel=1e-4, abs=1e-5), r
 
 
+def compared(train, **settings):
+    """The sink of a watched run, and its cosines by metric, round and client."""
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink], strict=True, **settings) as monitor:
+        train(experiment(), monitor)
+    names = ("update.cosine_mean", "update.cosine_previous")
+    return sink, {(m.name, m.where.round, m.where.node): m.value for name in names for m in sink.metrics(name)}
+
+
 def test_updates_that_do_not_fit_into_memory_are_compared_by_their_sketches():
-    with Monitor(None, strict=True, update_memory=1000) as monitor:
-        away(experiment(), monitor)
+    """On the device as on the CPU, and as the whole updates would have been, to the error of a sketch."""
+    sink, cosines = compared(away, update_memory=1000)
+    assert len(sink.events("updates.approximate")) == 1
+    sketches, expected = ({(s.where.round, s.where.node): s.values for s in run.of(Sketch)}
+                          for run in (sink, compared(here, update_memory=1000)[0]))  # fmt: skip
+    assert len(sketches) == 2 * CLIENTS
+    assert sketches.keys() == expected.keys()
+    for place, numbers in sketches.items():
+        assert numbers == pytest.approx(expected[place], rel=1e-4, abs=1e-5), place
+    _, exact = compared(away)
+    assert len(exact) == (2 + 1) * CLIENTS  # in the first round there is no previous one
+    assert cosines.keys() == exact.keys()
+    assert cosines != exact
+    for place, cosine in cosines.items():
+        assert cosine == pytest.approx(exact[place], abs=5 * COSINE_ERROR), place
 
 
 def test_duplicates_are_found_on_a_device():
