@@ -44,9 +44,9 @@ def settle(page: Any) -> None:
     )
 
 
-def ask(page: Any, question: str, given: Any = None) -> Any:
+def ask(page: Any, question: str, argument: Any = None) -> Any:
     """What the gallery answers (chart_gallery/asked.js)."""
-    return page.evaluate(f"(given) => window.gallery.asked.{question}(given)", given)
+    return page.evaluate(f"(given) => window.gallery.asked.{question}(given)", argument)
 
 
 def move(page: Any, chart: str, at: int) -> None:

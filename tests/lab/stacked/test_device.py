@@ -16,7 +16,7 @@ from fedvitals.records import Sketch
 from fedvitals.testing import MemorySink
 from support.device_cases import CASES, CLIENTS, TOPOLOGIES, Doctor, experiment
 from support.lab.by_hand import Watcher
-from support.pretended_device import DEVICE, Away, PretendedEngine, Pretending
+from support.pretended_device import DEVICE, DeviceTensor, PretendedEngine, Pretending
 
 
 def away(e, observer=None, **more):
@@ -48,18 +48,18 @@ def test_what_lies_on_a_device_stays_there(name):
 def test_an_ordinary_round_waits_for_nobody(name):
     """Once a round for the new model, and where clusters are told apart; whatever the number of clients."""
     e = experiment(name, rounds=3)
-    Away.waits.clear()
+    DeviceTensor.waits.clear()
     away(e)
-    assert Away.waits.total() <= (1 + 3 * 3 if "cluster" in name else 1 + 3), Away.waits
+    assert DeviceTensor.waits.total() <= (1 + 3 * 3 if "cluster" in name else 1 + 3), DeviceTensor.waits
 
 
 def test_a_watched_round_waits_a_few_times_for_all_clients():
     for clients in (CLIENTS, 2 * CLIENTS):
         sink = MemorySink()
-        Away.waits.clear()
+        DeviceTensor.waits.clear()
         with Monitor(None, sinks=[sink], strict=True) as monitor:
             result = away(experiment(clients=clients, rounds=3), monitor)
-        assert Away.waits.total() <= 3 * 16, Away.waits
+        assert DeviceTensor.waits.total() <= 3 * 16, DeviceTensor.waits
         watched = {(r.name, r.where.round, r.where.node): r.value for r in sink.records if type(r).__name__ == "Metric"}
         again = MemorySink()
         with Monitor(None, sinks=[again], strict=True) as monitor:
@@ -198,7 +198,7 @@ def test_groups_are_exchanged_without_waiting(exchange):
     with Pretending():
         exchanged = together(exchange, GROUPS["unequal"], torch.arange(1, 10), DEVICE)
         states = torch.randn(9, 17).to(DEVICE)
-        Away.waits.clear()
+        DeviceTensor.waits.clear()
         assert exchanged is not None
         exchanged(states)
-        assert not Away.waits
+        assert not DeviceTensor.waits
