@@ -29,9 +29,9 @@ def on_gpu(e, observer=None, **more):
     return lab.run(e, observer, engine="stacked", device="cuda", **more)
 
 
-def alike(found, expected, rtol=1e-4, atol=2e-5):
-    assert found.is_cpu
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+def alike(computed, expected, rtol=1e-4, atol=2e-5):
+    assert computed.is_cpu
+    torch.testing.assert_close(computed, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [*CASES])

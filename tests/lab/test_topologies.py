@@ -334,7 +334,7 @@ class Forgetful:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("short", "did not come to its end"),
         ("not finite", "not finite"),
@@ -344,8 +344,8 @@ class Forgetful:
         ("everybody", "use cohort"),
     ],
 )
-def test_check_says_what_is_wrong_with_a_topology(how, said):
-    with pytest.raises(AssertionError, match=said):
+def test_check_says_what_is_wrong_with_a_topology(how, message):
+    with pytest.raises(AssertionError, match=message):
         check_topology(Forgetful(how))
 
 

@@ -85,28 +85,28 @@ def test_of_a_long_table_some_rows_are_drawn_and_that_is_said():
 
 
 @pytest.mark.parametrize(
-    "one",
+    "shown",
     [said("where", "round 12"), table("names", ["a"], [["x"]]), table("none", ["a"], []), series("none", [], {}),
      Shown("bare", "tensor"), series("nan", [1.0], {"x": [float("nan")]})],
-    ids=lambda one: one.title,
+    ids=lambda shown: shown.title,
 )  # fmt: skip
-def test_what_has_no_picture_is_said_in_words(one):
-    said_, _ = texts(draw(one))
-    assert any(one.title in text for text in said_)
+def test_what_has_no_picture_is_said_in_words(shown):
+    said_, _ = texts(draw(shown))
+    assert any(shown.title in text for text in said_)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf", "html"])
 @pytest.mark.parametrize(
-    "one",
+    "shown",
     [tensor(EVIL, values(), EVIL), series(EVIL, [1, 2], {EVIL: [1.0, 2.0]}, x_name=EVIL, y_name=EVIL),
      table(EVIL, [EVIL, "norm"], [[EVIL, 1.0]], EVIL), said(EVIL, EVIL, EVIL)],
     ids=["tensor", "series", "table", "text"],
 )  # fmt: skip
-def test_files_of_every_kind_and_names_that_are_only_text(one, ending, tmp_path):
+def test_files_of_every_kind_and_names_that_are_only_text(shown, ending, tmp_path):
     path = tmp_path / f"picture.{ending}"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph|.*glyph")
-        draw(one, path)
+        draw(shown, path)
     content = path.read_bytes()
     assert content.startswith({"png": b"\x89PNG", "svg": b"<svg", "pdf": b"%PDF", "html": b"<!doctype html>"}[ending])
     if ending in ("svg", "html"):
@@ -114,7 +114,7 @@ def test_files_of_every_kind_and_names_that_are_only_text(one, ending, tmp_path)
         assert "<script" not in text
         assert not re.search(r"[\x00-\x08\x0b-\x1f]", text.replace("\n", ""))
         assert "http://" not in text.replace("http://www.w3.org", "")
-    if ending == "html" and one.kind != "text":
+    if ending == "html" and shown.kind != "text":
         assert "<table>" in content.decode()
 
 

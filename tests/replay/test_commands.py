@@ -19,7 +19,7 @@ def store(tmp_path_factory):
 def typed(store):
     """An interpreter; what it would draw is listed."""
     with fv.open_replay("rewound", store) as session:
-        interpreter = Interpreter(session, lambda one, path: interpreter.drawn.append((one.title, str(path))))
+        interpreter = Interpreter(session, lambda shown, path: interpreter.drawn.append((shown.title, str(path))))
         interpreter.drawn = []
         yield interpreter
 

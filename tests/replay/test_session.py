@@ -97,7 +97,7 @@ def test_what_was_run_again_once_is_at_hand(session):
 
 def test_progress_hears_of_every_round_that_is_run_again(session):
     heard = []
-    session.progress = lambda *told: heard.append(told)
+    session.progress = lambda *progress: heard.append(progress)
     session.material.play(2)
     assert heard == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
 

@@ -105,16 +105,16 @@ def test_a_damaged_round_is_told(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("said", "bytes_"), [(5, 5), ("2 GB", 2 * 10**9), ("1.5kb", 1500), ("7", 7), ("30 MB", 3 * 10**7)]
+    ("text", "bytes_"), [(5, 5), ("2 GB", 2 * 10**9), ("1.5kb", 1500), ("7", 7), ("30 MB", 3 * 10**7)]
 )
-def test_sizes_as_people_write_them(said, bytes_):
-    assert size_of(said, "budget") == bytes_
+def test_sizes_as_people_write_them(text, bytes_):
+    assert size_of(text, "budget") == bytes_
 
 
-@pytest.mark.parametrize("said", [0, -1, "", "GB", "many", "-3 MB", None, True, float("nan")])
-def test_sizes_that_are_none(said):
+@pytest.mark.parametrize("size", [0, -1, "", "GB", "many", "-3 MB", None, True, float("nan")])
+def test_sizes_that_are_none(size):
     with pytest.raises(ConfigError, match="number of bytes"):
-        size_of(said, "budget")
+        size_of(size, "budget")
 
 
 @pytest.mark.parametrize("how", [{"every": 0}, {"updates": -1}, {"budget": "much"}])
@@ -159,7 +159,7 @@ def opened(tmp_path, **how):
     return tape, told
 
 
-def found(number, node):
+def finding_on(number, node):
     return Finding(Where("r", number), 0.0, "BYZANTINE", "critical", 0.9, "It lies.", suspects=(Suspect(node, 1.0),))
 
 
@@ -177,7 +177,7 @@ def test_states_every_few_rounds_the_last_one_and_the_last_updates(tmp_path):
 
 def test_around_a_finding_states_and_the_suspects_updates_are_kept(tmp_path):
     tape, _ = opened(tmp_path, every=50, updates=1)
-    drive(tape, 12, findings={5: [found(5, "c2")]})
+    drive(tape, 12, findings={5: [finding_on(5, "c2")]})
     tape.close()
     reader = TapeReader(tape.folder)
     stored = [c.round for c in reader.coverage() if c.stored]
@@ -189,7 +189,7 @@ def test_around_a_finding_states_and_the_suspects_updates_are_kept(tmp_path):
 
 def test_durable_updates_are_there_at_once_and_go_in_time(tmp_path):
     tape, _ = opened(tmp_path, updates=2, durable=True)
-    drive(tape, 6, findings={2: [found(2, "c1")]})
+    drive(tape, 6, findings={2: [finding_on(2, "c1")]})
     reader = TapeReader(tape.folder)  # it is still being written
     assert [c.updates for c in reader.coverage()] == [0, 1, 4, 1, 4, 4]
     tape.close()
@@ -197,7 +197,7 @@ def test_durable_updates_are_there_at_once_and_go_in_time(tmp_path):
 
 def test_a_full_tape_thins_itself_oldest_healthy_rounds_first(tmp_path):
     tape, told = opened(tmp_path, every=1, updates=1, durable=True, budget=16000)
-    sizes = drive(tape, 30, findings={3: [found(3, "c0")]})
+    sizes = drive(tape, 30, findings={3: [finding_on(3, "c0")]})
     tape.close()
     reader = TapeReader(tape.folder)
     assert reader._objects.bytes <= 16000

@@ -49,7 +49,7 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Player]:
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("text", "meant"),
     [
         ("drop c7", Change(drop=("c7",))),
         ("without c7, c8", Change(drop=("c7", "c8"))),
@@ -64,13 +64,13 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Player]:
         ("drop c1; clip 2 and no faults", Change(drop=("c1",), clip=2.0, no_faults=True)),
     ],
 )
-def test_a_change_is_what_a_person_says_and_says_itself_again(said: str, meant: Change) -> None:
-    assert parse(said) == meant
+def test_a_change_is_what_a_person_says_and_says_itself_again(text: str, meant: Change) -> None:
+    assert parse(text) == meant
     assert parse(meant.text) == meant
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("text", "answer"),
     [
         ("kick c7", "Examples: drop c7"),
         ("clip much", "needs a number"),
@@ -80,9 +80,9 @@ def test_a_change_is_what_a_person_says_and_says_itself_again(said: str, meant: 
         ("aggregator krum 2", "name=value"),
     ],
 )
-def test_what_is_no_change_is_answered_with_what_is_one(said: str, answer: str) -> None:
+def test_what_is_no_change_is_answered_with_what_is_one(text: str, answer: str) -> None:
     with pytest.raises(ConfigError, match=answer):
-        parse(said)
+        parse(text)
 
 
 def test_a_change_in_parts_of_a_wrong_name_is_refused() -> None:

@@ -111,14 +111,14 @@ def test_a_larger_batch_than_was_measured_is_scaled():
     assert "a batch of 74 in place of 128" in found.message
 
 
-def told(number, name, value, node="c1"):
+def memory_metric(number, name, value, node="c1"):
     return Metric(Where("r", number, node), 3.0, f"memory.{name}", float(value))
 
 
 def small(telemetry, resident, limit, activations=3_000):
     """A model of 5 kB, and what else there is."""
     shares = {"model": 2_000, "gradients": 2_000, "optimizer": 0, "activations": activations, "telemetry": telemetry}
-    return [told(1, name, value) for name, value in {**shares, "resident": resident, "limit": limit}.items()]
+    return [memory_metric(1, name, value) for name, value in {**shares, "resident": resident, "limit": limit}.items()]
 
 
 def test_tensors_that_are_no_real_part_are_not_blamed():
@@ -147,7 +147,7 @@ def test_a_process_that_was_killed_has_its_own_words():
     assert killed.issue == "OUT_OF_MEMORY"
     assert killed.message.startswith("The process of c1 was killed, as the kernel does when memory runs out.")
     assert killed.confidence == 0.8
-    held = [told(1, "resident", 100 * MB)]
+    held = [memory_metric(1, "resident", 100 * MB)]
     assert ran_out(failed("WorkerKilled", ""), 500.0 * MB, more=held).confidence == 0.6  # others may have filled it
     counted = Metric(Where("r", 1, "server"), 2.0, "machine.oom_kills", 1.0)
     proved = ran_out(failed(None, "The worker process died (killed, or out of memory)."), 500.0 * MB, more=[counted])
@@ -276,7 +276,7 @@ def test_growth_outside_of_what_hooks_have_seen_is_said_to_be_so():
 
 
 @pytest.mark.parametrize(
-    ("heaps", "found"),
+    ("heaps", "expected"),
     [
         ((7.5, 15), True),
         ((None, None), False),
@@ -286,7 +286,7 @@ def test_growth_outside_of_what_hooks_have_seen_is_said_to_be_so():
         (("7", 15), False),
     ],
 )
-def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, found):
+def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, expected):
     """Tensors that no hook saw: 3 MiB a round, of which the heap in use explains most or not."""
     nothing = [
         seen(until, 100)
@@ -294,8 +294,8 @@ def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, found)
         for until, heap in zip((8, 11), heaps, strict=True)
     ]
     findings = told_of(RESIDENT, nothing)
-    assert [finding.issue for finding in findings] == ["MEMORY_LEAK"] * found
-    if found:
+    assert [finding.issue for finding in findings] == ["MEMORY_LEAK"] * expected
+    if expected:
         assert "It is outside of the tensors that fedvitals sees" in findings[0].message
 
 

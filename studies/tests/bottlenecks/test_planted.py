@@ -49,7 +49,7 @@ def test_a_verdict_on_something_else_is_wrong():
     assert said.right
     for change in ({"kind": "upload"}, {"bound_by": "compute"}, {"stragglers": ("c4",)}):
         plant = type(said.plant)(**{name: getattr(said.plant, name) for name in said.plant.__slots__} | change)
-        assert not bottlenecks.Said(plant, said.verdict, said.times, said.remedies).right
+        assert not bottlenecks.PlantedVerdict(plant, said.verdict, said.times, said.remedies).right
 
 
 def test_a_balanced_federation_is_not_accused():

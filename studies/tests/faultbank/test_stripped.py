@@ -64,8 +64,8 @@ def test_a_run_that_is_robbed_of_all_that_tells_has_the_same_findings(tmp_path, 
     # And a recording of the bank, which keeps less of it and that rounded, says the same of the same.
     recording = Recording.of(memory.history(run), sorted(memory.memory(run).metrics))
     recording.save(tmp_path / "case.npz")
-    assert said(examine(Recording.load(tmp_path / "case.npz"))) == said(whole)
+    assert facts_of(examine(Recording.load(tmp_path / "case.npz"))) == facts_of(whole)
 
 
-def said(findings):
+def facts_of(findings):
     return [(f.where.round, f.issue, f.where.node, f.where.group, f.where.layer, f.severity) for f in findings]

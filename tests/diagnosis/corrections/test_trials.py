@@ -42,7 +42,7 @@ class Ward:
             self.care.hear(one)
         return [a for a in self.care.prescribed(number + 1) if a.kind != "checkpoint"]
 
-    def told(self, status=None):
+    def actions_with(self, status=None):
         return [(a.where.round, a.kind, a.target) for a in self.actions if status is None or a.status == status]
 
 
@@ -204,7 +204,7 @@ def test_an_update_is_left_out_only_where_that_is_allowed():
     assert ward.care.unusable(3, "c1", "FREE_RIDER", "Zero.") is None
     action = ward.care.unusable(3, "c1", "NAN_UPDATE", "NaN.")
     assert (action.kind, action.target, action.status) == ("exclude", "c1", "applied")
-    assert ward.told("applied") == [(3, "exclude", "c1")]
+    assert ward.actions_with("applied") == [(3, "exclude", "c1")]
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_suggestions_are_told_once_and_change_nothing():
     ward = Ward("suggest")
     for number in range(5):
         assert ward.round(number, HEALTHY[number], byzantine(number)) == []
-    assert ward.told() == [(0, "quarantine", "c3"), (0, "robust_aggregator", None), (0, "advise", "c3")]
+    assert ward.actions_with() == [(0, "quarantine", "c3"), (0, "robust_aggregator", None), (0, "advise", "c3")]
     assert {a.status for a in ward.actions} == {"suggested"}
 
 
@@ -254,7 +254,7 @@ def test_a_rise_of_the_loss_ends_a_trial_and_brings_the_best_model_back():
     orders = [ward.round(n, loss, *([byzantine(n)] if n == 3 else [])) for n, loss in enumerate(losses)]
     assert [(a.kind, a.target) for a in orders[3]] == [("quarantine", "c3")]
     assert [(a.kind, a.arguments["restore"]) for a in orders[5]] == [("roll_back", 3)]
-    assert ward.told("undone") == [(6, "quarantine", "c3")]
+    assert ward.actions_with("undone") == [(6, "quarantine", "c3")]
 
 
 def test_clients_that_are_found_one_after_the_other_are_judged_together():
@@ -263,7 +263,7 @@ def test_clients_that_are_found_one_after_the_other_are_judged_together():
     for number, loss in enumerate(losses):
         who = {3: ["c3"], 5: ["c4"]}.get(number, [])
         ward.round(number, loss, *(byzantine(number, node) for node in who))
-    assert ward.told("applied") == [(9, "quarantine", "c4"), (9, "quarantine", "c3")]
+    assert ward.actions_with("applied") == [(9, "quarantine", "c4"), (9, "quarantine", "c3")]
 
 
 def test_the_whole_run_is_left_alone_while_it_learns():
@@ -299,7 +299,7 @@ def test_never_more_than_two_of_five_clients_are_shut_out():
     for number in range(3):
         orders = ward.round(number, 1.0, *(byzantine(number, node) for node in CLIENTS[:6]))
     assert len(orders) == 4
-    assert len(ward.told("refused")) == 2
+    assert len(ward.actions_with("refused")) == 2
 
 
 @pytest.mark.parametrize("doubt", [{"severity": "note"}, {"confidence": 0.5}])
@@ -313,7 +313,7 @@ def test_without_any_loss_nothing_is_tried_and_that_is_said():
     ward = Ward()
     ward.care.hear(byzantine(0))
     assert [a.kind for a in ward.care.prescribed(1)] == ["checkpoint"]
-    assert ward.told("refused") == [(1, "quarantine", "c3")]
+    assert ward.actions_with("refused") == [(1, "quarantine", "c3")]
 
 
 def test_the_best_checkpoint_is_kept_and_no_more_than_needed():

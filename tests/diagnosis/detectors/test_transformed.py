@@ -29,8 +29,8 @@ CULPRIT = "c3"
 NODES = [f"c{i}" for i in range(8)]
 
 
-def accused(found):
-    return {(case.issue, case.node) for case in found if is_trouble(case)}
+def accused(cases):
+    return {(case.issue, case.node) for case in cases if is_trouble(case)}
 
 
 @pytest.mark.parametrize("compression", LAB_COMPRESSIONS)

@@ -39,7 +39,7 @@ def watched(**settings: object) -> object:
     return store.history(monitor.run.id)
 
 
-def found(history, locator: Locator | None = None) -> dict[str, set[str]]:
+def accusations(history, locator: Locator | None = None) -> dict[str, set[str]]:
     """Who is accused, of what."""
     locator = locator or Locator()
     accused: dict[str, set[str]] = {}
@@ -139,7 +139,7 @@ def test_trees_answer_as_scikit_learns_do() -> None:
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
 
-    from fedvitals_studies.faultbank.fit import SCORED, told
+    from fedvitals_studies.faultbank.fit import SCORED, as_numbers
 
     chance = np.random.default_rng(2)
     x = chance.normal(size=(600, SCORED["server"] + 4))
@@ -147,7 +147,7 @@ def test_trees_answer_as_scikit_learns_do() -> None:
     y = (np.nan_to_num(x[:, 0]) * np.nan_to_num(x[:, 1]) + 0.3 * chance.normal(size=600) > 0).astype(int)
     trees = HistGradientBoostingClassifier(max_iter=20, random_state=0).fit(x, y)
     straight = LogisticRegression().fit(log_odds.linear(x, SCORED["server"]), y)
-    ours = log_odds.Trees.of(told((trees, straight), "server")["trees"])
+    ours = log_odds.Trees.of(as_numbers((trees, straight), "server")["trees"])
     assert np.allclose(ours(x), trees.decision_function(x), atol=1e-3)
 
 
@@ -160,7 +160,7 @@ def test_limits_grow_as_fewer_alarms_are_allowed() -> None:
 
 
 def test_nobody_is_accused_where_nobody_is_faulty() -> None:
-    assert found(watched(rounds=12)) == {}
+    assert accusations(watched(rounds=12)) == {}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_nobody_is_accused_where_nobody_is_faulty() -> None:
 )
 def test_the_faulty_client_is_named_with_its_cause(fault, issue: str) -> None:
     history = watched(faults=[fault], rounds=12)
-    accused = found(history)
+    accused = accusations(history)
     assert set(accused) == {"c4"}
     assert issue in accused["c4"]
     last = history.rounds()[-1]
@@ -206,7 +206,7 @@ def test_what_is_not_trained_yet_is_not_called_healthy() -> None:
 def test_tiny_cohorts_are_examined_without_complaint(clients: int) -> None:
     history = watched(clients=clients, rounds=5)
     assert len(vitals(history, 4).nodes) == clients
-    assert found(history) == {}
+    assert accusations(history) == {}
 
 
 def accusation(node: str, confidence: float) -> Finding:

@@ -48,7 +48,7 @@ def test_limits_are_in_the_metrics_own_unit():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("update.nrom > 5", "Did you mean 'update.norm'"),
         ("my_score > 5", "'user.my_score'"),
@@ -78,11 +78,11 @@ def test_limits_are_in_the_metrics_own_unit():
         ("loss > 5 " * 50, "at most 200 characters"),
     ],
 )
-def test_what_is_wrong_is_refused_with_what_was_meant(text, said):
+def test_what_is_wrong_is_refused_with_what_was_meant(text, message):
     """Nothing is guessed; the error tells what of the text is wrong."""
     with pytest.raises(ConfigError) as error:
         parse(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_settings_of_a_rule():

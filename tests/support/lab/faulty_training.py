@@ -68,7 +68,7 @@ KINDS = {kind_of(kind.__name__): kind for kind in ill.FAULTS}
 MORE = {"memory_hog": {"fatal": True, "megabytes": 1}}  # settings with which it shows in `outcome`
 
 
-def made(kind, **settings):
+def fault_of(kind, **settings):
     cls = KINDS[kind]
     own = {} if issubclass(cls, RunFault) or kind.startswith("server") else {"nodes": ["c1"]}
     return cls(**own, **MORE.get(kind, {}), **settings)

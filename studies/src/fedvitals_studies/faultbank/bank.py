@@ -112,7 +112,7 @@ def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) ->
     if not outcomes:
         raise ConfigError(f"Every case failed. The first, {next(iter(failed))}:\n{next(iter(failed.values()))}")
     remarks = [f"left out, since the data set {a.dataset} was not there: {a.cases} runs" for a in absent]
-    return _told(bank, folder, outcomes, {sources()}, failed, remarks, other, absent)
+    return _summary_of_bank(bank, folder, outcomes, {sources()}, failed, remarks, other, absent)
 
 
 def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | None = None) -> Taken:
@@ -127,10 +127,10 @@ def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | No
         f"{fact['seconds']:.0f} s, commit {fact['commit']}"
         for fact in merged.calls
     ]
-    return _told(bank, folder, outcomes, made_by, merged.failed, remarks, other)
+    return _summary_of_bank(bank, folder, outcomes, made_by, merged.failed, remarks, other)
 
 
-def _told(
+def _summary_of_bank(
     bank: Bank,
     folder: Path,
     outcomes: Sequence[Outcome],
@@ -182,11 +182,11 @@ def write_rates(summary: Summary, bank: Bank, folder: Path) -> Path:
     return path
 
 
-def _noting(failed: dict[str, str], told: Done) -> Done:
+def _noting(failed: dict[str, str], report: Done) -> Done:
     def done(name: str, error: str | None) -> None:
         if error is not None:
             failed[name] = error
-        told(name, error)
+        report(name, error)
 
     return done
 

@@ -24,7 +24,7 @@ from fedvitals.store import MemoryStore
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class CorrectedRun:
     """One run under care: what its accuracy was at the end, and what was done."""
 
     accuracy: float
@@ -59,14 +59,14 @@ def course(
     cure: str | dict[str, str] | Policy,
     data: str | os.PathLike[str] | None = None,
     engine: str = "auto",
-) -> Course:
+) -> CorrectedRun:
     """Run an experiment under care, in this process."""
     memory = MemoryStore(everything=True)
     with Monitor(None, sinks=[memory], detectors=detectors, cure=cure, host="lab") as monitor:
         accuracy = lab.run(experiment, monitor, data=data, engine=engine, workers=1).accuracy
         monitor.flush()
         actions = tuple(memory.records(monitor.run.id, Action))
-    return Course(accuracy or 0.0, actions)
+    return CorrectedRun(accuracy or 0.0, actions)
 
 
 def measure(

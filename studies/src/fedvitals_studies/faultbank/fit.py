@@ -120,9 +120,11 @@ def learn(runs: Sequence[Rows], view: str) -> tuple[Any, Any]:
     return trees, straight
 
 
-def judge(models: tuple[Any, Any], found: Array, view: str) -> Array:
+def judge(models: tuple[Any, Any], features: Array, view: str) -> Array:
     trees, straight = models
-    return np.asarray(0.5 * (trees.decision_function(found) + straight.decision_function(linear(found, SCORED[view]))))
+    return np.asarray(
+        0.5 * (trees.decision_function(features) + straight.decision_function(linear(features, SCORED[view])))
+    )
 
 
 def totals(run: Rows, view: str) -> Array:
@@ -224,7 +226,7 @@ def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
     }
 
 
-def told(models: tuple[Any, Any], view: str) -> dict[str, Any]:
+def as_numbers(models: tuple[Any, Any], view: str) -> dict[str, Any]:
     """The models as plain numbers."""
     trees, straight = models
     packed: dict[str, list[Any]] = {
@@ -270,7 +272,7 @@ def main(folder: str, target: str) -> None:
                 if run.domain in fold:
                     run.evidence[view] = judge(models, run.found[view], view)
             say(f"{view}: scored {', '.join(fold)}")
-        views[view] = {**told(learn(runs, view), view), **kinds_of(runs, view)}
+        views[view] = {**as_numbers(learn(runs, view), view), **kinds_of(runs, view)}
         views[view] |= {"limits": limits_of(runs, view), "certainty": certainty_of(runs, view)}
         say(f"{view}: limits {views[view]['limits']}")
     model = {"bank": bank.digest, "certainty": together_of(runs, views), "views": views}

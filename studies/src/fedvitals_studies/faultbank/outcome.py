@@ -42,7 +42,7 @@ NAMES = {KRUM: "Multi-Krum", "feddebug": "FedDebug, count told", DIFFERENTIAL: "
 UNUSUAL = "UNUSUAL_CLIENT"  # of methods that can name no issue
 LOCALISER = "fedvitals.diagnosis.evidence.locate"
 
-Said = Mapping[str, Mapping[Node, float]]
+ScoresByMethod = Mapping[str, Mapping[Node, float]]
 Judged = Callable[[History, int], Mapping[Node, float]]
 KINDS = kinds_of(FAULTS)
 
@@ -242,7 +242,7 @@ def suspects_of(alarms: Iterable[Alarm], nodes: Iterable[Node]) -> dict[Node, fl
     return scores
 
 
-def stated(said: Mapping[Node, float], faults: Sequence[Planted], number: int) -> list[tuple[float, bool]]:
+def stated(probabilities: Mapping[Node, float], faults: Sequence[Planted], number: int) -> list[tuple[float, bool]]:
     """Stated probabilities that a client is faulty, each with whether it was so in that round.
 
     Clients that the host or the network fails are left out: they are neither faulty nor fully well.
@@ -254,7 +254,7 @@ def stated(said: Mapping[Node, float], faults: Sequence[Planted], number: int) -
         for node in fault.nodes
     }
     aside = {node for fault in faults if not fault.whole and fault.kind not in ISSUE_OF for node in fault.nodes}
-    return [(float(p), node in guilty) for node, p in said.items() if node in guilty or node not in aside]
+    return [(float(p), node in guilty) for node, p in probabilities.items() if node in guilty or node not in aside]
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -309,8 +309,8 @@ def _by_updates(about: About, faults: Sequence[Planted]) -> dict[str, list[Alarm
     return found
 
 
-def _differential_accused(said: Said) -> list[Node]:
-    scores = said.get(DIFFERENTIAL, {})
+def _differential_accused(scores_by_method: ScoresByMethod) -> list[Node]:
+    scores = scores_by_method.get(DIFFERENTIAL, {})
     if len(scores) < 4:
         return []
     limit = largest_of_healthy(len(scores), DIFFERENTIAL_ALARMS)

@@ -55,9 +55,9 @@ def data_files(bank: Bank, drafts: Path, data: Path | None) -> Iterable[Path]:
             yield from first.find(search_folders(data))[0]
 
 
-def _fashion(found: datasets.Dataset, folder: Path) -> Iterable[Path]:
+def _fashion(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:
     for name, tensor in zip(
-        FashionMNIST.files, (found.x[:, 0], found.y, found.test_x[:, 0], found.test_y), strict=True
+        FashionMNIST.files, (dataset.x[:, 0], dataset.y, dataset.test_x[:, 0], dataset.test_y), strict=True
     ):
         values = tensor.numpy().astype(np.uint8)
         head = bytes((0, 0, 8, values.ndim)) + np.array(values.shape, ">u4").tobytes()
@@ -66,8 +66,8 @@ def _fashion(found: datasets.Dataset, folder: Path) -> Iterable[Path]:
         yield path
 
 
-def _gtsrb(found: datasets.Dataset, folder: Path) -> Iterable[Path]:
-    parts = ((found.x, found.y, found.groups), (found.test_x, found.test_y, None))
+def _gtsrb(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:
+    parts = ((dataset.x, dataset.y, dataset.groups), (dataset.test_x, dataset.test_y, None))
     for name, (x, y, groups) in zip(PACKED, parts, strict=True):
         labels = y.numpy()
         arrays = {"x_delta": _differences(x.numpy()), "y": labels.astype(np.uint8)}

@@ -70,6 +70,6 @@ def _in_float64(site: Site, weights: Weights, x: Tensor, y: Tensor) -> tuple[Ten
     return outputs, torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
 
 
-def _worst(found: Tensor, wanted: Tensor) -> float:
-    off = found.detach().cpu().double().flatten(1) - wanted.flatten(1)
+def _worst(computed: Tensor, wanted: Tensor) -> float:
+    off = computed.detach().cpu().double().flatten(1) - wanted.flatten(1)
     return float((off.norm(dim=1) / wanted.flatten(1).norm(dim=1)).max())

@@ -91,8 +91,8 @@ class Clocked(Player):
 
     seconds, count = 0.0, 0
 
-    def rounds(self, *told: Any, **more: Any) -> Iterator[Played]:
-        played = super().rounds(*told, **more)
+    def rounds(self, *arguments: Any, **more: Any) -> Iterator[Played]:
+        played = super().rounds(*arguments, **more)
         while True:
             began = time.perf_counter()
             one = next(played, None)
