@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.cli.alerts import _replayed
-from fedvitals.diagnosis.cases import QUIET
+from fedvitals.diagnosis.cases import QUIET_ROUNDS
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Finding, LayerStats, Metric, Where
 from fedvitals.sinks.alerts import watch as alert_watch
@@ -160,7 +160,12 @@ def test_a_case_is_told_once_and_over_when_it_is_quiet():
     """As many rounds with the node and without the trouble as `diagnosis.cases` asks for."""
     found = [finding(1), finding(2), finding(4), finding(12)]
     made = replay("r1", [rule("finding NAN_UPDATE")], attended(range(20)), found, {})
-    assert told(made) == [("firing", 1, 1), ("resolved", 4 + QUIET + 1, 1), ("firing", 12, 12), ("resolved", 18, 12)]
+    assert told(made) == [
+        ("firing", 1, 1),
+        ("resolved", 4 + QUIET_ROUNDS + 1, 1),
+        ("firing", 12, 12),
+        ("resolved", 18, 12),
+    ]
     assert (made[0].severity, made[0].message) == ("critical", "NAN_UPDATE at c1")
     assert "has not been seen since round 4" in made[1].message
     # Rounds that the node does not take part in do not make it well.

@@ -69,8 +69,8 @@ def markdown() -> str:
 
 
 def _rate(issue: Issue, rates: Mapping[str, float]) -> str:
-    told = f"{rates[issue.code]:.2f}" if issue.code in rates else "not measured"
-    return f"{told} (exact)" if issue.exact else told
+    rate = f"{rates[issue.code]:.2f}" if issue.code in rates else "not measured"
+    return f"{rate} (exact)" if issue.exact else rate
 
 
 def _section(issue: Issue) -> list[str]:

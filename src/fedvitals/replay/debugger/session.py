@@ -175,7 +175,7 @@ class Session:
         attended = queries.attendance(self._reader, self.run.id, {f.where.node for f in self.found(self.round)})
         attended = {who: [number for number in rounds if number <= self.round] for who, rounds in attended.items()}
         rows = [
-            (case.severity, case.issue, case.place, case.course, case.newest.message)
+            (case.severity, case.issue, case.place, case.timeline, case.newest.message)
             for case in cases(self.found(self.round), attended)
         ]
         columns = ("severity", "issue", "where", "since", "what")
