@@ -71,7 +71,7 @@ class EvidenceTrend:
     clients: set[Node] = field(default_factory=set)
     round: int | None = None
     rounds: int = 0
-    vital_signs_of: VitalSigns | None = None
+    vital_signs: VitalSigns | None = None
     scores: Scores | None = None  # of the last round; None if there were too few clients to compare
     accuracy: float = float("nan")  # of the received model, median over the clients, when it was last known
     limits: dict[str, float] = field(default_factory=dict)
