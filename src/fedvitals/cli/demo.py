@@ -47,7 +47,7 @@ def command(
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "lab", "The demo") from error
     from fedvitals.cli import case_cards
-    from fedvitals.diagnosis.evidence.outlier_ranking import clients_that_stand_out
+    from fedvitals.diagnosis.evidence.outlier_ranking import rank_outlier_clients
     from fedvitals.lab.data import datasets
     from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, DemoSettings, federate
     from fedvitals.monitor.monitor import Monitor
@@ -69,11 +69,11 @@ def command(
             try:
                 for number, accuracy in federate(settings, monitor):
                     monitor.flush()
-                    view.show(number, accuracy, history, clients_that_stand_out(history))
+                    view.show(number, accuracy, history, rank_outlier_clients(history))
             except KeyboardInterrupt:
                 click.echo(f"\nStopped; what was measured is kept: fedvitals show {monitor.run.id}", err=True)
                 raise
-        standing, found = clients_that_stand_out(history), monitor.findings()
+        standing, found = rank_outlier_clients(history), monitor.findings()
     took = time.perf_counter() - began
     if as_json:
         result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}

@@ -10,7 +10,7 @@ import click
 from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.diagnosis.fits import Row
+    from fedvitals.diagnosis.memory_fit import DeviceFit
     from fedvitals.lab.rerun import RemedyTrial
     from fedvitals.views.profile import Profile
 
@@ -48,7 +48,7 @@ def costs(one: RemedyTrial) -> bool:
     return (one.accuracy_cost or 0.0) > COSTLY
 
 
-def devices_for(profile: Profile) -> list[Row]:
+def devices_for(profile: Profile) -> list[DeviceFit]:
     """The predicted peak of the client that takes the most, on each of the lab's devices."""
     memory = profile.memory
     if memory is None or not memory.shares:
@@ -60,7 +60,7 @@ def devices_for(profile: Profile) -> list[Row]:
         from fedvitals.lab.network.profiles import DEVICES
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "The list of devices") from error
-    from fedvitals.diagnosis.fits import device_table
+    from fedvitals.diagnosis.memory_fit import device_table
 
     sizes = {name: float(one.memory_bytes) for name, one in DEVICES.items()}
     return sorted(device_table(memory.shares, sizes, memory.batch), key=lambda row: -row.memory_bytes)
@@ -97,7 +97,7 @@ def _score(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f}"
 
 
-def print_devices(console: Any, profile: Profile, rows: list[Row]) -> None:
+def print_devices(console: Any, profile: Profile, rows: list[DeviceFit]) -> None:
     from rich.table import Table
 
     from fedvitals.cli.screen import shown, size
