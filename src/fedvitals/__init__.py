@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedvitals import plot as plot
     from fedvitals import probes as probes
     from fedvitals import sinks as sinks
-    from fedvitals.diagnosis.corrections.policy import Policy as _Policy
+    from fedvitals.diagnosis.corrections.policy import CorrectionPolicy as CorrectionPolicy
     from fedvitals.hosts import flower as flower
     from fedvitals.hosts.loop.single_model import watch as watch
     from fedvitals.monitor.monitor import Monitor as Monitor
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     from fedvitals.store import open_store as open_store
     from fedvitals.transport.timing import timed as timed
 
-    CurePolicy = _Policy
-
-# Where each public name is defined: a module that has the name, «module:other_name», or the package itself.
+# Where each public name is defined: a module that has the name, or the package itself.
 _HOME = {
     "Monitor": "fedvitals.monitor.monitor",
     "flower": "fedvitals.hosts.flower",
@@ -62,7 +60,7 @@ _HOME = {
     "timed": "fedvitals.transport.timing",
     "Alerts": "fedvitals.sinks.alerts.sink",
     "Capture": "fedvitals.resources.capture",
-    "CurePolicy": "fedvitals.diagnosis.corrections.policy:Policy",
+    "CorrectionPolicy": "fedvitals.diagnosis.corrections.policy",
     "open_store": "fedvitals.store",
     "Tape": "fedvitals.replay.tape.tape",
     "open_replay": "fedvitals.replay.debugger.session",
@@ -81,16 +79,15 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'fedvitals' has no attribute '{name}'. It offers: {', '.join(_HOME)}.")
-    path, _, attribute = home.partition(":")
     try:
-        module = importlib.import_module(path)
+        module = importlib.import_module(home)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         from fedvitals.errors import MissingExtraError  # noqa: PLC0415 - nothing is loaded before it is needed
 
         raise MissingExtraError("torch", _EXTRA.get(name, "torch"), f"fedvitals.{name}") from error
-    public = module if path.endswith(f".{name}") else getattr(module, attribute or name)  # a package stands for itself
+    public = module if home.endswith(f".{name}") else getattr(module, name)  # a package stands for itself
     globals()[name] = public
     return public
 

@@ -373,20 +373,25 @@ def test_what_was_worked_out_is_told_again_until_its_records_change(store):
     with open_reader(store) as reader:
         views_matrix.share(reader, Matrices())
 
-        def told(key, sign):
+        def remembered_count(key, sign):
             return remembered(reader, "kind", key, sign, lambda: made.append(key) or len(made))
 
-        assert [told("a", 1), told("a", 1), told("a", 2), told("a", 2)] == [1, 1, 2, 2]
+        assert [
+            remembered_count("a", 1),
+            remembered_count("a", 1),
+            remembered_count("a", 2),
+            remembered_count("a", 2),
+        ] == [1, 1, 2, 2]
         with pytest.raises(ZeroDivisionError):
             remembered(reader, "kind", "x", 1, lambda: 1 / 0)
-        assert told("x", 1) == 3, "what failed is tried again"
+        assert remembered_count("x", 1) == 3, "what failed is tried again"
         for key in range(MOST):
-            told(key, 1)
+            remembered_count(key, 1)
         before = len(made)
-        told("a", 2)
+        remembered_count("a", 2)
         assert len(made) == before + 1, "only the last few are kept"
         retention.delete(store, ["a"], give_back=False)
-        told("a", 2)
+        remembered_count("a", 2)
         assert len(made) == before + 2
 
 

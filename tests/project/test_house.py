@@ -173,17 +173,17 @@ def test_constraints_pin_every_development_dependency():
 
 
 def test_metrics_page_is_up_to_date():
-    from fedvitals.views import catalog_page
+    from doc_pages import metrics_page
 
     page = ROOT / "docs" / "metrics.md"
-    assert page.read_text(encoding="utf-8") == catalog_page.markdown(), "write it again with scripts/docs"
+    assert page.read_text(encoding="utf-8") == metrics_page(), "write it again with scripts/docs"
 
 
 def test_schema_page_is_up_to_date():
-    from fedvitals.store import ddl
+    from doc_pages import schema_page
 
     page = ROOT / "docs" / "schema.md"
-    assert page.read_text(encoding="utf-8") == ddl.markdown(), "write it again with scripts/docs"
+    assert page.read_text(encoding="utf-8") == schema_page(), "write it again with scripts/docs"
 
 
 def test_architecture_page_shows_the_layers_of_the_contract():
@@ -207,7 +207,7 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
 
 
 @pytest.mark.parametrize(
-    ("path", "text", "said"),
+    ("path", "text", "message"),
     [
         ("src/fedvitals/long.py", SPDX + "x = 1\n" * 500, "long.py:501: the file has 501 lines"),
         ("tests/test_long.py", SPDX + "def f():\n" + "    x = 1\n" * 60, "test_long.py:2: f() has 61 lines"),
@@ -223,13 +223,13 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
         ("tests/test_later.py", SPDX + "\n# TO" + "DO: more\n", "test_later.py:3: do it"),
     ],
 )
-def test_broken_rule_is_told_with_its_place(tmp_path, path, text, said):
+def test_broken_rule_is_told_with_its_place(tmp_path, path, text, message):
     file = tmp_path / path
     file.parent.mkdir(parents=True)
     file.write_text(text, encoding="utf-8")
     result = rules(str(tmp_path))
     assert result.returncode == 1
-    assert said in result.stdout
+    assert message in result.stdout
     assert len(result.stdout.splitlines()) == 1
 
 

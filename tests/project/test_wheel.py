@@ -35,15 +35,15 @@ def run(*command: str | Path, folder: Path, **variables: str) -> subprocess.Comp
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def hard_dependencies(name: str, found: set[str]) -> set[str]:
+def hard_dependencies(name: str, names: set[str]) -> set[str]:
     """The distributions that `name` needs without any extra, and what these need."""
     for need in distribution(name).requires or ():
         if "extra ==" not in need and "platform" not in need and "python_version" not in need:
             package = re.split(r"[^\w.-]", need)[0]
-            if package not in found:
-                found.add(package)
-                hard_dependencies(package, found)
-    return found
+            if package not in names:
+                names.add(package)
+                hard_dependencies(package, names)
+    return names
 
 
 def build(source: Path, folder: Path) -> Path:

@@ -71,17 +71,17 @@ def test_the_largest_letter_counts(tmp_path):
     assert (found["letter_bytes"], found["letter_percent"], found["letters"]) == (30, 3.0, 3)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["flower", "--only", "mlp"], "`bench flower` has no bar 'mlp'"),
     (["lab", "--only", "faults"], "`bench lab` has no bar 'faults'"),
     (["flower", "--full"], "belongs to `fedvitals bench lab`"),
     (["lab", "--stores", "x"], "belongs to `fedvitals bench flower`"),
     (["kernel", "--only", "cnn"], "belongs to"),
 ])  # fmt: skip
-def test_bars_of_another_part_are_refused(words, said, capsys):
+def test_bars_of_another_part_are_refused(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *words])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

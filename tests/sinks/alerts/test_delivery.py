@@ -313,7 +313,7 @@ def test_a_finding_that_several_rules_match_is_told_once_on_each_channel(tmp_pat
         "finding confidence >= 0.5",
     ]
 
-    def told(name):
+    def delivered(name):
         lines = (tmp_path / name).read_text().splitlines()
         return [(one["rule"], one["kind"], one["others"]) for one in map(json.loads, lines)]
 
@@ -325,13 +325,13 @@ def test_a_finding_that_several_rules_match_is_told_once_on_each_channel(tmp_pat
     first = alerts()
     first.write(list(records(0, 3)))
     first.close()
-    assert told("a") == [("finding severity >= critical", "firing", 2)]
-    assert told("b") == [("finding NAN_UPDATE", "firing", 0)]
+    assert delivered("a") == [("finding severity >= critical", "firing", 2)]
+    assert delivered("b") == [("finding NAN_UPDATE", "firing", 0)]
     second = alerts()
     second.write([*records(3, 5), *list(records(5, 20, 1.0))[1::3], *list(records(5, 20))[2::3]])
     second.close()
-    assert told("a")[1:] == [("finding severity >= critical", "resolved", 0)]
-    assert told("b")[1:] == [("finding NAN_UPDATE", "resolved", 0)]
+    assert delivered("a")[1:] == [("finding severity >= critical", "resolved", 0)]
+    assert delivered("b")[1:] == [("finding NAN_UPDATE", "resolved", 0)]
 
 
 def test_a_finding_that_gets_worse_is_told_again(tmp_path):
@@ -362,7 +362,7 @@ def test_a_run_that_is_continued_says_nothing_twice(tmp_path):
     log = tmp_path / "a.jsonl"
     rules = ["finding", {"when": "update.norm > 5", "resolved": False}]
 
-    def told():
+    def delivered():
         return [(one["rule"], one["kind"], one["onset"]) for one in map(json.loads, log.read_text().splitlines())]
 
     def alerts():
@@ -374,15 +374,15 @@ def test_a_run_that_is_continued_says_nothing_twice(tmp_path):
     first.write(list(records(0, 3)))
     first.close()
     wanted = [("finding", "firing", 0), ("update.norm > 5", "firing", 0)]
-    assert sorted(told()) == wanted
+    assert sorted(delivered()) == wanted
     second = alerts()
     second.write([*records(3, 5), *list(records(5, 20, 1.0))[1::3], *list(records(5, 20))[2::3]])
     second.close()
-    assert told()[2:] == [("finding", "resolved", 0)]
+    assert delivered()[2:] == [("finding", "resolved", 0)]
     third = alerts()
     third.write(list(records(20, 21)))
     third.close()
-    assert sorted(told()[3:]) == [("finding", "firing", 20), ("update.norm > 5", "firing", 20)]
+    assert sorted(delivered()[3:]) == [("finding", "firing", 20), ("update.norm > 5", "firing", 20)]
 
 
 def test_nothing_is_made_before_there_is_an_alert(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.cli.alerts import _replayed
-from fedvitals.diagnosis.cases import QUIET
+from fedvitals.diagnosis.cases import QUIET_ROUNDS
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Finding, LayerStats, Metric, Where
 from fedvitals.sinks.alerts import evaluation as alert_evaluation
@@ -50,14 +50,14 @@ def judged(rules, values, name="update.norm", node="c1", **settings):
     return replay("r1", rules, metrics, [], FAMILIES)
 
 
-def told(alerts):
+def summaries(alerts):
     return [(alert.kind, alert.round, alert.onset) for alert in alerts]
 
 
 def test_a_limit_that_must_last():
     """It fires in the last of the rounds asked for, names the first, and is over when it does not hold."""
     made = judged("accuracy < 0.8 for 3 rounds", [0.9, 0.7, 0.7, 0.9, 0.7, 0.6, 0.5, 0.4, 0.85], "accuracy", None)
-    assert told(made) == [("firing", 6, 4), ("resolved", 8, 4)]
+    assert summaries(made) == [("firing", 6, 4), ("resolved", 8, 4)]
     assert made[0].message == "accuracy of the whole run is 50 % (< 80 %), for 3 rounds, since round 4"
     assert made[1].message == "accuracy of the whole run is 85 %: no longer «accuracy < 0.8 for 3 rounds»"
     assert made[0].id != made[1].id
@@ -66,16 +66,16 @@ def test_a_limit_that_must_last():
 def test_rounds_without_the_node_do_not_count():
     """A node's rounds are those it took part in."""
     made = judged("update.norm > 5 for 2 rounds", [9, None, None, 9, None, 1])
-    assert told(made) == [("firing", 3, 0), ("resolved", 5, 0)]
+    assert summaries(made) == [("firing", 3, 0), ("resolved", 5, 0)]
 
 
 def test_own_median_is_of_the_rounds_before_the_stretch():
     """What breaks the rule does not become the usual, until it has lasted for the whole window."""
     made = judged("update.norm > 5 × own median for 2 rounds", [1, 1, 9, 1.2, 9, 9, *[9] * 40, 1.0])
-    assert told(made) == [("firing", 5, 4), ("resolved", 46, 4)]
+    assert summaries(made) == [("firing", 5, 4), ("resolved", 46, 4)]
     assert "(> 5 × its own median, 1.1)" in made[0].message
-    assert told(judged("update.norm > 5 × own median", [1, 9, 9])) == []  # two values are no usual
-    assert told(judged("update.norm > 5 × own median", [1, 1, 1, *[9] * 60]))[-1] == ("resolved", 53, 3)
+    assert summaries(judged("update.norm > 5 × own median", [1, 9, 9])) == []  # two values are no usual
+    assert summaries(judged("update.norm > 5 × own median", [1, 1, 1, *[9] * 60]))[-1] == ("resolved", 53, 3)
 
 
 def test_cohort_median_is_of_the_round():
@@ -90,13 +90,13 @@ def test_cohort_median_is_of_the_round():
 def test_a_drop_is_against_what_was_before_it():
     """It is over when the ground is made good, not when it stops falling; exactly the step counts."""
     made = judged("accuracy drops by 0.03", [0.8, 0.77, 0.76, 0.79], "accuracy")
-    assert told(made) == [("firing", 1, 1), ("resolved", 3, 1)]
+    assert summaries(made) == [("firing", 1, 1), ("resolved", 3, 1)]
     assert made[0].message == "accuracy of c1 is 77 %, after 80 %"
-    assert told(judged("accuracy drops by 0.03", [0.8, 0.79, 0.78, 0.77, 0.76], "accuracy")) == []
-    assert told(judged("accuracy drops by 0.03 within 5 rounds", [0.8, 0.79, 0.78, 0.77], "accuracy")) == [
+    assert summaries(judged("accuracy drops by 0.03", [0.8, 0.79, 0.78, 0.77, 0.76], "accuracy")) == []
+    assert summaries(judged("accuracy drops by 0.03 within 5 rounds", [0.8, 0.79, 0.78, 0.77], "accuracy")) == [
         ("firing", 3, 3)
     ]
-    assert told(judged("loss rises by 1", [1.0, 1.5, 2.6], "loss")) == [("firing", 2, 2)]
+    assert summaries(judged("loss rises by 1", [1.0, 1.5, 2.6], "loss")) == [("firing", 2, 2)]
 
 
 def test_what_is_not_a_number_breaks_every_rule_on_it():
@@ -106,19 +106,19 @@ def test_what_is_not_a_number_breaks_every_rule_on_it():
         assert ("firing", 3) in [(alert.kind, alert.round) for alert in made]
         assert "not a number" in made[0].message
     made = judged("update.norm > 5 × own median", [math.nan, math.nan, 1.0], gap="0 rounds")
-    assert told(made) == [("firing", 0, 0), ("resolved", 2, 0)]  # though nothing usual is known yet
+    assert summaries(made) == [("firing", 0, 0), ("resolved", 2, 0)]  # though nothing usual is known yet
 
 
 def test_the_gap_keeps_what_flutters_quiet():
     """Within the gap nothing is said of it; if it is there when the gap is over, that is said."""
     values = [9, 1, 9, 1, 9, 9, 9, 9, 1]
-    assert told(judged("update.norm > 5", values, gap="0 rounds"))[:4] == [
+    assert summaries(judged("update.norm > 5", values, gap="0 rounds"))[:4] == [
         ("firing", 0, 0), ("resolved", 1, 0), ("firing", 2, 2), ("resolved", 3, 2),
     ]  # fmt: skip
-    assert told(judged("update.norm > 5", values, gap="6 rounds")) == [
+    assert summaries(judged("update.norm > 5", values, gap="6 rounds")) == [
         ("firing", 0, 0), ("resolved", 1, 0), ("firing", 6, 4), ("resolved", 8, 4),
     ]  # fmt: skip
-    assert told(judged("update.norm > 5", values, gap="1 min")) == told(
+    assert summaries(judged("update.norm > 5", values, gap="1 min")) == summaries(
         judged("update.norm > 5", values, gap="6 rounds")
     )
 
@@ -160,12 +160,17 @@ def test_a_case_is_told_once_and_over_when_it_is_quiet():
     """As many rounds with the node and without the trouble as `diagnosis.cases` asks for."""
     found = [finding(1), finding(2), finding(4), finding(12)]
     made = replay("r1", [rule("finding NAN_UPDATE")], attended(range(20)), found, {})
-    assert told(made) == [("firing", 1, 1), ("resolved", 4 + QUIET + 1, 1), ("firing", 12, 12), ("resolved", 18, 12)]
+    assert summaries(made) == [
+        ("firing", 1, 1),
+        ("resolved", 4 + QUIET_ROUNDS + 1, 1),
+        ("firing", 12, 12),
+        ("resolved", 18, 12),
+    ]
     assert (made[0].severity, made[0].message) == ("critical", "NAN_UPDATE at c1")
     assert "has not been seen since round 4" in made[1].message
     # Rounds that the node does not take part in do not make it well.
     metrics = [*attended([0, 1, 2]), *(complete(number) for number in range(3, 20))]
-    assert told(replay("r1", [rule("finding")], metrics, [finding(1)], {})) == [("firing", 1, 1)]
+    assert summaries(replay("r1", [rule("finding")], metrics, [finding(1)], {})) == [("firing", 1, 1)]
 
 
 def test_which_findings_a_rule_means():
@@ -196,7 +201,7 @@ def test_which_findings_a_rule_means():
 FOUND = [
     finding(n, who) for who, rounds in {"c1": (1, 2, 5, 14, 15), "c2": (3,), "c3": (9, 20)}.items() for n in rounds
 ]
-FOUND.sort(key=lambda one: one.where.round)
+FOUND.sort(key=lambda finding: finding.where.round)
 RULES = [rule("finding"), rule("finding for 2 rounds", name="twice"), rule("update.norm > 5 for 2 rounds")]
 METRICS = [
     one
@@ -235,12 +240,12 @@ def test_a_training_that_goes_on_hears_that_a_case_is_over():
         evaluation = RuleEvaluation("r1", [rule("finding NAN_UPDATE")], clock=lambda now=now: now[0])
         for record in (finding(0), *attended(range(8))):
             evaluation.see(record)
-        assert told(evaluation.alerts()) == [("firing", 0, 0)]
+        assert summaries(evaluation.alerts()) == [("firing", 0, 0)]
         if settle == "time":
             now[0] = alert_evaluation.SETTLE_SECONDS
         else:
             evaluation.see(finding(7, "c2", "DEAD_LAYER"))
-        assert told(evaluation.alerts()) == [("resolved", 6, 0)]
+        assert summaries(evaluation.alerts()) == [("resolved", 6, 0)]
 
 
 def test_after_a_restart_nothing_is_said_again():
@@ -251,7 +256,7 @@ def test_after_a_restart_nothing_is_said_again():
     for record in (finding(8), metric("update.norm", 8, 9.0, "c1"), *attended(range(8, 20))):
         evaluation.see(record)
     evaluation.see(metric("update.norm", 20, 1.0, "c1"))
-    assert sorted(told(evaluation.finish())) == [("resolved", 14, 3), ("resolved", 20, 4)]
+    assert sorted(summaries(evaluation.finish())) == [("resolved", 14, 3), ("resolved", 20, 4)]
 
 
 def test_memory_is_bounded(monkeypatch):

@@ -48,7 +48,7 @@ def test_limits_are_in_the_metrics_own_unit():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("update.nrom > 5", "Did you mean 'update.norm'"),
         ("my_score > 5", "'user.my_score'"),
@@ -78,11 +78,11 @@ def test_limits_are_in_the_metrics_own_unit():
         ("loss > 5 " * 50, "at most 200 characters"),
     ],
 )
-def test_what_is_wrong_is_refused_with_what_was_meant(text, said):
+def test_what_is_wrong_is_refused_with_what_was_meant(text, message):
     """Nothing is guessed; the error tells what of the text is wrong."""
     with pytest.raises(ConfigError) as error:
         parse(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_settings_of_a_rule():
@@ -105,7 +105,7 @@ def test_settings_of_a_rule():
 
 def test_words_are_those_of_the_diagnosis():
     """Siblings may not import each other: what is written twice must stay the same."""
-    assert evaluation.QUIET == cases.QUIET
+    assert evaluation.QUIET == cases.QUIET_ROUNDS
     assert set(SEVERITIES) == set(issue.SEVERITIES)
     said = unknown_names(
         [rule("finding NAN_UPDTE"), rule("finding in clients"), rule("loss > 1")], {"NAN_UPDATE": "client"}

@@ -88,12 +88,12 @@ class _Handing:
     def __init__(self, monitor: Listening, tape: Any, began: float) -> None:
         self._monitor, self._tape, self._began = monitor, tape, began
 
-    def begin(self, *told: Any) -> None:
-        self._tape.begin(*told)
+    def begin(self, *arguments: Any) -> None:
+        self._tape.begin(*arguments)
         self._monitor.own += time.perf_counter() - self._began
 
-    def end(self, *told: Any) -> None:
-        self._tape.end(*told)
+    def end(self, *arguments: Any) -> None:
+        self._tape.end(*arguments)
         self._monitor.own += time.perf_counter() - self._began
 
     def __getattr__(self, name: str) -> Any:
