@@ -206,7 +206,7 @@ def test_a_receiver_that_is_down_costs_nothing_and_gets_everything_later(listene
             assert monitor.flush()
             listener.stop()
         if number == 25:
-            *_, queue = monitor._chart._outlet._queues
+            *_, queue = monitor._emission.writer._queues
             waiting.append(queue.pending)
             wait_until(lambda: queue._attempts_failed >= 15)
             listener.start()

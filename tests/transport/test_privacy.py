@@ -21,7 +21,7 @@ from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
 from fedvitals.testing import MemorySink, examples_of_records
 from fedvitals.transport.privacy import LEFT, Policy, released
-from fedvitals.transport.sink_writer import Outlet
+from fedvitals.transport.sink_writer import SinkWriter
 from fedvitals.transport.spill import to_json
 from support.models import train, watched
 from support.sinks import Keeping
@@ -281,7 +281,7 @@ def test_findings_and_actions_quote_nobody(everything):
 def test_the_spill_folder_holds_no_more(everything, privacy, tracebacks, tmp_path):
     """What a broken sink could not take lies in a file, behind the same gate."""
     policy = Policy(privacy, tracebacks=tracebacks)
-    outlet = Outlet([Keeping(OSError("down"))], policy=policy, spill=tmp_path, strict=False)
+    outlet = SinkWriter([Keeping(OSError("down"))], policy=policy, spill=tmp_path, strict=False)
     for record in everything:
         outlet.emit(record, stray=True)
     outlet.close(0.05)

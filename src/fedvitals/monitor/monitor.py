@@ -26,13 +26,17 @@ from fedvitals.diagnosis.corrections.correction_trials import Care
 from fedvitals.diagnosis.corrections.policy import Policy, policy_of
 from fedvitals.diagnosis.evidence.unusable_updates import Unusable
 from fedvitals.diagnosis.examine import STANDARD, choose
+from fedvitals.diagnosis.history_cutoff import LOOK_BACK
 from fedvitals.diagnosis.live import Findings
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.arrivals import Arrivals
-from fedvitals.monitor.chart import Chart
 from fedvitals.monitor.clients import Clients
-from fedvitals.monitor.lifecycle import check_parts, close_at_exit
+from fedvitals.monitor.findings import RunFindings
+from fedvitals.monitor.lifecycle import Lifecycle, Outputs, check_parts, close_at_exit, machine_sampler
+from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.rounds import Rounds
+from fedvitals.monitor.spine import Spine
+from fedvitals.monitor.taping import RunTape
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import instruments, measured_apart
 from fedvitals.probes.results import Results
@@ -42,6 +46,7 @@ from fedvitals.resources.capture import Capture
 from fedvitals.resources.time_ledger import Exchange, Ledger
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
+from fedvitals.store import MemoryStore
 from fedvitals.transport.privacy import LEAST_CLIENTS, SCALARS, described_policy, policy_for
 from fedvitals.transport.sender import Sender
 from fedvitals.transport.traceparent import carried
@@ -91,44 +96,52 @@ class Monitor:
     ) -> None:
         check_parts(sinks, capture, tape)
         self._wanted = (privacy, cohort, tracebacks)  # of privacy
-        self._policy = policy_for(host, *self._wanted)
+        policy = policy_for(host, *self._wanted)
         self._kit = instruments(probes, update_memory)
-        self._detectors = choose(detectors, false_alarms)
+        chosen = choose(detectors, false_alarms)
         self._cure = policy_of(cure)
+        ours = {"probes": self._kit.preset.name, "detectors": len(chosen), "cure": self._cure.described()}
         described = Run(
             id=id or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
             host=host,
             topology=topology,
-            config={**(config or {}), "fedvitals": self._settings(false_alarms)},
+            config={**(config or {}), "fedvitals": {**ours, "false_alarms": false_alarms, **described_policy(policy)}},
             seed=seed,
         )
-        own: dict[str, Any] = {
-            "policy": self._policy, "strict": strict, "again": id is not None, "profile": profile
-        }  # fmt: skip
-        self._chart = Chart(described, store, tuple(sinks), self._detectors, tape=tape, **own)
-        self._record, self._guard = self._chart.record, self._chart.guard
+        # The callable holds this monitor: while its run is open, it stays alive to be closed at exit.
+        self._spine = Spine.of(
+            described,
+            policy,
+            strict=strict,
+            lifecycle=lambda: self._lifecycle,
+        )
+        self._scopes, self._emission, self._guard = self._spine.scopes, self._spine.emission, self._spine.guard
+        self._record = self._emission.record
+        self._lost = LostRecords(self._spine, store)
+        memory = MemoryStore(rounds=LOOK_BACK)  # what detectors look back on
+        history = functools.partial(memory.history, described.id)
+        self._care = Care(described.id, self._cure, self._emission.emit, history)
+        self._findings = RunFindings(self._spine, memory, chosen, self._lost, self._care.hear)
+        self._tape = RunTape(tape, store, self._spine)
+        self._loop_tape = self._tape.loop
+        writing = (self._spine, self._findings, self._tape)
+        self._outputs = Outputs(store, tuple(sinks), *writing, profile=profile, again=id is not None)
+        sampler = machine_sampler(self._spine) if machine else None
+        self._lifecycle = Lifecycle(self._spine, self._lost, self._outputs.open, tape=self._tape, machine=sampler)
+        self._ledger = Ledger() if profile else None
+        self._arrivals = Arrivals(self._spine, self._lost, self._kit, self._ledger, capture)
+        self._rounds = Rounds(self._spine, self._lost, self._kit, self._arrivals, self._ledger, policy.cohort)
+        joining = (self._kit.updates.add, self._rounds.joined)
+        self._clients = Clients(
+            self._spine, self._loop_tape, lambda: self._kit, *joining, profile=profile, capture=capture
+        )
+        self._unusable = Unusable()
         self._lock = threading.Lock()
         self._closed = False
         self._asked = False  # whether the host has ever asked what to do
         self.ending: Callable[[], None] = lambda: None  # told before the run ends: a host that has a round open
-        self._ledger = Ledger() if profile else None
-        self._arrivals = Arrivals(self._chart, self._kit, self._policy, self._ledger, capture)
-        self._rounds = Rounds(self._chart, self._kit, self._arrivals, self._ledger, self._policy.cohort)
-        joining = (self._kit.updates.add, self._rounds.joined)
-        self._clients = Clients(self._chart, lambda: self._kit, *joining, profile=profile, capture=capture)
-        if machine:
-            self._chart.watch_machine()
-        self._care = Care(described.id, self._cure, self._chart.emit, self._chart.history)
-        self._chart.heard = self._care.hear
-        self._unusable = Unusable()
-        self._chart.owner = self
         close_at_exit(self)
-
-    def _settings(self, false_alarms: float) -> dict[str, Any]:
-        """What the run's configuration says of us."""
-        ours = {"probes": self._kit.preset.name, "detectors": len(self._detectors), "cure": self._cure.described()}
-        return {**ours, "false_alarms": false_alarms, **described_policy(self._policy)}
 
     def hosted(
         self, host: str, config: Mapping[str, Any] | None = None, *, trace: str | None = None, most: int = 4
@@ -145,10 +158,9 @@ class Monitor:
                 f"aggregation or differential privacy): at most level {most} goes with it. Leave privacy= out."
             )
         level = min(policy_for(host, privacy).level, most)
-        self._policy = replace(policy_for(host, level, cohort, tracebacks), hides=most < SCALARS)
-        ours = {**self.run.config["fedvitals"], **described_policy(self._policy)}
-        self._chart.hosted(host, {**self.run.config, **(config or {}), "fedvitals": ours}, self._policy, trace)
-        self._arrivals.policy = self._policy
+        policy = replace(policy_for(host, level, cohort, tracebacks), hides=most < SCALARS)
+        ours = {**self.run.config["fedvitals"], **described_policy(policy)}
+        self._lifecycle.set_host(host, {**self.run.config, **(config or {}), "fedvitals": ours}, policy, trace)
 
     # -- what people write --------------------------------------------------------------------------------------------
 
@@ -159,8 +171,8 @@ class Monitor:
         try:
             yield self
         except BaseException as error:
-            self._chart.exception(self._chart.here(), "round.failed", error)
-            self._chart.loop.failed(error)
+            self._guard.exception(self._scopes.here(), "round.failed", error)
+            self._loop_tape.failed(error)
             raise
         finally:
             self.round_end(number, global_model)
@@ -206,11 +218,11 @@ class Monitor:
 
     def findings(self) -> Findings:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
-        return self._chart.findings(complete=self.flush() or self._chart.flush(1.0, own=True))
+        return self._findings.so_far(complete=self.flush() or self._lifecycle.flush(1.0, own=True))
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything so far is written. False: not in time, or something was lost."""
-        return self._chart.flush(timeout)
+        return self._lifecycle.flush(timeout)
 
     def discard(self) -> None:
         """Close the open round and its clients without a word: nothing happened in them."""
@@ -218,7 +230,7 @@ class Monitor:
         self._arrivals.forget()
         opened = self._rounds.close()
         if opened is not None:
-            self._chart.leave(opened.scope, opened.token)
+            self._scopes.leave(opened.scope, opened.token)
 
     def close(self) -> None:
         """End the run: scopes closed, records written, hooks and threads gone. A second call does nothing."""
@@ -230,29 +242,29 @@ class Monitor:
         self._clients.end_all()
         if self._rounds.open is not None:
             self.round_end(self._rounds.open.scope.round or 0)
-        self._chart.close()
+        self._lifecycle.close()
 
     @property
     def recorder(self) -> Recorder | None:
         """The tape, for hosts that hand it their states."""
-        self._chart.open()
-        self._chart.loop.leave_to_host()
-        return self._chart.recorder
+        self._lifecycle.open()
+        self._loop_tape.leave_to_host()
+        return self._tape.recorder
 
     @property
     def run(self) -> Run:
         """What is known of the run itself: id, name, configuration, versions."""
-        return self._chart.run
+        return self._spine.state.run
 
     @property
     def file(self) -> Path | None:
         """The store's file; None where it is a database, or there is none."""
-        return self._chart.file
+        return self._outputs.file
 
     @property
     def lost(self) -> int:
         """Records lost so far."""
-        return self._chart.lost
+        return self._lost.count
 
     def __enter__(self) -> Self:
         return self
@@ -266,7 +278,9 @@ class Monitor:
         def begin() -> None:
             if self._rounds.open is not None:
                 unclosed = self._rounds.open.scope.round
-                self._record.event(self._chart.here(), "warning", "round.unclosed", f"Round {unclosed} was still open.")
+                self._record.event(
+                    self._scopes.here(), "warning", "round.unclosed", f"Round {unclosed} was still open."
+                )
                 self.round_end(unclosed or 0)
             self._rounds.begin(round_index, _model(global_state))
 
@@ -274,7 +288,7 @@ class Monitor:
         opened = self._rounds.open
         if opened is not None:
             number = opened.scope.round or 0
-            self._guard("taping a round", lambda: self._chart.loop.round_begin(number, global_state))
+            self._guard("taping a round", lambda: self._loop_tape.round_begin(number, global_state))
 
     def client_begin(
         self,
@@ -308,7 +322,9 @@ class Monitor:
         def take(node: Node, vector: Any, rows: Array) -> None:
             self._kit.updates.add(node, vector, rows)
             if self._rounds.open is None:
-                self._chart.tell(replace(self._chart.here(), node=node), Results(matrices=[("update", rows, None)]))
+                self._emission.results(
+                    replace(self._scopes.here(), node=node), Results(matrices=[("update", rows, None)])
+                )
             else:
                 self._rounds.open.sent[node] = rows  # told at the round's end, unless the client itself told the same
             for issue, why in self._unusable(rows) if self._cure.automatic else ():
@@ -316,11 +332,11 @@ class Monitor:
                 answers.extend([] if action is None else [action])
 
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
-        attempt = functools.partial(self._chart.attempt, here=self._clients.at)
+        attempt = functools.partial(self._guard.attempt, here=self._clients.at)
         for node, vector, rows in self._guard("updates()", lambda: measured_apart(named, attempt)) or ():
             attempt("updates()", functools.partial(take, node, vector, rows), node)
         excluded = [action.target for action in answers if action.target is not None]
-        self._guard("taping updates", lambda: self._chart.loop.sent(number, named, excluded))
+        self._guard("taping updates", lambda: self._loop_tape.sent(number, named, excluded))
         return tuple(answers)
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
@@ -328,7 +344,7 @@ class Monitor:
         self._asked = True
         if not self._cure.automatic:
             return ()
-        self._chart.flush(30.0, own=True)
+        self._lifecycle.flush(30.0, own=True)
         return self._guard("prescribing", lambda: self._care.prescribed(as_round_index(round_index))) or ()
 
     def refused(self, action: Action, why: str) -> None:
@@ -359,7 +375,7 @@ class Monitor:
             kind, nodes, since, until = (told.pop(name) for name in ("kind", "nodes", "since", "until"))
             nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
             nodes = tuple(map(node_name, nodes))
-            self._chart.emit(Truth(Where(self.run.id), time.time(), kind, nodes, since, until, told))
+            self._emission.emit(Truth(Where(self.run.id), time.time(), kind, nodes, since, until, told))
 
         self._guard("truth()", emit)
 
@@ -434,11 +450,11 @@ class Monitor:
 
         Texts by name, `traceparent` and `baggage`, for whatever the host's messages can hold.
         """
-        return self._guard("headers()", lambda: carried(self._chart.here(), node=node_name(node))) or {}
+        return self._guard("headers()", lambda: carried(self._scopes.here(), node=node_name(node))) or {}
 
     def admit(self, records: Sequence[Record]) -> None:
         """Records that came another way than by `absorb`, as by `hosts.otlp.receiver`."""
-        self._guard("admit()", lambda: self._chart.admit(records))
+        self._guard("admit()", lambda: self._emission.admit(records))
 
     def for_worker(self) -> WorkerObserver:
         """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
@@ -482,7 +498,7 @@ class Monitor:
 
         number = opened.scope.round or 0
         self._guard(f"closing round {number}", end)
-        self._guard("taping a round", lambda: self._chart.loop.round_end(number, global_state, metrics or {}))
+        self._guard("taping a round", lambda: self._loop_tape.round_end(number, global_state, metrics or {}))
 
     def _tell_unasked(self, scope: Scope) -> None:
         """Once: corrections are the host's to apply, and a plain loop that does not ask for them applies none."""

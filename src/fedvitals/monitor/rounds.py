@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.monitor.arrivals import Arrivals
-from fedvitals.monitor.chart import Chart
+from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.spine import Spine
 from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.backends import as_array
 from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
@@ -53,16 +54,19 @@ class OpenScope:
 class Rounds:
     """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
 
-    def __init__(self, chart: Chart, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
-        self._chart, self._kit, self._arrivals, self._ledger, self._least = chart, kit, arrivals, ledger, least
-        self._record = chart.record
+    def __init__(
+        self, spine: Spine, lost: LostRecords, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int
+    ) -> None:
+        self._state, self._scopes, self._emission, self._guard = spine.state, spine.scopes, spine.emission, spine.guard
+        self._lost, self._kit, self._arrivals, self._ledger, self._least = lost, kit, arrivals, ledger, least
+        self._record = spine.emission.record
         self.open: OpenScope | None = None
 
     def begin(self, number: object, model: Any) -> None:
         """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
-        self._chart.last_round = None
+        self._scopes.forget_last_round()
         number = as_round_index(number)
-        self.open = OpenScope(*self._chart.enter_round(number))
+        self.open = OpenScope(*self._scopes.enter_round(number))
         if self._ledger is not None:
             self._ledger.begin(self.open.scope.span, self.open.at)
         self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
@@ -70,9 +74,9 @@ class Rounds:
             return
         self._kit.updates.begin_round(number, self._kit.parameters(model))
         # A run that goes on does not begin anew with the model that it happens to have now.
-        if self._kit.initial is None and not self._chart.continued:
+        if self._kit.initial is None and not self._state.continued:
             self._first_model(model)
-        elif not self._chart.own_tables:  # a run that goes on: the store does not say which of its tables are ours
+        elif not self._state.own_tables:  # a run that goes on: the store does not say which of its tables are ours
             self._know_layers(model)
 
     def joined(self, span: Span, results: Results) -> None:
@@ -87,7 +91,8 @@ class Rounds:
 
     def close(self) -> OpenScope | None:
         """The open round, which from now on is none: to be told of by `finish`, or forgotten."""
-        opened, self.open, self._chart.round = self.open, None, None
+        opened, self.open = self.open, None
+        self._scopes.leave_round()
         return opened
 
     def finish(self, opened: OpenScope, model: Any, metrics: Mapping[str, float]) -> None:
@@ -98,14 +103,14 @@ class Rounds:
                 attempt("noting a metric", partial(self._tell_metric, opened.scope, name, value))
             self._tell(opened, model, attempt)
         finally:
-            self._chart.leave(opened.scope, opened.token)
+            self._scopes.leave(opened.scope, opened.token)
 
     def _tell_metric(self, scope: Scope, name: str, value: Any) -> None:
         self._record.metric(scope, public_name(name), float(value))
 
     def _attempts(self, scope: Scope) -> Attempt:
         """Does pieces of work, each for itself; what fails is told of the node that it is about."""
-        return partial(self._chart.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
+        return partial(self._guard.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
 
     def _tell(self, opened: OpenScope, model: Any, attempt: Attempt) -> None:
         started = time.perf_counter()
@@ -114,12 +119,12 @@ class Rounds:
             attempt("reading a model's layers", lambda: self._know_layers(model))
         self._tell_updates(opened, attempt)
         attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
-        attempt("reading layers", lambda: self._kit.updates.know(self._chart.own_tables.values()))
+        attempt("reading layers", lambda: self._kit.updates.know(self._state.own_tables.values()))
         closing = partial(cohort.close, self._kit, model, self._least, attempt)
         self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
         attempt("measuring memory", lambda: self._tell_memory(scope))
         cost = cohort.cost + time.perf_counter() - started
-        self._chart.record_lost(scope)
+        self._lost.record(scope)
         self._record.metric(scope, "monitor.cost", cost)
         if self._ledger is not None:
             self._ledger.spent("measure", time.perf_counter() - started, "server")
@@ -141,10 +146,10 @@ class Rounds:
             apart = [(node, partial(cohort.receive, {node: rows}, claims)) for node, rows in sent.items()]
             found = [one for node, work in apart for one in attempt("measuring an update", work, node) or ()]
         others = [r for own in held.values() for r in own if isinstance(r, LayerStats) and not is_claim(r)]
-        attempt("taking in statistics of layers", lambda: self._chart.admit(self._by_acceptance(others)))
+        attempt("taking in statistics of layers", lambda: self._emission.admit(self._by_acceptance(others)))
         for node, own in held.items():
             stands = filter(is_claim, own) if node not in sent else self._usable(claims[node], sent[node])
-            attempt("taking in what a client tells of its update", partial(self._chart.admit, stands), node)
+            attempt("taking in what a client tells of its update", partial(self._emission.admit, stands), node)
         self._tell_all(opened.scope, found, attempt)
 
     def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:
@@ -155,17 +160,17 @@ class Rounds:
         nodes: dict[tuple[str, str], set[Node | None]] = defaultdict(set)
         for record in statistics:
             nodes[record.family, record.table].add(record.where.node)
-        own = self._chart.own_tables
+        own = self._state.own_tables
         return sorted(statistics, key=lambda r: (r.table in own, len(nodes[r.family, r.table])))
 
     def _usable(self, claims: Sequence[LayerStats], rows: Array) -> Sequence[LayerStats]:
         """A sender's own sums, where ours are of layers that we have no names for and its are the same."""
-        return () if self._chart.table_for("parameter", len(rows)) else agreeing_claims(claims, rows)
+        return () if self._state.own_table("parameter", len(rows)) else agreeing_claims(claims, rows)
 
     def _tell_all(self, scope: Scope, found: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
         for (node, group), results in found:
             own = replace(scope, node=node, group=group)
-            attempt("telling what was measured", partial(self._chart.tell, own, results), node)
+            attempt("telling what was measured", partial(self._emission.results, own, results), node)
 
     def _tell_memory(self, scope: Scope) -> None:
         for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
@@ -191,37 +196,37 @@ class Rounds:
         nodes, matrices = ([node], matrices[None]) if matrices.ndim < 3 else (node, matrices)
         for name, matrix in zip(map(node_name, nodes), matrices, strict=True):
             results = Results(matrices=[(family, matrix, None)])
-            self._chart.tell(replace(self._chart.here(), node=name), results)
+            self._emission.results(replace(self._scopes.here(), node=name), results)
             if self.open is not None:
                 self.open.cohort.add(name, None, results, failed=False)
 
     @contextmanager
     def edge(self, name: AnyName, model: Any) -> Iterator[None]:
         """The stretch in which an edge node, cluster or ring does its share."""
-        guard = self._chart.guard
+        guard = self._guard
 
         def begin() -> OpenScope:
             node = node_name(name)
-            return OpenScope(*self._chart.enter(node, group=node))
+            return OpenScope(*self._scopes.enter(node, group=node))
 
         opened: OpenScope | None = guard("opening an edge", begin)
         before = None if model is None else guard("reading a model", lambda: self._vector(model))
         try:
             yield
         except BaseException as error:
-            self._chart.exception(self._chart.here(), "edge.failed", error)
+            self._guard.exception(self._scopes.here(), "edge.failed", error)
             raise
         finally:
             if opened is not None:
                 guard("closing an edge", lambda: self._leave_edge(opened, model, before))
 
     def _leave_edge(self, opened: OpenScope, model: Any, before: Tensor | None) -> None:
-        self._chart.leave(opened.scope, opened.token)
+        self._scopes.leave(opened.scope, opened.token)
         if before is not None:
             change = (self._vector(model) - before).double()
             results = Results(clients=0 if self.open is None else self.open.cohort.clients_of(opened.scope.node))
             results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
-            self._chart.tell(opened.scope, results)
+            self._emission.results(opened.scope, results)
             if self.open is not None:
                 self.open.cohort.measured_edges.add(opened.scope.node or "")
         if self._ledger is not None:
@@ -236,14 +241,16 @@ class Rounds:
 
     def _know_layers(self, model: Any) -> None:
         for tables in self._kit.tables(model):
-            self._chart.know(tables)
+            self._emission.layer_tables(tables)
 
     def _first_model(self, model: Any) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
         self._know_layers(model)
         for layer, remark in self._kit.first_model(model):
-            self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
+            self._record.event(
+                self._scopes.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer}
+            )
         zero = self._kit.zero_layers(model)
         if zero:  # detectors must know: the gradients beside such a matrix begin at 0, or nearly so
             text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."
-            self._record.event(self._chart.here(), "info", "initialisation.zero", text, {"layers": zero})
+            self._record.event(self._scopes.here(), "info", "initialisation.zero", text, {"layers": zero})

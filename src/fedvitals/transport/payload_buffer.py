@@ -18,8 +18,8 @@ LOST = "worker.lost"  # the event that tells of telemetry which did not come hom
 ROOM = LIMITS.records // 2  # records that wait; nobody may ever take them
 
 
-class Parcel:
-    """Takes records as an `Outlet` does; `take` gives them as one payload.
+class PayloadBuffer:
+    """Takes records as an `SinkWriter` does; `take` gives them as one payload.
 
     Everything in a worker is a client's, so the privacy level is held against all of it, whoever it names.
     """

@@ -17,7 +17,7 @@ from fedvitals.transport.queue import Queue
 SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
 
 
-class Outlet:
+class SinkWriter:
     """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own.
 
     `own`: how many of the sinks, the first ones, are ours: the store, the detectors.

@@ -24,7 +24,7 @@ from fedvitals.hosts.flower.known_models import KnownModels
 from fedvitals.hosts.flower.replies import renamed
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, told_round
 from fedvitals.hosts.flower.tape.server import Scribe
-from fedvitals.monitor.chart import CAUSES_OF_CLIENT, CAUSES_REPORTED
+from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.resources.node_spans import covered
 

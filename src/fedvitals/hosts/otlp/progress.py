@@ -25,7 +25,7 @@ from fedvitals.scope import Scope
 from fedvitals.sinks.otel.sink import OpenTelemetry
 from fedvitals.transport.privacy import Policy
 from fedvitals.transport.recorder import where
-from fedvitals.transport.sink_writer import Outlet
+from fedvitals.transport.sink_writer import SinkWriter
 from fedvitals.transport.traceparent import arrived, entered
 
 
@@ -46,7 +46,7 @@ def live(
     """
     sink = OpenTelemetry(endpoint, {} if token is None else {"Authorization": f"Bearer {token}"}, timeout=timeout)
     policy = policy or Policy(level=2, tracebacks=False)
-    outlet = Outlet([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
+    outlet = SinkWriter([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
     # Stray: whatever this process says is a client's, whoever it names.
     scope = arrived(headers, functools.partial(outlet.emit, stray=True), node=node)
     try:

@@ -73,7 +73,7 @@ class Tape:
         self._gate: Gate | None = None
         self._place, self._wants_gradients = Place(), False
         self._tell: Tell = lambda *_: None
-        self.settle: Callable[[], object] = lambda: None  # of the monitor: until store and detectors have everything
+        self._settle: Callable[[], object] = lambda: None
 
     # -- of the monitor -----------------------------------------------------------------------------------------------
 
@@ -91,11 +91,18 @@ class Tape:
         return probe, probe.wants
 
     def open(
-        self, beside: Path, run: Run, tell: Tell, file: Callable[[Snapshot], None] = lambda _: None, level: int = 4
+        self,
+        beside: Path,
+        run: Run,
+        tell: Tell,
+        file: Callable[[Snapshot], None] = lambda _: None,
+        level: int = 4,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         """`beside`: the folder of the store's large things. A run that goes on, goes on on its tape.
 
-        `tell` takes events, `file` what is kept, for the store's list of it; `level`: of privacy.
+        `tell` takes events, `file` what is kept, for the store's list of it; `level`: of privacy. `settle` waits
+        until the store and the detectors have everything.
         """
         folder = (self.chosen or beside / "tape") / run.id
         kept = {"every": self.every, "updates": self.updates, "budget": self.budget, "durable": self.durable}
@@ -103,7 +110,7 @@ class Tape:
         setting = journal.setting() if (folder / "tape.json").exists() else Setting()
         setting.run, setting.name, setting.host, setting.kept = run.id, run.name, run.host, kept
         setting.machine = machine()
-        self._tell = tell
+        self._tell, self._settle = tell, settle
         self._keeper = Keeper(journal, setting, self, tell, file)
         self._gate = Gate(folder)
         if self._wants_gradients and level < LEVEL:
@@ -171,7 +178,7 @@ class Tape:
     def gate(self, round_index: int) -> None:
         if self._gate is not None and self._gate.asked:
             self.flush()
-            self.settle()  # who debugs decides by what is stored and found
+            self._settle()  # who debugs decides by what is stored and found
             with contextlib.suppress(OSError):
                 self._gate.wait(round_index)
 
