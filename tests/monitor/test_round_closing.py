@@ -36,8 +36,8 @@ def test_updates_that_are_none_never_reach_the_training(updates):
 def test_a_metric_that_is_no_number_does_not_keep_a_round_open():
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
-        monitor.round_begin(0, model())
-        monitor.round_end(0, model(), {"loss": "low", "accuracy": 0.5})
+        monitor.host.round_begin(0, model())
+        monitor.host.round_end(0, model(), {"loss": "low", "accuracy": 0.5})
     assert sink.value("accuracy", node=None) == 0.5
     assert len(sink.metrics("time.round")) == 1
 

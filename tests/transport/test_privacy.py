@@ -345,12 +345,12 @@ def test_clients_closed_in_another_order():
     """The scope is the round's again while c1 still trains: what is said then may be c1's."""
     monitor, sink = watched(privacy=0)
     with monitor.round(0):
-        monitor.client_begin("c0")
-        monitor.client_begin("c1")
-        monitor.client_end("c0")
+        monitor.host.client_begin("c0")
+        monitor.host.client_begin("c1")
+        monitor.host.client_end("c0")
         user.warning("canary-log")
         monitor.log(loss=LOSS)
-        monitor.client_end("c1")
+        monitor.host.client_end("c1")
     monitor.log(accuracy=0.5)
     monitor.close()
     assert "canary" not in str(sink.records)
@@ -380,13 +380,13 @@ def test_an_error_of_ours_while_a_client_closes(caplog, monkeypatch):
         raise RuntimeError("canary-value")
 
     monkeypatch.setattr(ClientSession, "finish", fail)
-    for close in (lambda: monitor.client_end("c0"), monitor.close):
-        monitor.round_begin(0)
-        monitor.client_begin("c0", model)
+    for close in (lambda: monitor.host.client_end("c0"), monitor.close):
+        monitor.host.round_begin(0)
+        monitor.host.client_begin("c0", model)
         closing = threading.Thread(target=close)
         closing.start()
         closing.join()
-        monitor.round_end(0)
+        monitor.host.round_end(0)
         current.set(None)  # another thread could not
     (event,) = sink.events("monitor.error")
     assert (event.where.node, event.data) == ("c0", {"doing": "closing a client", "exception": "RuntimeError"})

@@ -7,9 +7,9 @@
             train(model)
         return difference(model, state), worker.payload()
 
-    monitor.expect(node)                                 # in the parent, inside the round
-    update, payload = pool.submit(task, monitor.for_worker(), node, state).result()
-    monitor.absorb(payload)
+    monitor.host.expect(node)                                 # in the parent, inside the round
+    update, payload = pool.submit(task, monitor.host.for_worker(), node, state).result()
+    monitor.host.absorb(payload)
     monitor.updates(round, {node: update})
 
 A child never opens the store. It measures as the parent would, and hands over bytes.
@@ -79,7 +79,7 @@ def _runs(_process: int) -> dict[tuple[str, Policy], _WorkerRun]:
 
 @dataclass(frozen=True)
 class WorkerObserver:
-    """Watches clients in a child process, by fork or spawn; made by `Monitor.for_worker()`, and safe to pickle.
+    """Watches clients in a child process, by fork or spawn; made by `monitor.host.for_worker()`, and safe to pickle.
 
     Hand it over with each task, or once per process. `payload()` gives what was recorded since the last time.
     """
@@ -170,7 +170,7 @@ class WorkerObserver:
     def event(
         self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
-        """Something that happened, as `Monitor.event`."""
+        """Something that happened, as `HostObserver.event`."""
         worker_run = self._worker_run()
         worker_run.guard("event()", lambda: worker_run.clients.event(level, name, message, node, data))
 
@@ -186,7 +186,7 @@ class WorkerObserver:
         worker_run.guard("tell_layers()", tell)
 
     def payload(self, most: int | None = None) -> bytes:
-        """What was recorded in this process since the last time, for `Monitor.absorb`.
+        """What was recorded in this process since the last time, for `HostObserver.absorb`.
 
         `most`: bytes that it may have. It is then whole in itself, with the layers' names: the last one may be lost.
         """
@@ -196,7 +196,7 @@ class WorkerObserver:
         return worker_run.guard("payload()", functools.partial(worker_run.buffer.take, most)) or b""
 
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
-        """The same, for clients of the round in which `Monitor.headers` were made."""
+        """The same, for clients of the round in which `HostObserver.headers` were made."""
         found = arrived(headers, lambda _: None, run=self.run)
         return replace(self, round=found.round, trace=found.trace, span=found.span)
 

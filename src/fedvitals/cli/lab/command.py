@@ -214,7 +214,7 @@ def _here(
                 view.show(result.rounds[-1])
     except KeyboardInterrupt:
         if monitor is not None:
-            monitor.discard()  # the round that was open will be run again, whole
+            monitor.host.discard()  # the round that was open will be run again, whole
         raise
     finally:
         if monitor is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError
+from fedvitals.protocols import Sink
 from fedvitals.records import (
     Action,
     Event,
@@ -51,7 +52,7 @@ MOST_RUNS = 8  # that one sink watches at a time
 CLOSE_SECONDS = 5.0
 
 
-class Alerts:
+class Alerts(Sink):
     """Tells channels when a rule begins to hold, and when it no longer does; each alert at most once per channel.
 
     `config`: an alerts.toml; or `rules` (texts, tables or `rule(...)`) and `channels`. What waits lies in `folder`, by
