@@ -33,6 +33,7 @@ class Moment:
 Schedule = Callable[[Moment], bool]
 """Whether to measure at this step: `every(5)`, `first(3)`, `budget(1.0)`, or any function of a `Moment`."""
 
+
 class Probe(Protocol):
     """Measures a model: a function from a view of it (`probes.view.View`) to numbers by name.
 
@@ -90,7 +91,7 @@ class Sink(RecordWriter, Protocol):
     name: str = ""
     ignores: tuple[type, ...] = ()
 
-    def begin(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
         """Called before the first record, with the folder beside the store and each issue's family."""
         del folder, families
 

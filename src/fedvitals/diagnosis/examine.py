@@ -21,7 +21,7 @@ from fedvitals.diagnosis.detectors import (
 from fedvitals.diagnosis.evidence import locate
 from fedvitals.diagnosis.history_cutoff import Horizon, Until
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.protocols import Detector, History
+from fedvitals.protocols import Detector, History, name_of
 from fedvitals.records import Finding
 
 STANDARD = "standard"
@@ -116,7 +116,7 @@ class Examination:
             except Exception as error:
                 if self._failed is None:
                     raise
-                self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
+                self._failed(error, f"the detector '{name_of(detector)}'")
             yield from found  # what it said before it failed counts
 
 

@@ -11,17 +11,17 @@ from typing import Protocol
 from fedvitals.diagnosis.cases import Attendance, Case, attend, cases, rank
 from fedvitals.diagnosis.examine import Examination, of_run
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.protocols import Detector, History, Node, Sink
+from fedvitals.protocols import Detector, History, Node, RecordWriter, Sink
 from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 
 
-class Memory(Sink, Protocol):
+class Memory(RecordWriter, Protocol):
     def history(self, run: str) -> History: ...
 
 
-class LiveDetectors:
+class LiveDetectors(Sink):
     """A sink, so it runs on a queue's worker: detectors take no time from the training thread."""
 
     name = "detectors"

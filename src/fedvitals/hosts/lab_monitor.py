@@ -9,7 +9,7 @@ import msgspec
 
 from fedvitals.lab import Experiment
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.protocols import Recorder, Sink
+from fedvitals.protocols import Recorder, RecordWriter
 
 
 def monitor_of(
@@ -18,7 +18,7 @@ def monitor_of(
     *,
     run: str | None,
     probes: str,
-    sinks: Sequence[Sink] = (),
+    sinks: Sequence[RecordWriter] = (),
     tape: Recorder | None = None,
 ) -> Monitor:
     """`run`: the id of one that the store may have already."""

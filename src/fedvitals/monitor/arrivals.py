@@ -18,7 +18,7 @@ from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Node
+from fedvitals.protocols import Named, Node
 from fedvitals.records import (
     AnyName,
     Event,
@@ -274,7 +274,7 @@ def _goes(planned: Planned) -> bool:
     try:
         pickle.dumps(planned)
     except Exception as error:
-        name = getattr(planned.probe, "__name__", str(planned.probe))
+        name = planned.probe.__name__ if isinstance(planned.probe, Named) else str(planned.probe)
         raise ConfigError(
             f"The probe '{name}' or its schedule cannot go to a worker process ({error}). "
             "Make it a function of a module; workers measure without it until then."

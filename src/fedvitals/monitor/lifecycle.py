@@ -28,11 +28,11 @@ from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.taping import RunTape
 from fedvitals.protocols import Recorder as TapeRecorder
-from fedvitals.protocols import Sink
+from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import Record
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.machine import MachineSampler
-from fedvitals.store import open_reader, open_store, spill_folder, store_target
+from fedvitals.store import PostgresStore, SqliteStore, open_reader, open_store, spill_folder, store_target
 from fedvitals.store.read.queries import get_run, list_runs
 from fedvitals.transport.logs import EventHandler
 from fedvitals.transport.privacy import Policy
@@ -150,12 +150,12 @@ class Outputs:
         self._target, self._sinks = store, sinks
         self._state, self._emission, self._guard = spine.state, spine.emission, spine.guard
         self._findings, self._tape, self._profile, self._again = findings, tape, profile, again
-        self._store: Sink | None = None  # once it is open
+        self._store: SqliteStore | PostgresStore | None = None  # once it is open
 
     def open(self) -> SinkWriter:
         """Open all of them, behind a queue each."""
-        sinks: list[Sink] = [] if self._target is None else [open_store(self._target)]
-        self._store = sinks[0] if sinks else None
+        self._store = None if self._target is None else open_store(self._target)
+        sinks: list[Sink] = [] if self._store is None else [self._store]
         live: list[Sink] = [LiveProfile(self._emission.emit)] if self._profile else []
         detectors = self._findings.open()
         if detectors is not None:
@@ -164,8 +164,7 @@ class Outputs:
             sinks.append(_SinkSequence(live, self._guard.report))
         spill = None if self._target is None else spill_folder(self._target)
         for sink in self._sinks:
-            if hasattr(sink, "begin"):  # an alert may name a family of issues, and wait on disk
-                self._guard("opening a sink", functools.partial(sink.begin, spill, FAMILY_OF))
+            self._guard("opening a sink", functools.partial(sink.prepare, spill, FAMILY_OF))
         if spill is not None and spill.is_dir():
             self._guard("taking back spilled records", lambda: readmit(spill, sinks[0]))
         if self._again and self._target is not None:
@@ -194,12 +193,12 @@ class Outputs:
     def file(self) -> Path | None:
         """The store's file; None where it is a database, or there is none."""
         target = None if self._target is None else store_target(self._target)
-        moved = getattr(self._store, "path", None)  # it goes on beside the store if that was replaced
-        target = moved if isinstance(moved, Path) else target
+        if isinstance(self._store, SqliteStore):
+            target = self._store.path  # it goes on beside the store if that was replaced
         return target.absolute() if isinstance(target, Path) else None
 
 
-class _SinkSequence:
+class _SinkSequence(Sink):
     """Several sinks behind one queue: a round's shares are recorded before the detectors look at the next one."""
 
     name = "detectors"
@@ -232,7 +231,7 @@ def check_parts(sinks: Any, capture: Any, tape: Any) -> None:
     if tape is not None and not isinstance(tape, TapeRecorder):
         raise ConfigError(f"tape= takes a fv.Tape(budget=...); got {tape!r}.")
     for sink in sinks:
-        if not callable(getattr(sink, "write", None)):
+        if not isinstance(sink, RecordWriter):
             raise ConfigError(
                 f"sinks= takes objects with a method write(records); got {sink!r}. Exporters: docs/exporters.md."
             )

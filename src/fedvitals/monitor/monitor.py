@@ -26,10 +26,11 @@ from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.probes.backends import instruments
-from fedvitals.protocols import Detector, Sink
+from fedvitals.protocols import Detector, RecordWriter
 from fedvitals.records import Action, AnyName, Run
 from fedvitals.resources.capture import Capture
 from fedvitals.transport.privacy import LEAST_CLIENTS, described_policy, policy_for
+from fedvitals.transport.sink_adapter import as_sink
 
 
 class Monitor:
@@ -58,7 +59,7 @@ class Monitor:
         detectors: str | Sequence[Detector | str] = STANDARD,
         false_alarms: float = 1.0,
         cure: str | Mapping[str, str] | Policy = "suggest",
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[RecordWriter] = (),
         privacy: int | None = None,
         cohort: int = LEAST_CLIENTS,
         tracebacks: bool | None = None,
@@ -93,7 +94,7 @@ class Monitor:
             kit,
             chosen,
             corrections,
-            sinks=tuple(sinks),
+            sinks=[as_sink(sink) for sink in sinks],
             tape=tape,
             capture=capture,
             profile=profile,

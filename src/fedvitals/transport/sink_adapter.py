@@ -22,8 +22,8 @@ class _HasIgnores(Protocol):
 
 
 @runtime_checkable
-class _HasBegin(Protocol):
-    def begin(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None: ...
+class _HasPrepare(Protocol):
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None: ...
 
 
 @runtime_checkable
@@ -39,9 +39,9 @@ class SinkAdapter(Sink):
         self.name = str((writer.name if isinstance(writer, _HasName) else None) or type(writer).__name__)
         self.ignores = writer.ignores if isinstance(writer, _HasIgnores) else ()
 
-    def begin(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
-        if isinstance(self._writer, _HasBegin):
-            self._writer.begin(folder, families)
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
+        if isinstance(self._writer, _HasPrepare):
+            self._writer.prepare(folder, families)
 
     def write(self, records: Sequence[Record], /) -> None:
         self._writer.write(records)

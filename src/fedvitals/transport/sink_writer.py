@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedvitals.protocols import Sink
+from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import Record, stamped
 from fedvitals.transport.privacy import Policy, released
 from fedvitals.transport.queue import Queue
+from fedvitals.transport.sink_adapter import as_sink
 
 SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
 
@@ -25,7 +26,7 @@ class SinkWriter:
 
     def __init__(
         self,
-        sinks: Sequence[Sink],
+        sinks: Sequence[RecordWriter],
         *,
         policy: Policy,
         spill: Path | None,
@@ -34,11 +35,12 @@ class SinkWriter:
         own: int = 0,
     ) -> None:
         self._policy, self._source, self._own = policy, source, own
+        whole = [as_sink(sink) for sink in sinks]
         self._sequence = itertools.count()
         # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
-        self._ignored: list[tuple[type, ...]] = [getattr(sink, "ignores", ()) for sink in sinks]
+        self._ignored: list[tuple[type, ...]] = [sink.ignores for sink in whole]
         self._queues = [
-            Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(sinks)
+            Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(whole)
         ]
 
     def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:

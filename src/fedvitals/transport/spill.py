@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedvitals.errors import RecordError
-from fedvitals.protocols import Sink
+from fedvitals.protocols import RecordWriter
 from fedvitals.records import (
     Action,
     Event,
@@ -214,7 +214,7 @@ def waiting_runs(folder: Path) -> set[str]:
     return runs
 
 
-def readmit(folder: Path, sink: Sink) -> None:
+def readmit(folder: Path, sink: RecordWriter) -> None:
     """Give a sink what earlier processes could not; a file goes once its last record is written."""
     for record in drain_spill(folder):
         try:

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 
 from fedvitals.errors import ConfigError
-from fedvitals.protocols import Message, Probe, Schedule
+from fedvitals.protocols import Message, Probe, Schedule, Sink
 from fedvitals.records import Finding, Record, Run, Snapshot
 from fedvitals.replay.debugger.gate import Gate
 from fedvitals.replay.tape.digests import bytes_of
@@ -36,7 +36,7 @@ PATIENCE = 60.0  # seconds that the end of a run waits for what is still to be w
 Tell = Callable[[str, str, str], None]  # level, name, message
 
 
-class Tape:
+class Tape(Sink):
     """Give it to a `Monitor`. Nothing in here stops, slows or changes the training.
 
     `every`: rounds between two whole states. `updates`: of how many of the last rounds all updates are kept. `budget`:

@@ -96,7 +96,7 @@ class Alerts(Sink):
         self._warned = False
         self._gone: dict[str, int] = {}  # lost by couriers that have ended
 
-    def begin(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
         """What the monitor tells before the first record: the folder beside the store, and each issue's family."""
         self._beside = folder or self._beside
         if self._families is None and families is not None:
