@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvitals.errors import StoreError
-from fedvitals.protocols import Message, Node, Recorder
+from fedvitals.protocols import Message, Node, TapeRecorder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class LoopTape:
     """Does nothing before `open`, and nothing where the host hands over its states itself."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorder: TapeRecorder | None = None
         self._tell: Tell = lambda *_: None
         self._number: int | None = None  # of the open round
         self._model: Any = None
@@ -57,7 +57,7 @@ class LoopTape:
         self._came: set[Node] = set()
         self._warned: set[str] = set()
 
-    def open(self, recorder: Recorder, tell: Tell) -> None:
+    def open(self, recorder: TapeRecorder, tell: Tell) -> None:
         self._recorder, self._tell = recorder, tell
 
     def leave_to_host(self) -> None:

@@ -60,7 +60,7 @@ class PreparedProbe(Protocol):
 
 
 @runtime_checkable
-class Named(Protocol):
+class HasName(Protocol):
     """What has a name in the source code, as functions and classes have."""
 
     __name__: str
@@ -68,7 +68,7 @@ class Named(Protocol):
 
 def name_of(part: object) -> str:
     """The name of a user's probe or detector: of the function, or of the object's class."""
-    return str(part.__name__) if isinstance(part, Named) else type(part).__name__
+    return str(part.__name__) if isinstance(part, HasName) else type(part).__name__
 
 
 @runtime_checkable
@@ -196,7 +196,7 @@ class Message:
 
 
 @runtime_checkable
-class Recorder(Protocol):
+class TapeRecorder(Protocol):
     """What a host hands to a tape, round by round. States are tensors by name, several of them by names of their own.
 
     All that is handed over is the recorder's: nobody changes it afterwards. It never raises, and all but `gate` never
@@ -268,7 +268,7 @@ class Observer(RoundObserver, Protocol):
     """
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> TapeRecorder | None:
         """The tape that wants to have the states themselves; None where there is none."""
         ...
 
@@ -437,7 +437,7 @@ class WorkerObserver(Protocol):
 class NullObserver:
     """Watches nothing, at no cost; in a worker, too."""
 
-    recorder: Recorder | None = None
+    recorder: TapeRecorder | None = None
 
     def round_begin(self, *_: Any, **__: Any) -> None: ...
     def client_begin(self, *_: Any, **__: Any) -> None: ...

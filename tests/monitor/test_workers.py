@@ -20,7 +20,7 @@ from fedvitals.records import Event, LayerStats, Metric, Sketch, Span, Transfer,
 from fedvitals.store import open_reader
 from fedvitals.store.read.ask import query
 from fedvitals.transport.payload_buffer import PayloadBuffer
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.wire.payload import LIMITS, decode, encode
 from support.models import close, make, watched
 from support.worker_tasks import (
@@ -391,7 +391,7 @@ def test_tables_go_home_once_and_only_where_they_are_needed():
 
 def test_a_parcel_that_grows_too_large_is_thinned_and_says_so():
     """Single steps go first; whole client-rounds and errors stay as long as they can."""
-    parcel = PayloadBuffer(Policy())
+    parcel = PayloadBuffer(PrivacyPolicy())
     parcel.emit(fv.Monitor(None).run)
     for step in range(3000):
         matrix = np.ones((100, 9))

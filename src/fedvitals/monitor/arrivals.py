@@ -18,7 +18,7 @@ from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Named, Node
+from fedvitals.protocols import HasName, Node
 from fedvitals.records import (
     AnyName,
     Event,
@@ -61,7 +61,8 @@ class Arrivals:
     def __init__(
         self, spine: Spine, lost: LostRecords, kit: Kit, ledger: Ledger | None, capture: Capture | None = None
     ) -> None:
-        self._state, self._scopes, self._emission, self._guard = spine.state, spine.scopes, spine.emission, spine.guard
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
         self._lost, self._kit, self._ledger = lost, kit, ledger
         self._lock = threading.Lock()
         self._capture = capture
@@ -73,21 +74,21 @@ class Arrivals:
 
     def observer(self) -> WorkerObserver:
         """For a child process; it knows what is known now."""
-        state, kit = self._state, self._kit
+        context, kit = self._context, self._kit
         here, initial = self._scopes.round, kit.initial
         if initial is not None:
             small = initial.nbytes <= INITIAL_BYTES and str(initial.dtype) == "torch.float32"
             initial = initial.cpu() if small else None
         return WorkerObserver(
-            run=state.run.id,
-            name=state.run.name,
+            run=context.run.id,
+            name=context.run.name,
             preset=self._sendable(kit.preset),
-            policy=state.policy,
+            policy=context.policy,
             strict=self._guard.strict,
             round=None if here is None else here.round,
-            trace=state.trace,
+            trace=context.trace,
             span=None if here is None else here.span,
-            known=frozenset(state.own_tables),
+            known=frozenset(context.own_tables),
             trained=kit.trained,
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
@@ -126,9 +127,9 @@ class Arrivals:
         try:
             records = decode(payload)
             if sender is not None:
-                records = [sender.own(record, self._state.run.id) for record in records]
-            tables = tables_of_payload(records, self._state.run.id, self._state.tables)
-            self._quota.charge(sender, tables, self._state.tables, self._state.own_tables)
+                records = [sender.own(record, self._context.run.id) for record in records]
+            tables = tables_of_payload(records, self._context.run.id, self._context.tables)
+            self._quota.charge(sender, tables, self._context.tables, self._context.own_tables)
         except RecordError as error:
             self._lost.miss()
             nodes = dict.fromkeys(r.where.node for r in records if not isinstance(r, Run) and r.where.node is not None)
@@ -146,7 +147,7 @@ class Arrivals:
     def _of_sender(self, records: list[Any], sender: Sender) -> list[Any]:
         """At times that the server saw, and no more of them than one sender may bring."""
         seen = None if self._ledger is None else self._ledger.seen(sender.node)
-        seen = seen or (self._state.run.started, time.time())
+        seen = seen or (self._context.run.started, time.time())
         kept = [r for r in within_quota(records) if is_possible(r) and self._names.admits(sender, r)]
         if len(kept) < len(records):
             gone, here = len(records) - len(kept), self._scopes.round or self._scopes.here()
@@ -274,7 +275,7 @@ def _goes(planned: Planned) -> bool:
     try:
         pickle.dumps(planned)
     except Exception as error:
-        name = planned.probe.__name__ if isinstance(planned.probe, Named) else str(planned.probe)
+        name = planned.probe.__name__ if isinstance(planned.probe, HasName) else str(planned.probe)
         raise ConfigError(
             f"The probe '{name}' or its schedule cannot go to a worker process ({error}). "
             "Make it a function of a module; workers measure without it until then."

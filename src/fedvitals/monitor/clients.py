@@ -95,7 +95,8 @@ class Clients:
         profile: bool,
         capture: Capture | None = None,
     ) -> None:
-        self._state, self._scopes, self._emission, self._guard = spine.state, spine.scopes, spine.emission, spine.guard
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
         self._loop_tape, self._kit_of_run, self._sent, self._joined = loop_tape, kit, sent, joined
         self._profile, self._captures = profile, Captures(capture)
         self._open: dict[Node, OpenClient] = {}
@@ -387,7 +388,7 @@ class Clients:
         scope, own = self.at(node), new_span_id()
         place = where(scope) if "group" not in attributes else replace(where(scope), group=str(attributes["group"]))
         kept = {key: value for key, value in attributes.items() if key != "group"}
-        at = self._state.run.started + float(began)
+        at = self._context.run.started + float(began)
         self._emission.emit(Span(place, at, name, float(seconds), scope.trace, own, parent or scope.span, kept))
         return own
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 
-from fedvitals.monitor.run_state import RunState
+from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads
 from fedvitals.probes.results import Results
 from fedvitals.records import LayerTable, Record
 from fedvitals.scope import Scope
 from fedvitals.stats import FAMILIES
 from fedvitals.transport.payload_buffer import PayloadBuffer
-from fedvitals.transport.recorder import Recorder
+from fedvitals.transport.recorder import ScopeRecorder
 from fedvitals.transport.sink_writer import SinkWriter
 
 Writer = SinkWriter | PayloadBuffer  # of a monitor, of a worker process
@@ -26,10 +26,10 @@ class Emission:
     single records of a scope.
     """
 
-    def __init__(self, state: RunState, threads: ClientThreads, open_writer: Callable[[], Writer | None]) -> None:
-        self._state, self._threads, self._open_writer = state, threads, open_writer
+    def __init__(self, context: RunContext, threads: ClientThreads, open_writer: Callable[[], Writer | None]) -> None:
+        self._context, self._threads, self._open_writer = context, threads, open_writer
         self.writer: Writer | None = None  # while none is open
-        self.record = Recorder(self.emit)
+        self.record = ScopeRecorder(self.emit)
 
     def connect(self, writer: Writer) -> None:
         """The run has been opened: records go to this writer from now on."""
@@ -57,10 +57,10 @@ class Emission:
         """Hand over what was measured in a scope, as records."""
         record = self.record
         if results.clients is not None:
-            record = Recorder(functools.partial(self.emit, clients=results.clients))
+            record = ScopeRecorder(functools.partial(self.emit, clients=results.clients))
         record.metrics(scope, results.metrics)
         for family, matrix, step in results.matrices:
-            table = self._state.table_of(results, FAMILIES[family].rows, len(matrix))
+            table = self._context.table_of(results, FAMILIES[family].rows, len(matrix))
             if table is not None:
                 record.layers(scope, family, matrix, table, step)
         if results.sketch is not None:
@@ -76,12 +76,12 @@ class Emission:
         `own`: False for tables that a sender claims. Nothing that is measured here is ever described by such a table.
         """
         by_digest = {table.digest: table for table in tables.values()}
-        if self._state.knows(by_digest, own=own):
+        if self._context.knows(by_digest, own=own):
             return
-        with self._state.lock:
+        with self._context.lock:
             writer = self.writer or self._open_writer()  # first: opening adds to what is known of the run
-            if self._state.add_tables(by_digest, own=own) and writer is not None:
-                writer.emit(self._state.run)
+            if self._context.add_tables(by_digest, own=own) and writer is not None:
+                writer.emit(self._context.run)
 
     def flush(self, timeout: float, *, own: bool = False) -> bool:
         """Wait until everything is written. `own`: by the store and the detectors only, not by the user's sinks."""

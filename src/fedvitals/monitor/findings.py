@@ -30,7 +30,7 @@ class RunFindings:
         lost: LostRecords,
         on_finding: Callable[[Finding], None],
     ) -> None:
-        self._run, self._memory, self._detectors = spine.state.run.id, memory, detectors
+        self._run, self._memory, self._detectors = spine.context.run.id, memory, detectors
         self._emission, self._guard, self._lost, self._on_finding = spine.emission, spine.guard, lost, on_finding
         self._live: LiveDetectors | None = None
         self._findings: list[Finding] = []

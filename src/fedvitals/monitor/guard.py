@@ -10,7 +10,7 @@ from typing import Any
 
 from fedvitals.diagnosis.gaps import Failure
 from fedvitals.monitor.emission import Emission
-from fedvitals.monitor.run_state import RunState
+from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads, Scopes
 from fedvitals.protocols import Node
 from fedvitals.records import Event
@@ -29,9 +29,9 @@ class Guard:
     """
 
     def __init__(
-        self, state: RunState, threads: ClientThreads, scopes: Scopes, emission: Emission, *, strict: bool
+        self, context: RunContext, threads: ClientThreads, scopes: Scopes, emission: Emission, *, strict: bool
     ) -> None:
-        self._state, self._threads, self._scopes, self._emission = state, threads, scopes, emission
+        self._context, self._threads, self._scopes, self._emission = context, threads, scopes, emission
         self.strict = strict
         self.failures: list[Failure] = []
         self._reported: dict[Node | None, set[str]] = {}  # causes, by the node that they are about
@@ -81,7 +81,7 @@ class Guard:
         self.failures.append(Failure(doing, kind, place.round, place.node))
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.
-        allowed = released(event, self._state.policy, stray=self._threads.may_be_client())
+        allowed = released(event, self._context.policy, stray=self._threads.may_be_client())
         text = allowed.message if isinstance(allowed, Event) else doing
         about = "" if place.node in SERVER else f" (client '{place.node}')"
         if first:

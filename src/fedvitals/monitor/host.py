@@ -14,7 +14,7 @@ from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import measured_apart
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Node, Recorder, Stack
+from fedvitals.protocols import Node, Stack, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name
 from fedvitals.resources.time_ledger import Exchange
 from fedvitals.stats import Array
@@ -33,7 +33,8 @@ class HostObserver:
     def __init__(self, monitored: MonitoredRun) -> None:
         self.monitored = monitored
         spine = monitored.spine
-        self._state, self._scopes, self._emission, self._guard = spine.state, spine.scopes, spine.emission, spine.guard
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
         self._rounds, self._clients, self._arrivals = monitored.rounds, monitored.clients, monitored.arrivals
 
     # -- whose run it is ----------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ class HostObserver:
         self.monitored.lifecycle.set_host(host, {**known, **(config or {}), "fedvitals": ours}, policy, trace)
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> TapeRecorder | None:
         """The tape, for hosts that hand it their states; None where there is none."""
         self.monitored.lifecycle.open()
         self.monitored.tape.loop.leave_to_host()
@@ -185,7 +186,7 @@ class HostObserver:
             kind, nodes, since, until = (told.pop(name) for name in ("kind", "nodes", "since", "until"))
             nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
             nodes = tuple(map(node_name, nodes))
-            self._emission.emit(Truth(Where(self._state.run.id), time.time(), kind, nodes, since, until, told))
+            self._emission.emit(Truth(Where(self._context.run.id), time.time(), kind, nodes, since, until, told))
 
         self._guard("truth()", emit)
 

@@ -27,15 +27,14 @@ from fedvitals.monitor.findings import RunFindings
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.taping import RunTape
-from fedvitals.protocols import Recorder as TapeRecorder
-from fedvitals.protocols import RecordWriter, Sink
+from fedvitals.protocols import RecordWriter, Sink, TapeRecorder
 from fedvitals.records import Record
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.machine import MachineSampler
 from fedvitals.store import PostgresStore, SqliteStore, open_reader, open_store, spill_folder, store_target
 from fedvitals.store.read.queries import get_run, list_runs
 from fedvitals.transport.logs import EventHandler
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.sink_writer import SOURCE, SinkWriter
 from fedvitals.transport.spill import readmit
 
@@ -59,7 +58,8 @@ class Lifecycle:
         tape: RunTape | None = None,
         machine: MachineSampler | None = None,
     ) -> None:
-        self._state, self._scopes, self._emission, self._guard = spine.state, spine.scopes, spine.emission, spine.guard
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
         self._lost, self._make_writer, self._tape, self._machine = lost, make_writer, tape, machine
         self._handler: EventHandler | None = None  # while the run is open
         self._closed = False
@@ -77,30 +77,30 @@ class Lifecycle:
 
     def _open(self) -> Writer:
         """Not before the first event: frameworks import a user's module in many processes that never train."""
-        with self._state.lock:
+        with self._context.lock:
             if self._emission.writer is not None:
                 return self._emission.writer
             writer = self._make_writer()
             self._emission.connect(writer)
-            self._handler = EventHandler(self._emission.emit, run=self._state.run.id, fallback=self._scopes.here)
+            self._handler = EventHandler(self._emission.emit, run=self._context.run.id, fallback=self._scopes.here)
             logging.getLogger().addHandler(self._handler)
-            self._state.start(versions())
-            writer.emit(self._state.run)
+            self._context.start(versions())
+            writer.emit(self._context.run)
             if self._tape is not None:
                 self._tape.open()
             if self._machine is not None:
                 self._guard("watching the machine", self._machine.start)
             return writer
 
-    def set_host(self, host: str, config: Mapping[str, Any], policy: Policy, trace: str | None) -> None:
+    def set_host(self, host: str, config: Mapping[str, Any], policy: PrivacyPolicy, trace: str | None) -> None:
         """Say whose run it is, before it begins. ConfigError if it has begun."""
-        with self._state.lock:
+        with self._context.lock:
             if self._emission.writer is not None:
                 raise ConfigError(
-                    f"This monitor watches a run of its own already, '{self._state.run.name}': make a new one to "
+                    f"This monitor watches a run of its own already, '{self._context.run.name}': make a new one to "
                     "attach."
                 )
-            self._state.set_host(host, config, policy, trace)
+            self._context.set_host(host, config, policy, trace)
 
     def flush(self, timeout: float, *, own: bool = False) -> bool:
         """Wait until everything is written. `own`: by the store and the detectors only, not by the user's sinks."""
@@ -118,15 +118,15 @@ class Lifecycle:
             logging.getLogger().removeHandler(self._handler)
         if self._tape is not None:
             self._tape.close()
-        self._state.finish()
-        self._emission.emit(self._state.run)
+        self._context.finish()
+        self._emission.emit(self._context.run)
         close: Callable[[], None] = writer.close
         if isinstance(writer, SinkWriter):
             close = functools.partial(writer.close, before_store=self._lost.record_final)
         self._guard("closing the sinks", close)
         self._guard("telling of lost records", self._lost.spill_unrecorded)
         if self._lost.count:
-            logger.warning("fedvitals lost %d records of run %s.", self._lost.count, self._state.run.id)
+            logger.warning("fedvitals lost %d records of run %s.", self._lost.count, self._context.run.id)
 
 
 class Outputs:
@@ -148,7 +148,7 @@ class Outputs:
         again: bool,
     ) -> None:
         self._target, self._sinks = store, sinks
-        self._state, self._emission, self._guard = spine.state, spine.emission, spine.guard
+        self._context, self._emission, self._guard = spine.context, spine.emission, spine.guard
         self._findings, self._tape, self._profile, self._again = findings, tape, profile, again
         self._store: SqliteStore | PostgresStore | None = None  # once it is open
 
@@ -174,7 +174,7 @@ class Outputs:
         return SinkWriter(
             [*sinks, *self._sinks, *self._tape.sinks],
             own=len(sinks),
-            policy=self._state.policy,
+            policy=self._context.policy,
             spill=spill,
             strict=self._guard.strict,
             source=source,
@@ -186,8 +186,8 @@ class Outputs:
         if isinstance(target, Path) and not target.exists():
             return
         with open_reader(self._target) as reader:
-            if self._state.run.id in {summary.id for summary in list_runs(reader)}:
-                self._state.resume(get_run(reader, self._state.run.id))
+            if self._context.run.id in {summary.id for summary in list_runs(reader)}:
+                self._context.resume(get_run(reader, self._context.run.id))
 
     @property
     def file(self) -> Path | None:

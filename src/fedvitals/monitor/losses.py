@@ -18,7 +18,7 @@ class LostRecords:
     """Counts the records that the sinks lost and those of workers that never arrived. `store`: None, there is none."""
 
     def __init__(self, spine: Spine, store: str | os.PathLike[str] | None = None) -> None:
-        self._state, self._emission, self._scopes, self._store = spine.state, spine.emission, spine.scopes, store
+        self._context, self._emission, self._scopes, self._store = spine.context, spine.emission, spine.scopes, store
         self._missed = 0  # of workers, as far as is known
         self._recorded = 0  # as last recorded
 
@@ -60,5 +60,6 @@ class LostRecords:
         """How many records were lost so far, and by which sink."""
         causes = {**({"workers": self._missed} if self._missed else {}), **writer.losses}
         listed = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
-        place, words = Where(self._state.run.id, self._scopes.last_round), f"{self.count} records were lost ({listed})."
+        place = Where(self._context.run.id, self._scopes.last_round)
+        words = f"{self.count} records were lost ({listed})."
         return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.count})

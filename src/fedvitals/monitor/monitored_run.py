@@ -26,7 +26,7 @@ from fedvitals.records import Run
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.time_ledger import Ledger
 from fedvitals.store import MemoryStore
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 
 if TYPE_CHECKING:
     from fedvitals.probes.backends import Kit
@@ -43,7 +43,7 @@ class MonitoredRun:
         self,
         run: Run,
         store: str | os.PathLike[str] | None,
-        policy: Policy,
+        policy: PrivacyPolicy,
         kit: Kit,
         detectors: Sequence[Detector],
         cure: CurePolicy,
@@ -82,7 +82,7 @@ class MonitoredRun:
     @property
     def run(self) -> Run:
         """The run's record as it is now."""
-        return self.spine.state.run
+        return self.spine.context.run
 
     @property
     def has_closing_host(self) -> bool:

@@ -57,7 +57,8 @@ class Rounds:
     def __init__(
         self, spine: Spine, lost: LostRecords, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int
     ) -> None:
-        self._state, self._scopes, self._emission, self._guard = spine.state, spine.scopes, spine.emission, spine.guard
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
         self._lost, self._kit, self._arrivals, self._ledger, self._least = lost, kit, arrivals, ledger, least
         self._record = spine.emission.record
         self.open: OpenScope | None = None
@@ -74,9 +75,9 @@ class Rounds:
             return
         self._kit.updates.begin_round(number, self._kit.parameters(model))
         # A run that goes on does not begin anew with the model that it happens to have now.
-        if self._kit.initial is None and not self._state.continued:
+        if self._kit.initial is None and not self._context.continued:
             self._first_model(model)
-        elif not self._state.own_tables:  # a run that goes on: the store does not say which of its tables are ours
+        elif not self._context.own_tables:  # a run that goes on: the store does not say which of its tables are ours
             self._know_layers(model)
 
     def joined(self, span: Span, results: Results) -> None:
@@ -119,7 +120,7 @@ class Rounds:
             attempt("reading a model's layers", lambda: self._know_layers(model))
         self._tell_updates(opened, attempt)
         attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
-        attempt("reading layers", lambda: self._kit.updates.know(self._state.own_tables.values()))
+        attempt("reading layers", lambda: self._kit.updates.know(self._context.own_tables.values()))
         closing = partial(cohort.close, self._kit, model, self._least, attempt)
         self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
         attempt("measuring memory", lambda: self._tell_memory(scope))
@@ -160,12 +161,12 @@ class Rounds:
         nodes: dict[tuple[str, str], set[Node | None]] = defaultdict(set)
         for record in statistics:
             nodes[record.family, record.table].add(record.where.node)
-        own = self._state.own_tables
+        own = self._context.own_tables
         return sorted(statistics, key=lambda r: (r.table in own, len(nodes[r.family, r.table])))
 
     def _usable(self, claims: Sequence[LayerStats], rows: Array) -> Sequence[LayerStats]:
         """A sender's own sums, where ours are of layers that we have no names for and its are the same."""
-        return () if self._state.own_table("parameter", len(rows)) else agreeing_claims(claims, rows)
+        return () if self._context.own_table("parameter", len(rows)) else agreeing_claims(claims, rows)
 
     def _tell_all(self, scope: Scope, found: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
         for (node, group), results in found:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextvars import Token
 from dataclasses import replace
 
-from fedvitals.monitor.run_state import RunState
+from fedvitals.monitor.run_context import RunContext
 from fedvitals.protocols import Node
 from fedvitals.records import Record
 from fedvitals.scope import Scope, current
@@ -21,8 +21,8 @@ from fedvitals.transport.timing import new_span_id
 class ClientThreads:
     """The threads on which clients were opened, to decide whose code may be speaking."""
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._by_span: dict[str | None, int] = {}
 
     def enter(self, scope: Scope) -> None:
@@ -39,10 +39,10 @@ class ClientThreads:
         A thread that the client started has no scope. Where a host closes clients in another order than it opened them,
         the thread's scope may be the round's again while one of them still trains. And a client may be called «server».
         """
-        if not self._by_span or self._state.policy.level >= WORDS:
+        if not self._by_span or self._context.policy.level >= WORDS:
             return False
         scope = current.get()
-        if scope is None or scope.run != self._state.run.id:
+        if scope is None or scope.run != self._context.run.id:
             return True
         return scope.node in SERVER and threading.get_ident() in tuple(self._by_span.values())
 
@@ -55,22 +55,22 @@ class Scopes:
     """
 
     def __init__(
-        self, state: RunState, threads: ClientThreads, emit: Callable[[Record], None], open_run: Callable[[], None]
+        self, context: RunContext, threads: ClientThreads, emit: Callable[[Record], None], open_run: Callable[[], None]
     ) -> None:
-        self._state, self._threads, self._emit, self.open_run = state, threads, emit, open_run
+        self._context, self._threads, self._emit, self.open_run = context, threads, emit, open_run
         self.round: Scope | None = None
         self.last_round: int | None = None
 
     def here(self) -> Scope:
         """The caller's own scope; on a thread without one, that of the round that is open, or was open last."""
         scope = current.get()
-        if scope is not None and scope.run == self._state.run.id:
+        if scope is not None and scope.run == self._context.run.id:
             return scope
-        return self.round or self.of_run(trace=self._state.trace)
+        return self.round or self.of_run(trace=self._context.trace)
 
     def of_run(self, node: Node | None = None, trace: str = "") -> Scope:
         """A scope in the last round, outside of everything that is open."""
-        return Scope(self._state.run.id, self._emit, self.last_round, node=node, trace=trace)
+        return Scope(self._context.run.id, self._emit, self.last_round, node=node, trace=trace)
 
     def enter(
         self, node: Node | None, *, group: str | None = None, client: bool = False, inside: Scope | None = None

@@ -9,10 +9,10 @@ from typing import Protocol, Self
 
 from fedvitals.monitor.emission import Emission, Writer
 from fedvitals.monitor.guard import Guard
-from fedvitals.monitor.run_state import RunState
+from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads, Scopes
 from fedvitals.records import Run
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 
 
 class Opening(Protocol):
@@ -29,9 +29,9 @@ class Opening(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Spine:
-    """A run's state, where its training stands, the way out for records, and the guard against our own errors."""
+    """A run's context, where its training stands, the way out for records, and the guard against our own errors."""
 
-    state: RunState
+    context: RunContext
     scopes: Scopes
     emission: Emission
     guard: Guard
@@ -40,14 +40,14 @@ class Spine:
     def of(
         cls,
         run: Run,
-        policy: Policy,
+        policy: PrivacyPolicy,
         *,
         strict: bool,
         lifecycle: Callable[[], Opening],
     ) -> Self:
         """Wire the parts of one run. `lifecycle` returns what opens it, and is first called by the first event."""
-        state = RunState(run, policy)
-        threads = ClientThreads(state)
-        emission = Emission(state, threads, lambda: lifecycle().writer())
-        scopes = Scopes(state, threads, emission.emit, lambda: lifecycle().open())
-        return cls(state, scopes, emission, Guard(state, threads, scopes, emission, strict=strict))
+        context = RunContext(run, policy)
+        threads = ClientThreads(context)
+        emission = Emission(context, threads, lambda: lifecycle().writer())
+        scopes = Scopes(context, threads, emission.emit, lambda: lifecycle().open())
+        return cls(context, scopes, emission, Guard(context, threads, scopes, emission, strict=strict))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedvitals.loop_tape import LoopTape
 from fedvitals.monitor.spine import Spine
-from fedvitals.protocols import Recorder, Sink
+from fedvitals.protocols import Sink, TapeRecorder
 from fedvitals.records import Record
 from fedvitals.scope import current
 from fedvitals.store import spill_folder
@@ -24,8 +24,9 @@ class RunTape:
 
     def __init__(self, tape: Any, store: str | os.PathLike[str] | None, spine: Spine) -> None:
         self._tape, self._store = tape, store
-        self._state, self._scopes, self._emission, self._guard = spine.state, spine.scopes, spine.emission, spine.guard
-        self.recorder: Recorder | None = None
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
+        self.recorder: TapeRecorder | None = None
         self.loop = LoopTape()
 
     @property
@@ -40,9 +41,9 @@ class RunTape:
 
     def _open(self) -> None:
         folder = Path("fedvitals.d") if self._store is None else spill_folder(self._store)
-        self._tape.open(folder, self._state.run, self._event, self._file, self._state.policy.level, self._settle)
+        self._tape.open(folder, self._context.run, self._event, self._file, self._context.policy.level, self._settle)
         self.recorder = self._tape
-        if self._state.run.host == "torch":
+        if self._context.run.host == "torch":
             self.loop.open(self._tape, self._event)
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ class RunTape:
 
     def _as_server(self, work: Callable[[], None]) -> None:
         """Record in the server's name: the tape's own thread speaks for no client."""
-        token = current.set(self._scopes.of_run(node="server", trace=self._state.trace))
+        token = current.set(self._scopes.of_run(node="server", trace=self._context.trace))
         self._guard("telling of the tape", work)
         current.reset(token)
 

@@ -45,7 +45,7 @@ from fedvitals.records import (
 from fedvitals.resources.capture import Capture
 from fedvitals.scope import Scope
 from fedvitals.transport.payload_buffer import PayloadBuffer
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.traceparent import arrived
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
@@ -69,7 +69,7 @@ class _WorkerRun:
 
 
 @functools.lru_cache(maxsize=1)
-def _runs(_process: int) -> dict[tuple[str, Policy], _WorkerRun]:
+def _runs(_process: int) -> dict[tuple[str, PrivacyPolicy], _WorkerRun]:
     """By run, and by what may leave: a message may be under a stricter rule than the one before.
 
     A forked child starts with none: what it inherited belongs to its parent.
@@ -87,7 +87,7 @@ class WorkerObserver:
     run: str
     name: str
     preset: Preset | str  # a preset by its name is made where it is needed
-    policy: Policy
+    policy: PrivacyPolicy
     strict: bool
     round: int | None  # that was open when this was made
     trace: str

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from fedvitals.errors import RecordError
 from fedvitals.records import Event, LayerTable, Record, Run, Where, is_important, stamped
-from fedvitals.transport.privacy import Policy, released
+from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.wire.payload import LIMITS, encode
 
 LOST = "worker.lost"  # the event that tells of telemetry which did not come home
@@ -24,7 +24,7 @@ class PayloadBuffer:
     Everything in a worker is a client's, so the privacy level is held against all of it, whoever it names.
     """
 
-    def __init__(self, policy: Policy, known: Iterable[str] = ()) -> None:
+    def __init__(self, policy: PrivacyPolicy, known: Iterable[str] = ()) -> None:
         self.source = f"worker-{os.getpid()}-{os.urandom(4).hex()}"
         self.known = set(known)  # layer tables that need not be sent
         self._policy = policy

@@ -23,7 +23,7 @@ def where(scope: Scope, step: int | None = None) -> Where:
     return Where(scope.run, scope.round, scope.node, step, None, scope.group)
 
 
-class Recorder:
+class ScopeRecorder:
     def __init__(self, emit: Callable[[Record], None]) -> None:
         self.emit = emit
 

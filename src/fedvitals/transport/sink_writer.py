@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import Record, stamped
-from fedvitals.transport.privacy import Policy, released
+from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.queue import Queue
 from fedvitals.transport.sink_adapter import as_sink
 
@@ -28,7 +28,7 @@ class SinkWriter:
         self,
         sinks: Sequence[RecordWriter],
         *,
-        policy: Policy,
+        policy: PrivacyPolicy,
         spill: Path | None,
         strict: bool,
         source: str = SOURCE,

@@ -23,7 +23,7 @@ from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
-    from fedvitals.protocols import Recorder
+    from fedvitals.protocols import TapeRecorder
 
 
 @click.command()
@@ -224,7 +224,7 @@ def _here(
     return Ended(identity, len(result.rounds), result.rounds[-1].metrics, result.engine)
 
 
-def _tape(wanted: bool | None, budget: str) -> Recorder | None:
+def _tape(wanted: bool | None, budget: str) -> TapeRecorder | None:
     """One unless it is not wanted; where its packages are missing, nobody who did not ask for it has to hear of it."""
     if wanted is False:
         return None

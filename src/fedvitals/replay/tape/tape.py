@@ -151,7 +151,7 @@ class Tape(Sink):
         if self._gate is not None:
             self._gate.close()
 
-    # -- the Recorder protocol ----------------------------------------------------------------------------------------
+    # -- the TapeRecorder protocol ------------------------------------------------------------------------------------
 
     def describe(self, told: Mapping[str, Any]) -> None:
         self._put("describe", (dict(told),), 0)

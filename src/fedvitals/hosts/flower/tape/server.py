@@ -41,7 +41,7 @@ class Scribe:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.strategy: Any = None  # whose attributes are read
-        self._recorder: protocols.Recorder | None = None
+        self._recorder: protocols.TapeRecorder | None = None
         self._described = self._told_hidden = False
         self._number: int | None = None  # of the round that is on the tape
         self._begun = False  # whether the tape was told of its beginning

@@ -11,11 +11,11 @@ from typing import Any
 
 from fedvitals.probes.results import Results
 from fedvitals.records import LayerTable, Run
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.timing import new_trace
 
 
-class RunState:
+class RunContext:
     """The facts that all parts of a monitor share. They change only by the methods below.
 
     `lock` is held while the run is opened and while layer tables are added. `continued` tells whether the store knew
@@ -23,7 +23,7 @@ class RunState:
     in our own workers.
     """
 
-    def __init__(self, run: Run, policy: Policy) -> None:
+    def __init__(self, run: Run, policy: PrivacyPolicy) -> None:
         self.run, self.policy = run, policy
         self.trace = new_trace()
         self.continued = False
@@ -31,7 +31,7 @@ class RunState:
         self.own_tables: dict[str, LayerTable] = {}
         self.lock = threading.RLock()
 
-    def set_host(self, host: str, config: Mapping[str, Any], policy: Policy, trace: str | None) -> None:
+    def set_host(self, host: str, config: Mapping[str, Any], policy: PrivacyPolicy, trace: str | None) -> None:
         """Replace the host, the configuration and the policy; and the trace id, where there is one."""
         self.run = replace(self.run, host=host, config=config)
         self.policy, self.trace = policy, trace or self.trace
