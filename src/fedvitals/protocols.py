@@ -203,7 +203,7 @@ class TapeRecorder(Protocol):
     wait.
     """
 
-    def describe(self, told: Mapping[str, Any]) -> None:
+    def describe(self, description: Mapping[str, Any]) -> None:
         """Once, before the first round: what re-executing the run needs, as JSON."""
         ...
 

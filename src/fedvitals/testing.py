@@ -79,15 +79,15 @@ class MemorySink(Sink):
 
     def of(self, kind: type[Kind], name: str | None = None, **where: Any) -> list[Kind]:
         """Records of a kind, by name (or family) and by coordinates, in order of arrival."""
-        found: list[Kind] = []
+        records: list[Kind] = []
         for record in self.records:
             if not isinstance(record, kind):
                 continue
             own = getattr(record, "name", getattr(record, "family", getattr(record, "issue", None)))
             place = getattr(record, "where", None)
             if name in (None, own) and all(getattr(place, key) == value for key, value in where.items()):
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
     def metrics(self, name: str | None = None, **where: Any) -> list[Metric]:
         return self.of(Metric, name, **where)
@@ -309,11 +309,13 @@ def _fingerprint(model: nn.Module) -> Any:
     return values, [m.training for m in model.modules()], hooks, streams
 
 
-def _check_numbers(probe: Probe, found: Any, view: View) -> None:
+def _check_numbers(probe: Probe, numbers: Any, view: View) -> None:
     name = name_of(probe)
-    _require(isinstance(found, Mapping), f"{name} must return a mapping of name to number, got {type(found).__name__}.")
+    _require(
+        isinstance(numbers, Mapping), f"{name} must return a mapping of name to number, got {type(numbers).__name__}."
+    )
     rows = {"parameter": len(view.parameters), "buffer": len(view.named_buffers)}
-    for key, value in found.items():
+    for key, value in numbers.items():
         _require(isinstance(key, str) and key, f"{name}: names are words, got {key!r}.")
         try:
             array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
@@ -394,9 +396,9 @@ def _same(a: Any, b: Any) -> bool:
     return np.array_equal(first, second, equal_nan=True)
 
 
-def _only(found: list[Kind], name: str, where: Mapping[str, Any]) -> Kind:
-    _require(len(found) == 1, f"Wanted one record '{name}' at {dict(where)}, found {len(found)}: {found[:3]}")
-    return found[0]
+def _only(records: list[Kind], name: str, where: Mapping[str, Any]) -> Kind:
+    _require(len(records) == 1, f"Wanted one record '{name}' at {dict(where)}, found {len(records)}: {records[:3]}")
+    return records[0]
 
 
 def _require(condition: object, message: str) -> None:

@@ -59,8 +59,8 @@ class OpenClient:
     tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
     results: Results = field(default_factory=Results)
-    told: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
-    found: Mapping[str, float] | None = None  # of its memory
+    attributes: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
+    memory_metrics: Mapping[str, float] | None = None
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class Clients:
     ) -> Iterator[None]:
         """The stretch in which the model of a client trains that was opened without one; of several, the first."""
         opened = self._opened(node)
-        if opened is None or opened.session is not None or opened.told:
+        if opened is None or opened.session is not None or opened.attributes:
             yield
             return
         watch = functools.partial(self._watch, opened, model, data, loss)
@@ -289,37 +289,37 @@ class Clients:
 
     def _finish_stack(self, opened: OpenStack, failed: Mapping[Any, BaseException]) -> None:
         stack, failed = opened.stack, {node_name(node): error for node, error in failed.items()}
-        found = [Results() for _ in stack.nodes]
+        results_by_client = [Results() for _ in stack.nodes]
         cost = 0.0
         if opened.session is not None:
-            found, updates, rows = opened.session.finish()
+            results_by_client, updates, rows = opened.session.finish()
             started = time.perf_counter()
             for i, node in enumerate(stack.nodes):
                 if node not in stack.silent:
                     self._sent(node, updates[i], None if rows is None else rows[i])
             cost = opened.session.cost + time.perf_counter() - started
-            for results in found:
-                results.take({"monitor.cost": cost / len(found)})
+            for results in results_by_client:
+                results.take({"monitor.cost": cost / len(results_by_client)})
         resident = resident_bytes()
-        memory = self._memory.end_stack(opened.device, len(found))
+        memory = self._memory.end_stack(opened.device, len(results_by_client))
         if resident is not None:
             memory["memory.resident"] = resident
         self._tell_growth(opened.scope, resident)
         seconds = time.perf_counter() - opened.began
-        for node, group, results in zip(stack.nodes, stack.groups, found, strict=True):
+        for node, group, results in zip(stack.nodes, stack.groups, results_by_client, strict=True):
             if node in stack.silent:
                 continue
             parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
             scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
             results.tables = opened.tables
-            results.take({"time.client": seconds / len(found), **memory})
+            results.take({"time.client": seconds / len(results_by_client), **memory})
             _tell_loss(results, logged=(node, "loss") in opened.logged)
             if node in failed:
                 self._guard.exception(scope, "client.failed", failed[node])
             self._emission.results(scope, results)
             parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
-            told = {"failed": node in failed, "stacked": len(found), **parts}
-            self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, told), results)
+            attributes = {"failed": node in failed, "stacked": len(results_by_client), **parts}
+            self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, attributes), results)
 
     def _tell_unmeasured(self, scope: Scope) -> None:
         """Once: what a preset measures of clients that train alone, and not of these."""
@@ -411,17 +411,17 @@ class Clients:
 
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:
         self._measure(opened, failed=failed)
-        results, scope, told = opened.results, opened.scope, {**opened.told, "failed": failed}
+        results, scope, attributes = opened.results, opened.scope, {**opened.attributes, "failed": failed}
         guard = functools.partial(self._guard, scope=scope)
         seconds = time.perf_counter() - opened.began
         results.take({"time.client": seconds})
-        found = opened.found
-        if found is None:
-            found = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
-        results.take(found)
+        memory = opened.memory_metrics
+        if memory is None:
+            memory = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
+        results.take(memory)
         _tell_loss(results, logged="loss" in opened.logged)
         self._emission.results(scope, results)
-        self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, told), results)
+        self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, attributes), results)
         turn_over()
 
     def _measure(self, opened: OpenClient, *, failed: bool) -> None:
@@ -438,11 +438,11 @@ class Clients:
         self._sent(opened.scope.node or "", update, rows)
         cost = session.cost + time.perf_counter() - started
         results.take({"monitor.cost": cost})
-        opened.told = {"failed": failed}
+        opened.attributes = {"failed": failed}
         if self._profile and not self._kit.preset.brief:
-            opened.told |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
-        found = guard("measuring memory", lambda: self._memory_of(opened, session, failed=failed))
-        opened.found = found or {}
+            opened.attributes |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
+        memory = guard("measuring memory", lambda: self._memory_of(opened, session, failed=failed))
+        opened.memory_metrics = memory or {}
         recorded = guard("recording operators", lambda: opened.recording and opened.recording.finish())
         if recorded is not None:
             results.remarks.append((OPERATORS, *recorded))
@@ -450,13 +450,13 @@ class Clients:
     def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
         """What a client's Span tells of its time; its throughput goes to the results."""
         seconds = time.perf_counter() - opened.began
-        told = self._clocks.end(opened.scope.node or "", opened.clock, seconds, cost)
-        training = seconds - sum(told.get("parts", {}).get(name, 0.0) for name in ("measure", "wait"))
-        if told.get("samples") and training > 0:
-            results.take({"throughput.samples": told["samples"] / training})
+        attributes = self._clocks.end(opened.scope.node or "", opened.clock, seconds, cost)
+        training = seconds - sum(attributes.get("parts", {}).get(name, 0.0) for name in ("measure", "wait"))
+        if attributes.get("samples") and training > 0:
+            results.take({"throughput.samples": attributes["samples"] / training})
         if opened.clock is not None and opened.clock.error is not None:
             self._guard.report(opened.clock.error, "timing a model", opened.scope)
-        return told
+        return attributes
 
     def _memory_of(
         self, opened: OpenClient, session: ClientSession | None = None, *, failed: bool
@@ -466,9 +466,9 @@ class Clients:
             resident = resident_bytes()
             return {} if resident is None else {"memory.resident": resident}
         own = (opened.memory, scope.node or "", scope.round, session.optimizers, session.held_bytes)
-        found = self._memory.end(*own, failed=failed)
-        self._tell_growth(scope, found.get("memory.resident"))
-        return found
+        memory = self._memory.end(*own, failed=failed)
+        self._tell_growth(scope, memory.get("memory.resident"))
+        return memory
 
     def _tell_growth(self, scope: Scope, resident: float | None) -> None:
         """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""

@@ -182,11 +182,11 @@ class HostObserver:
         """Keep what the host made ill on purpose, for trials. Detectors get no word of it."""
 
         def emit() -> None:
-            told = {"nodes": (), "since": 0, "until": None, **fault}
-            kind, nodes, since, until = (told.pop(name) for name in ("kind", "nodes", "since", "until"))
+            fields = {"nodes": (), "since": 0, "until": None, **fault}
+            kind, nodes, since, until = (fields.pop(name) for name in ("kind", "nodes", "since", "until"))
             nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
             nodes = tuple(map(node_name, nodes))
-            self._emission.emit(Truth(Where(self._context.run.id), time.time(), kind, nodes, since, until, told))
+            self._emission.emit(Truth(Where(self._context.run.id), time.time(), kind, nodes, since, until, fields))
 
         self._guard("truth()", emit)
 

@@ -23,7 +23,7 @@ from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, LayerStats, Span, as_round_index, node_name
 from fedvitals.resources.memory import peak_bytes, resident_bytes
-from fedvitals.resources.time_ledger import Ledger, Told
+from fedvitals.resources.time_ledger import Ledger, NodeTime
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.time_parts import EDGE, JOURNEY, ROUND, SERVER
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fedvitals.probes.backends import Kit
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
-TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
+PART_METRICS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
 
 
 @dataclass(slots=True)
@@ -142,16 +142,18 @@ class Rounds:
             node: [r for r in own if isinstance(r, LayerStats) and r.family == "update" and r.where.step is None]
             for node, own in held.items()
         }
-        found = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
-        if found is None:  # because of somebody: each by itself, so that it costs nobody else
+        measurements = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
+        if measurements is None:  # because of somebody: each by itself, so that it costs nobody else
             apart = [(node, partial(cohort.receive, {node: rows}, claims)) for node, rows in sent.items()]
-            found = [one for node, work in apart for one in attempt("measuring an update", work, node) or ()]
+            measurements = [
+                measurement for node, work in apart for measurement in attempt("measuring an update", work, node) or ()
+            ]
         others = [r for own in held.values() for r in own if isinstance(r, LayerStats) and not is_claim(r)]
         attempt("taking in statistics of layers", lambda: self._emission.admit(self._by_acceptance(others)))
         for node, own in held.items():
             stands = filter(is_claim, own) if node not in sent else self._usable(claims[node], sent[node])
             attempt("taking in what a client tells of its update", partial(self._emission.admit, stands), node)
-        self._tell_all(opened.scope, found, attempt)
+        self._tell_all(opened.scope, measurements, attempt)
 
     def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:
         """Statistics by senders, those last whose layer table the server or most of them have.
@@ -168,8 +170,8 @@ class Rounds:
         """A sender's own sums, where ours are of layers that we have no names for and its are the same."""
         return () if self._context.own_table("parameter", len(rows)) else agreeing_claims(claims, rows)
 
-    def _tell_all(self, scope: Scope, found: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
-        for (node, group), results in found:
+    def _tell_all(self, scope: Scope, measurements: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
+        for (node, group), results in measurements:
             own = replace(scope, node=node, group=group)
             attempt("telling what was measured", partial(self._emission.results, own, results), node)
 
@@ -181,15 +183,23 @@ class Rounds:
     def _tell_time(self, scope: Scope, ended: float) -> None:
         """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
         attempt = self._attempts(scope)
-        for told in () if self._ledger is None else self._ledger.close(ended):
-            attempt("telling what time went to", partial(self._tell_parts, scope, told), told.node)
+        for node_time in () if self._ledger is None else self._ledger.close(ended):
+            attempt("telling what time went to", partial(self._tell_parts, scope, node_time), node_time.node)
 
-    def _tell_parts(self, scope: Scope, told: Told) -> None:
-        own = replace(scope, node=told.node, group=told.group, span=told.id or new_span_id(), parent=told.parent)
-        self._record.span(own, told.name, told.began, told.seconds, {"parts": told.parts, **told.attributes})
-        for part in TOLD_PARTS.get(told.name, ()):
-            if part in told.parts:
-                self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
+    def _tell_parts(self, scope: Scope, node_time: NodeTime) -> None:
+        own = replace(
+            scope,
+            node=node_time.node,
+            group=node_time.group,
+            span=node_time.id or new_span_id(),
+            parent=node_time.parent,
+        )
+        self._record.span(
+            own, node_time.name, node_time.began, node_time.seconds, {"parts": node_time.parts, **node_time.attributes}
+        )
+        for part in PART_METRICS.get(node_time.name, ()):
+            if part in node_time.parts:
+                self._record.metric(own if node_time.name == JOURNEY else scope, f"time.{part}", node_time.parts[part])
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""
@@ -231,7 +241,7 @@ class Rounds:
             if self.open is not None:
                 self.open.cohort.measured_edges.add(opened.scope.node or "")
         if self._ledger is not None:
-            self._ledger.told_edges.add(opened.scope.node or "")
+            self._ledger.recorded_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
     def _vector(self, model: Any) -> Tensor:

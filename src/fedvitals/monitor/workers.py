@@ -164,8 +164,8 @@ class WorkerObserver:
         kind: str = "update",
     ) -> None:
         worker_run = self._worker_run()
-        told = functools.partial(worker_run.clients.transfer, sender, receiver, bytes, raw_bytes, seconds, kind)
-        worker_run.guard("transfer()", told)
+        transfer = functools.partial(worker_run.clients.transfer, sender, receiver, bytes, raw_bytes, seconds, kind)
+        worker_run.guard("transfer()", transfer)
 
     def event(
         self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
@@ -197,8 +197,8 @@ class WorkerObserver:
 
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
         """The same, for clients of the round in which `HostObserver.headers` were made."""
-        found = arrived(headers, lambda _: None, run=self.run)
-        return replace(self, round=found.round, trace=found.trace, span=found.span)
+        scope = arrived(headers, lambda _: None, run=self.run)
+        return replace(self, round=scope.round, trace=scope.trace, span=scope.span)
 
     @contextlib.contextmanager
     def watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:

@@ -82,16 +82,16 @@ class PayloadBuffer:
 
     def _encoded(self, records: Sequence[Record], most: int | None) -> bytes:
         """With the loss so far told at the end. Sequences are spent only on what is sent."""
-        told = [*records]
+        sent = [*records]
         if self._untold and self._run is not None:
             rounds = [r.where.round for r in records if not isinstance(r, Run) and r.where.round is not None]
             place = Where(self._run.id, rounds[-1] if rounds else None)
             text = f"{self._untold} records of a worker found no room."
-            told.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
-        payload = encode([stamped(record, self.source, i) for i, record in enumerate(told, self._sequence)])
+            sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
+        payload = encode([stamped(record, self.source, i) for i, record in enumerate(sent, self._sequence)])
         if most is not None and len(payload) > most:
             raise RecordError(f"{len(payload)} bytes, where {most} may go.")
-        self._sequence += len(told)
+        self._sequence += len(sent)
         self._untold = 0
         return payload
 

@@ -197,12 +197,12 @@ def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
 
 def leftover(folder: Path) -> list[Path]:
     """The files that `drain_spill` would take: those whose queue is no more."""
-    found = []
+    files = []
     for path in sorted(Path(folder).glob("spill-*.jsonl")):
         with contextlib.suppress(OSError), path.open("r+b") as file:
             _lock(file)
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def waiting_runs(folder: Path) -> set[str]:
