@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fedvitals.errors import RecordError
-from fedvitals.protocols import Node
+from fedvitals.protocols import Node, Sink
 from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth, natural
 from fedvitals.stats import Array
 from fedvitals.store.deliveries import Intervals, fresh
@@ -46,7 +46,7 @@ class _Memory:
     records: dict[type, list[Any]] = field(default_factory=dict)
 
 
-class MemoryStore:
+class MemoryStore(Sink):
     """A sink that remembers. Each write is all or nothing to those who read from other threads.
 
     It keeps what a `History` shows, of the newest `rounds` of each run where that is given: a training may be longer

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fedvitals.errors import ConfigError, MissingExtraError, StoreError
+from fedvitals.protocols import Sink
 from fedvitals.records import Record, run_of
 from fedvitals.store import ddl
 from fedvitals.store.dialect import Database, Dialect, lock_number
@@ -202,7 +203,7 @@ def presence(run: str) -> int:
     return lock_number(f"presence {run}")
 
 
-class PostgresStore:
+class PostgresStore(Sink):
     """A sink that keeps records in PostgreSQL; nothing is opened before the first write.
 
     Each batch is one transaction. When the connection is lost, the batch fails or, if the connection was an old one,

@@ -18,6 +18,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from fedvitals.errors import StoreError, StoreLostError
+from fedvitals.protocols import Sink
 from fedvitals.records import Event, Metric, Record, Run, Where
 from fedvitals.store import ddl
 from fedvitals.store.dialect import SQLITE, Database
@@ -156,7 +157,7 @@ def maintain_sqlite(path: Path) -> Iterator[Database]:
         lock.release()
 
 
-class SqliteStore:
+class SqliteStore(Sink):
     """A sink that keeps records in a SQLite file; nothing is opened before the first write.
 
     Each batch is one transaction: when `write` returns, the batch survives the end of the process.
