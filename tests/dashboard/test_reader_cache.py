@@ -26,11 +26,11 @@ from fedvitals.records import Metric, Span, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.read import queries
+from fedvitals.store.read.layer_history import _covered
 from fedvitals.store.schema import VERSION
 from fedvitals.store.sqlite import maintain_sqlite
 from fedvitals.store.upkeep import retention
 from fedvitals.views import matrix as views_matrix
-from fedvitals.views.layer_history import _covered
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
 from fedvitals.views.status import SILENT, state_of

@@ -11,15 +11,10 @@ import os
 import threading
 from typing import Any
 
+from fedvitals.store.read.changes import count_newest_rows, data_version, runs_with_new_rows, store_state
 from fedvitals.store.read.reader import Reader
-from fedvitals.store.schema import TABLES
 from fedvitals.store.upkeep.removal import removals
 
-_NUMBERED = tuple(
-    table.name
-    for table in TABLES
-    if {"arrival", "run"} <= {column.name for column in table.columns} and table.name != "truth"
-)
 # Where several write at once, numbers of one may be seen before smaller ones of another: so many of the last are looked
 # at again, and at most twice as many.
 WINDOW = 10_000
@@ -38,33 +33,30 @@ class Pulse:
         self._versions: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._runs: dict[str, Any] = {}
-        self._marks: dict[str, Any] = {}
+        self._marks: dict[int, Any] = {}
         self._removed: object = None
         self._seen: Any = None
         self._reader: Reader | None = None  # that saw it
         self._bases: dict[str, tuple[int, dict[int, int]]] = {}  # of each table: from where, and how many rows of a run
 
-    def look(self, reader: Reader) -> None:
-        """Bring the versions up to date."""
+    def look(self, reader: Reader) -> bool:
+        """Bring the versions up to date; return whether rows were removed since the last look."""
         with self._lock:
-            seen = _seen(reader)
+            seen = data_version(reader)
             if seen is not None and seen == self._seen and reader is self._reader:
-                return
+                return False
+            epoch = self._epoch
             changed = self._changed(reader)
             self._seen, self._reader = seen, reader  # if that failed, the next look has it still to do
             if changed:
                 self._count += 1
                 for run in changed:
                     self._versions[run] = self._count
+            return epoch != self._epoch
 
     def _changed(self, reader: Reader) -> set[str]:
-        ask = reader.database.rows
-        newest = {table: int(ask(f"SELECT COALESCE(MAX(arrival), 0) FROM {table}")[0][0]) for table in _NUMBERED}  # noqa: S608 - our own words
-        runs = {row[0]: row[1:] for row in ask("SELECT id, source, sequence, finished FROM runs")}
-        marks = {
-            row[0]: row[1:]
-            for row in ask("SELECT run, COUNT(*), MAX(at), MIN(target), MAX(target) FROM mark GROUP BY run")
-        }
+        state = store_state(reader)
+        newest, runs, marks = state.newest, state.runs, state.marks
         removed = removals(reader.database)
         if removed != self._removed or any(newest[table] < known for table, known in self._last.items()):
             self._epoch += 1  # rows were removed, so numbers are used again: nothing that is remembered can be trusted
@@ -76,8 +68,7 @@ class Pulse:
                 found, bases[table] = _recounted(reader, table, last, self._bases.get(table))
                 numbers |= found
             elif last > self._last.get(table, last):
-                new = f"SELECT DISTINCT run FROM {table} WHERE arrival > ? AND arrival <= ?"  # noqa: S608
-                numbers |= {row[0] for row in ask(new, (self._last[table], last))}
+                numbers |= runs_with_new_rows(reader, table, self._last[table], last)
         names = dict(zip(numbers, reader.names.texts(numbers), strict=True))
         changed = {run for run in {**runs, **self._runs} if runs.get(run) != self._runs.get(run)}
         self._last, self._runs, self._marks, self._removed, self._bases = newest, runs, marks, removed, bases
@@ -101,16 +92,6 @@ def _recounted(
     """The runs that have more of the last rows than were `known`, and what to know the next time."""
     base, counts = known or (max(0, newest - WINDOW), {})
     following = newest - WINDOW if newest - base > 2 * WINDOW else base
-    found = reader.database.rows(
-        f"SELECT run, COUNT(*), COUNT(CASE WHEN arrival > ? THEN 1 END) FROM {table} WHERE arrival > ? GROUP BY run",  # noqa: S608
-        (following, base),
-    )
-    changed = {run for run, count, _ in found if count != counts.get(run, 0)} if known else set()
-    return changed, (following, {run: count for run, _, count in found})
-
-
-def _seen(reader: Reader) -> Any:
-    """What stays the same as long as nobody writes; None where that cannot be asked in one word."""
-    if reader.database.dialect.shared:
-        return None
-    return tuple(reader.database.rows(f"PRAGMA {name}")[0][0] for name in ("data_version", "schema_version"))
+    rows = count_newest_rows(reader, table, following, base)
+    changed = {run for run, count, _ in rows if count != counts.get(run, 0)} if known else set()
+    return changed, (following, {run: count for run, _, count in rows})

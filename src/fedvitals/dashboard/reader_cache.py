@@ -15,6 +15,7 @@ from fedvitals.errors import StoreError
 from fedvitals.store import open_reader, store_target
 from fedvitals.store.postgres import address_of
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.symbols import SymbolCache
 from fedvitals.views.clients import Rosters
 from fedvitals.views.matrix import Matrices, share
 from fedvitals.views.update_map import Layouts
@@ -27,7 +28,7 @@ PATIENCE = 60.0  # seconds for one statement of a request
 class Shelf:
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
-        self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
+        self._start_over()
         self.warming = Warming(self)
         self._pulse = Pulse()
         self._lock = threading.Lock()
@@ -57,7 +58,7 @@ class Shelf:
         if reader is not None and _is_outdated(reader):
             reader.close()
             reader = None
-        reader = reader or open_reader(self.target, patience=PATIENCE)
+        reader = reader or self._open()
         share(reader, self.matrices)
         try:
             yield reader
@@ -70,6 +71,16 @@ class Shelf:
                 self._readers.append((identity, reader))
         if not room:
             reader.close()
+
+    def _start_over(self) -> None:
+        """Remember nothing of the store: this is the first time that it is read, or another has its name now."""
+        self.matrices, self.layouts, self.rosters = Matrices(notice=False), Layouts(), Rosters()
+        self._symbols = SymbolCache()
+
+    def _open(self) -> Reader:
+        reader = open_reader(self.target, patience=PATIENCE)
+        reader.names.use(self._symbols)
+        return reader
 
     def _identity(self) -> object:
         """What tells this store from another of its name, which may have taken its place."""
@@ -98,11 +109,12 @@ class Shelf:
             self._watcher = None
             if watcher[0] != identity:
                 self._pulse = Pulse()
-                self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
+                self._start_over()
         if self._watcher is None:
-            self._watcher = identity, open_reader(self.target, patience=PATIENCE)
+            self._watcher = identity, self._open()
         try:
-            self._pulse.look(self._watcher[1])
+            if self._pulse.look(self._watcher[1]):
+                self.matrices.forget()
         except BaseException:
             self._watcher[1].close()
             self._watcher = None

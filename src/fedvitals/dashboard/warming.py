@@ -19,6 +19,7 @@ from fedvitals.dashboard.pages.time_costs import changes, spending
 from fedvitals.errors import FedvitalsError
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import newest_run
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.traffic_counts import traffic_total
 
@@ -94,8 +95,7 @@ class Warming:
     def _read(self, run: str) -> None:
         with self._shelf.reader() as reader:
             if run == NEWEST:
-                found = reader.database.rows("SELECT id FROM runs ORDER BY started DESC LIMIT 1")
-                run = str(found[0][0]) if found else NEWEST
+                run = newest_run(reader) or NEWEST
                 with self._lock:
                     if run in self._done or run == NEWEST:
                         return

@@ -70,6 +70,8 @@ def check_file(path: Path) -> None:
 def check_version(database: Database) -> int:
     """The version of the schema in an open database, 0 when it is empty; StoreError when it cannot be ours."""
     (version,), (application,) = (database.rows(f"PRAGMA {name}")[0] for name in ("user_version", "application_id"))
+    if application == APPLICATION and 0 < version <= VERSION:  # then it has tables, too
+        return int(version)
     (tables,) = database.rows("SELECT COUNT(*) FROM sqlite_master")[0]
     if tables and application != APPLICATION:
         raise StoreError(

@@ -123,8 +123,13 @@ def _absent(seen: set[str], level: int) -> dict[str, str]:
 
 def cost_percent(history: History) -> float | None:
     """What measuring cost, of the rounds' time."""
-    (_, cost), (_, total) = history.series("monitor.cost", None), history.series("time.round", None)
-    return 100 * sum(cost) / sum(total) if total and sum(total) > 0 else None
+    (_, costs), (_, times) = history.series("monitor.cost", None), history.series("time.round", None)
+    return percent_of(costs, times)
+
+
+def percent_of(costs: Sequence[float], times: Sequence[float]) -> float | None:
+    """The sum of these costs in percent of the sum of these times; None where no time is known."""
+    return 100 * sum(costs) / sum(times) if times and sum(times) > 0 else None
 
 
 def _setting(run: Run, name: str, default: Any) -> Any:

@@ -10,8 +10,9 @@ from urllib.parse import quote, unquote
 from fedvitals.diagnosis.cases import Case, cases
 from fedvitals.diagnosis.corrections.catalog import told
 from fedvitals.errors import ConfigError
-from fedvitals.records import FAILURES, Action, Event, Finding
-from fedvitals.store.read import queries
+from fedvitals.records import Action, Event, Finding
+from fedvitals.store.read import events, queries
+from fedvitals.store.read.nodes import rounds_attended
 from fedvitals.store.read.reader import Reader
 
 TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
@@ -23,12 +24,21 @@ def case_key(case: Case) -> str:
     return "~".join(quote(part or "", safe="").replace("~", "%7E") for part in parts)
 
 
-def cases_of(reader: Reader, run: str, number: int | None = None) -> list[Case]:
-    """Every trouble of a run once, worst first; with `number`, as it stood after that round."""
+def cases_of(reader: Reader, run: str, number: int | None = None, *, rounds: list[int] | None = None) -> list[Case]:
+    """Every trouble of a run once, worst first; with `number`, as it stood after that round.
+
+    `rounds`: those of the run, ascending, if they are known already.
+    """
     findings = list(queries.records(reader, run, Finding))
     if number is not None:
         findings = [f for f in findings if f.where.round is not None and f.where.round <= number]
-    attendance = queries.attendance(reader, run, {finding.where.node for finding in findings})
+    if not findings:
+        return []
+    nodes = {finding.where.node for finding in findings} - {None}
+    attendance: dict[str | None, list[int]] = {
+        None: reader.history(run).rounds() if rounds is None else rounds,
+        **rounds_attended(reader, run, [node for node in nodes if node is not None]),
+    }
     if number is not None:
         attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
     return cases(findings, attendance)
@@ -65,28 +75,20 @@ def actions_about(case: Case, actions: Iterable[Action]) -> list[Action]:
 def failures_of(reader: Reader, run: str, found: Sequence[Case]) -> list[Event | None]:
     """For each case that is about an error, the newest event of it that the case knows of; None for the others."""
     about = [case.newest.evidence.get("event") for case in found]
-    events = queries.events(reader, run, level="error") if any(about) else []
+    logged = queries.events(reader, run, level="error") if any(about) else []
     errors: list[Event | None] = []
     for case, name in zip(found, about, strict=True):
-        same = [e for e in events if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
+        same = [e for e in logged if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
         errors.append(max(same, key=lambda e: e.at, default=None))
     return errors
 
 
 def failures_by_client(reader: Reader, run: str, number: int | None = None) -> dict[str, list[tuple[str, int]]]:
     """What failed of each client (`records.FAILURES`), by name and round; with `number`, in that round only."""
-    names = ", ".join("?" * len(FAILURES))
-    one = "" if number is None else "AND e.round = ? "
-    found = reader.database.rows(
-        "SELECT node.text, name.text, e.round FROM event AS e JOIN symbol AS name ON name.id = e.name "  # noqa: S608 - our own words
-        "JOIN symbol AS node ON node.id = e.node WHERE e.run = (SELECT id FROM symbol WHERE text = ?) "
-        f"{one}AND name.text IN ({names}) AND e.round IS NOT NULL",
-        (run, *(() if number is None else (number,)), *FAILURES),
-    )
-    events: dict[str, list[tuple[str, int]]] = {}
-    for node, name, when in found:
-        events.setdefault(node, []).append((name, when))
-    return events
+    by_client: dict[str, list[tuple[str, int]]] = {}
+    for node, name, round_index in events.failures(reader, run, number):
+        by_client.setdefault(node, []).append((name, round_index))
+    return by_client
 
 
 def traceback_of(failure: Event) -> list[str]:

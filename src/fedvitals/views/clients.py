@@ -18,8 +18,10 @@ from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, clients_that_stand_out
 from fedvitals.protocols import History
 from fedvitals.records import is_client, natural
+from fedvitals.store.read.metrics import values_in_round
+from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief
+from fedvitals.views.briefs import Brief, brief, marked
 from fedvitals.views.cases import case_key, cases_of, culprits, failures_by_client
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.labels import labels_of
@@ -76,7 +78,7 @@ class ClientsPage:
 
 def troubled(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
     """The open cases of each client that has any, and those that are over; without muted ones. Worst first in all."""
-    muted = Marked(reader, run).muted
+    muted = marked(reader, run).muted
     found: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
     for case in cases_of(reader, run):
         for node in culprits(case) if case_key(case) not in muted else ():
@@ -95,15 +97,6 @@ def severities(reader: Reader, run: str) -> dict[str, str]:
     return {node: own[0].severity for node, own in worst_cases(reader, run).items()}
 
 
-def clients_by_number(reader: Reader, run: str) -> dict[int, str]:
-    """The run's clients: neither its server nor its edges, clusters and rings."""
-    found = reader.database.rows(
-        "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?",
-        (reader.names.number(run) or 0,),
-    )
-    return {number: text for number, text in found if is_client(text)}
-
-
 class _Newest:
     """The newest rounds, read one by one and only as far back as is needed: a thousand clients in milliseconds.
 
@@ -111,7 +104,7 @@ class _Newest:
     """
 
     def __init__(self, reader: Reader, run: str, rounds: list[int]) -> None:
-        self._reader, self._run, self._rounds = reader, reader.names.number(run) or 0, rounds
+        self._reader, self._run, self._rounds = reader, run, rounds
         self.clients = clients_by_number(reader, run)
         self._read: dict[tuple[str, int], dict[str, float]] = {}
 
@@ -120,15 +113,9 @@ class _Newest:
 
     def latest(self, name: str, number: int) -> dict[str, float]:
         if (name, number) not in self._read:
-            found = self._reader.database.rows(
-                "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
-                "AND layer IS NULL ORDER BY at, arrival",
-                (self._run, self._reader.names.number(name) or 0, number),
-            )
+            values = values_in_round(self._reader, self._run, name, number)
             known = self.clients
-            self._read[name, number] = {
-                known[node]: math.nan if value is None else value for node, value in found if node in known
-            }
+            self._read[name, number] = {known[node]: value for node, value in values if node in known}
         return self._read[name, number]
 
     def column(self, names: Sequence[str], usual: bool = False) -> _Column:
@@ -218,7 +205,7 @@ class Rosters:
 
 def roster(reader: Reader, run: str) -> Roster:
     history = reader.history(run)
-    rounds, ill, marked = history.rounds(), worst_cases(reader, run), Marked(reader, run)
+    rounds, ill, marks = history.rounds(), worst_cases(reader, run), marked(reader, run)
     newest, labels = _Newest(reader, run, rounds), labels_of(reader, run)
     groups = groups_of(history, rounds[-1]) if rounds else {}
     standing = {one.name: one for one in clients_that_stand_out(cast("History", newest))}
@@ -242,7 +229,7 @@ def roster(reader: Reader, run: str) -> Roster:
                 group=groups.get(node),
                 severity=own[0].severity if own else None,
                 confidence=own[0].confidence if own else None,
-                cases=tuple(brief(case, marked, labels) for case in own[:SHOWN_CASES]),
+                cases=tuple(brief(case, marks, labels) for case in own[:SHOWN_CASES]),
                 open_cases=len(own),
                 attended=len(there),
                 sampled=len({*there, *(number for _, number in told)}),

@@ -14,7 +14,7 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rat
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief
+from fedvitals.views.briefs import Brief, Marked, brief, marked
 from fedvitals.views.cases import (
     actions_about,
     case_key,
@@ -31,6 +31,7 @@ from fedvitals.views.cases import (
 from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
 from fedvitals.views.labels import labels_of
+from fedvitals.views.outline import outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 from fedvitals.views.verdict_words import clause, sure
 
@@ -189,8 +190,11 @@ class Asked:
 
 
 def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
-    found, facts, marked = cases_of(reader, run), facts_of(reader, run), Marked(reader, run)
-    briefs = {case_key(case): card(case, marked, facts.labels) for case in found}
+    outline = outline_of(reader, run)
+    found = cases_of(reader, run, rounds=outline.rounds)
+    facts = facts_of(reader, run, outline, found)
+    marks = Marked(outline.marks)
+    briefs = {case_key(case): card(case, marks, facts.labels) for case in found}
     chosen = [
         one
         for case in found
@@ -244,7 +248,7 @@ def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
     case, labels = case_of(reader, run, key), labels_of(reader, run)
     known = case.known
     return ToldFinding(
-        case=card(case, Marked(reader, run), labels),
+        case=card(case, marked(reader, run), labels),
         symptom=known.symptom,
         causes=known.causes,
         remedies=known.remedies,

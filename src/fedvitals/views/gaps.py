@@ -20,11 +20,12 @@ def gaps_of(reader: Reader, run: str, again: Sequence[Failure] | None = None) ->
     `again`: what failed when detectors looked at the store again, in place of what failed in those that looked live.
     What could not be measured or recorded is missing then as well.
     """
-    errors = queries.events(reader, run, level="warning", name=MONITOR_ERROR)
+    warnings = queries.warnings_of(reader, run, (MONITOR_ERROR, queries.TELEMETRY_LOST))
+    errors = [event for event in warnings if event.name == MONITOR_ERROR]
     failures = [failure for event in errors if (failure := failure_of(event)) is not None]
     if again is not None:
         failures = [*again, *(failure for failure in failures if not failure.doing.startswith(LIVE))]
-    reasons = gaps(failures, queries.lost_records(reader, run))
+    reasons = gaps(failures, queries.lost_records(reader, run, warnings))
     if reader.database.dialect.name == "sqlite" and run in waiting_runs(spill_folder(reader.database.target)):
         reasons = (*reasons, "some of its records wait beside the store (`fedvitals doctor --mend` takes them back)")
     return reasons

@@ -12,12 +12,12 @@ from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import natural
 from fedvitals.stats import FAMILIES, derive, statistics_of
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import failures_by_client
 from fedvitals.views.clients import troubled
 from fedvitals.views.cohort import Matrix, matrix_of
 from fedvitals.views.grid import Grid, make_grid
-from fedvitals.views.layer_history import layer_history
 from fedvitals.views.matrix import metric_matrix
 
 Sort = Literal["worst", "name", "value"]

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.records import Event
-from fedvitals.store import rows
+from fedvitals.store.read.events import newest_event_arrival, newest_event_of_each_node
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.memo import remembered
 
@@ -22,24 +21,17 @@ TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (pa
 
 def labels_of(reader: Reader, run: str) -> Mapping[str, str]:
     """Node → «partition 3», as it told last; nothing of a run whose nodes told none."""
-    if reader.names.number(PARTITION) is None:
-        return {}
-    newest = reader.database.rows("SELECT MAX(arrival) FROM event")  # no event since: no label since
-    return remembered(reader, "labels", run, newest, lambda: _read(reader, run))
+    newest, any_label = newest_event_arrival(reader, PARTITION)  # no event since: no label since
+    return remembered(reader, "labels", run, newest, lambda: _read(reader, run)) if any_label else {}
 
 
 def _read(reader: Reader, run: str) -> dict[str, str]:
-    told = reader.database.rows(
-        f"{rows.select(Event)} WHERE arrival IN (SELECT MAX(arrival) FROM event WHERE run = ? AND name = ? "  # noqa: S608 - our own words
-        "AND node IS NOT NULL GROUP BY node)",
-        (reader.names.number(run) or 0, reader.names.number(PARTITION) or 0),
-    )
-    found: dict[str, str] = {}
-    for event in rows.from_rows(Event, told):
+    labels: dict[str, str] = {}
+    for event in newest_event_of_each_node(reader, run, PARTITION):
         number = event.data.get("partition")  # a client may have told anything
         if event.where.node is not None and type(number) is int and 0 <= number < 2**53:
-            found[event.where.node] = f"partition {number}"
-    return found
+            labels[event.where.node] = f"partition {number}"
+    return labels
 
 
 def named(node: str, labels: Mapping[str, str]) -> str:

@@ -13,10 +13,10 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
 from fedvitals.stats import Array, derive
 from fedvitals.store.read import queries
+from fedvitals.store.read.layer_history import LayerHistory, layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
-from fedvitals.views.layer_history import LayerHistory, layer_history
 from fedvitals.views.series import Numbers, json_numbers
 from fedvitals.views.units import number as size
 

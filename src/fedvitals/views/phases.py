@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.stats import Array
+from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.matrix import round_sums
 from fedvitals.views.series import Numbers, between, bucket_of, json_numbers, stretches
@@ -50,12 +51,10 @@ class Phases:
 
 def phases(reader: Reader, run: str, points: int, first: int | None = None, last: int | None = None) -> Phases:
     """Seconds by part of each round; of a bucket of rounds, those of its slowest, so that no slow round is hidden."""
-    history = reader.history(run)
-    clock, name = "virtual", "time.round_virtual"
-    rounds, seconds = history.series(name, None)
-    if not rounds:
-        clock, name = "real", "time.round"
-        rounds, seconds = history.series(name, None)
+    names = ["time.round_virtual", "time.round", *(f"bottleneck.{stored}" for stored in PARTS.values())]
+    known = {name: series for (name, _), series in series_of(reader, run, names, (None,)).items()}
+    clock = "virtual" if "time.round_virtual" in known else "real"
+    rounds, seconds = known.get("time.round_virtual") or known.get("time.round", ([], []))
     cut = between(rounds, first, last)
     rounds, lengths = rounds[cut], np.asarray(seconds[cut], dtype=float)
     chosen, begins, ends = _slowest(rounds, lengths, points)
@@ -63,7 +62,7 @@ def phases(reader: Reader, run: str, points: int, first: int | None = None, last
     lengths = np.nan_to_num(lengths[chosen], nan=0.0, posinf=0.0, neginf=0.0)
     parts, told = {}, np.zeros(len(chosen), dtype=bool)
     for part, stored in PARTS.items():
-        shares = dict(zip(*history.series(f"bottleneck.{stored}", None), strict=True))
+        shares = dict(zip(*known.get(f"bottleneck.{stored}", ([], [])), strict=True))
         told |= np.array([number in shares for number in numbers], dtype=bool)
         own = np.nan_to_num(np.array([shares.get(number, 0.0) for number in numbers])) * lengths
         if own.any():

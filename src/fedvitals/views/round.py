@@ -17,6 +17,7 @@ from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError
 from fedvitals.records import Span, is_client, natural
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import value_of_federation
 from fedvitals.store.read.paging import records_of_kind
 from fedvitals.store.read.reader import Reader
 
@@ -284,7 +285,7 @@ def round_table(
         run,
         number,
         tuple(_column(name) for name in wanted),
-        tuple(_whole(reader, run, number, name) for name in wanted),
+        tuple(value_of_federation(reader, run, name, number) for name in wanted),
         tuple(
             RoundRow(node, is_client(node), tuple(found[name].get(node) for name in wanted))
             for node in nodes[offset : offset + limit]
@@ -297,12 +298,3 @@ def round_table(
 def _column(name: str) -> RoundColumn:
     known = CATALOG.get(name)
     return RoundColumn(name, known.unit if known else "", known.meaning if known else "")
-
-
-def _whole(reader: Reader, run: str, number: int, name: str) -> float | None:
-    found = reader.database.rows(
-        "SELECT m.value FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.round = ? AND m.node IS NULL "
-        'AND m."group" IS NULL AND m.layer IS NULL ORDER BY m.at DESC, m.arrival DESC LIMIT 1',
-        (reader.names.number(run) or 0, reader.names.number(name), number),
-    )
-    return found[0][0] if found else None

@@ -12,6 +12,7 @@ from fedvitals.analysis.traffic import Reached, Traffic, reached
 from fedvitals.diagnosis.cases import Case
 from fedvitals.records import Run, is_client
 from fedvitals.store.read import queries
+from fedvitals.store.read.nodes import count_trained_clients
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import detectors_of
 from fedvitals.views.cases import cases_of
@@ -53,7 +54,7 @@ def figures_of(reader: Reader, run: str) -> Figures:
     return Figures(
         run=described,
         rounds=len(history.rounds()),
-        clients=_trained(reader, run),
+        clients=count_trained_clients(reader, run),
         accuracy=accuracy,
         loss=loss,
         seconds=seconds,
@@ -83,18 +84,6 @@ def federation(reader: Reader, run: str, name: str) -> Course:
     middle = {number: [v for v in values if math.isfinite(v)] for number, values in sorted(by_round.items())}
     # A round in which no client has a finite value is shown as such, not left out.
     return {number: median(values) if values else math.nan for number, values in middle.items()}
-
-
-def _trained(reader: Reader, run: str) -> int:
-    """Clients that trained or sent an update in any round."""
-    found = reader.database.rows(
-        "SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ? AND EXISTS ("
-        "SELECT 1 FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = n.run AND m.run = r.run "
-        "AND m.round = r.round AND m.node = n.node AND m.layer IS NULL "
-        "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')))",
-        (reader.names.number(run) or 0,),
-    )
-    return sum(is_client(name) for (name,) in found)
 
 
 def _peak(reader: Reader, run: str) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from fedvitals.catalog import CATALOG
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
+from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Matrix
 
@@ -100,14 +102,30 @@ def series(
     last: int | None = None,
 ) -> Series:
     """A node's values, or the federation's own, else the server's."""
-    history = reader.history(run)
-    rounds, values = history.series(name, node)
-    of = "federation" if node is None else node
-    if node is None and not rounds:
-        rounds, values = history.series(name, "server")
-        of = "server"
-    part = between(rounds, first, last)
-    return bucketed(name, node, of, rounds[part], np.asarray(values[part], dtype=float), points)
+    return several_series(reader, run, (name,), (node,), points, first, last)[0]
+
+
+def several_series(
+    reader: Reader,
+    run: str,
+    names: Sequence[str],
+    nodes: Sequence[Node | None],
+    points: int,
+    first: int | None = None,
+    last: int | None = None,
+) -> list[Series]:
+    """The series of each of these metrics of each of these nodes, see `series`, by one look at the store."""
+    known = series_of(reader, run, names, (*nodes, *(["server"] if None in nodes else ())))
+    shown = []
+    for name, node in product(names, nodes):
+        rounds, values = known.get((name, node), ([], []))
+        of = "federation" if node is None else node
+        if node is None and not rounds:
+            rounds, values = known.get((name, "server"), ([], []))
+            of = "server"
+        part = between(rounds, first, last)
+        shown.append(bucketed(name, node, of, rounds[part], np.asarray(values[part], dtype=float), points))
+    return shown
 
 
 def median_series(name: str, matrix: Matrix, points: int, first: int | None = None, last: int | None = None) -> Series:

@@ -15,8 +15,10 @@ from fedvitals.catalog import CATALOG, LEVELS
 from fedvitals.records import Run
 from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.card import cost_percent
+from fedvitals.store.read.runs import count_runs, rounds_and_last_record
+from fedvitals.views.card import percent_of
 from fedvitals.views.traffic_counts import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
@@ -80,17 +82,16 @@ class Status:
 
 
 def store_status(reader: Reader, shown: str) -> StoreStatus:
-    ((runs,),) = reader.database.rows("SELECT COUNT(*) FROM run")
-    return StoreStatus(shown, __version__, int(runs))
+    return StoreStatus(shown, __version__, count_runs(reader))
 
 
 def status_of(reader: Reader, run: str, *, written: bool = False, now: float | None = None) -> Status:
     """`written`: whether somebody is there who may write to it still."""
     described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
-    history = reader.history(run)
-    rounds = history.rounds()
-    last_record = _last_record(reader, run)
-    _, times = history.series("time.round", None)
+    rounds = reader.history(run).rounds()
+    series = series_of(reader, run, ("time.round", "monitor.cost"), (None,))
+    last_record = _finite(rounds_and_last_record(reader, run)[1])
+    times, costs = (series.get((name, None), ([], []))[1] for name in ("time.round", "monitor.cost"))
     level, sent = privacy_level(described), traffic_total(reader, run)
     return Status(
         id=run,
@@ -115,7 +116,7 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
         telemetry_bytes=None if sent is None else sent.telemetry,
         findings=summary.findings,
         lost=summary.lost,
-        cost_percent=cost_percent(history),
+        cost_percent=percent_of(costs, times),
         privacy=f"{level}: {LEVELS[level]}",
         metrics=tuple(_known(name) for name in queries.metric_names(reader, run)),
         families=tuple(
@@ -163,13 +164,6 @@ def privacy_level(run: Run) -> int:
     ours = run.config.get("fedvitals", {})
     level = ours.get("privacy", 3) if isinstance(ours, Mapping) else 3
     return level if isinstance(level, int) and 0 <= level < len(LEVELS) else 3
-
-
-def _last_record(reader: Reader, run: str) -> float | None:
-    ((last,),) = reader.database.rows(
-        "SELECT MAX(last) FROM run_round WHERE run = (SELECT id FROM symbol WHERE text = ?)", (run,)
-    )
-    return _finite(last)
 
 
 def _known(name: str) -> Known:

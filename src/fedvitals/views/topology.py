@@ -17,6 +17,8 @@ from fedvitals.records import is_client, natural
 from fedvitals.store.marks import marks
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.spans import groups_of_spans
+from fedvitals.store.read.transfers import Message, messages_of_round
 from fedvitals.time_parts import SERVER
 from fedvitals.views.cases import case_key, cases_of, failures_by_client
 
@@ -89,7 +91,7 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
     if at not in set(rounds):
         raise ConfigError(f"The run {run} has no round {at}. It has rounds {rounds[0]} to {rounds[-1]}.")
     described = queries.get_run(reader, run)
-    messages = _messages(reader, run, at)
+    messages = messages_of_round(reader, run, at)
     groups, changed = _groups(reader, run, at)
     named = {node for node in reader.history(run).nodes() if node != SERVER}
     nodes = _nodes(reader, run, at, messages, groups, named)
@@ -119,18 +121,6 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
     )
 
 
-Message = tuple[str, str, str, float, float, int]  # sender, receiver, kind, bytes, before compression, how many
-
-
-def _messages(reader: Reader, run: str, number: int) -> list[Message]:
-    return reader.database.rows(
-        "SELECT a.text, b.text, k.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t "
-        "JOIN symbol AS a ON a.id = t.sender JOIN symbol AS b ON b.id = t.receiver JOIN symbol AS k ON k.id = t.kind "
-        "WHERE t.run = ? AND t.round = ? GROUP BY a.text, b.text, k.text",
-        (reader.names.number(run) or 0, number),
-    )
-
-
 def _groups(reader: Reader, run: str, number: int) -> tuple[dict[str, list[str]], list[int]]:
     """Who belongs together in a round, in the order that was told; and the rounds in which that changed."""
     told: dict[str, list[str]] = {}
@@ -142,12 +132,8 @@ def _groups(reader: Reader, run: str, number: int) -> tuple[dict[str, list[str]]
             if when <= number:
                 told = {str(group): [str(n) for n in nodes] for group, nodes in event.data.items() if _is_list(nodes)}
     if not told:  # a host that tells no groups may still name each client's
-        found = reader.database.rows(
-            'SELECT DISTINCT g.text, n.text FROM span AS s JOIN symbol AS g ON g.id = s."group" '
-            "JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ?",
-            (reader.names.number(run) or 0, number),
-        )
-        for group, node in sorted(found, key=lambda row: natural(row[1])):
+        members = groups_of_spans(reader, run, number)
+        for group, node in sorted(members, key=lambda row: natural(row[1])):
             if is_client(node):
                 told.setdefault(group, []).append(node)
     return dict(sorted(told.items(), key=lambda item: natural(item[0]))), changed

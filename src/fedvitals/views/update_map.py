@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from fedvitals.records import is_client, natural
 from fedvitals.stats import Array
+from fedvitals.store.read import sketches as read_sketches
 from fedvitals.store.read.reader import Reader
 
 MOST_ROUNDS = 10_000  # that a slider is told of
@@ -93,7 +94,7 @@ class Layouts:
     def plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> Array:
         """The axes that all rounds of a run share, [256, 2]."""
         chosen = pooled_rounds(rounds)
-        sign = [(number, _sign(reader, run, number)) for number in chosen]
+        sign = [(number, read_sketches.sketch_count(reader, run, number)) for number in chosen]
         with self._lock:
             known = self._planes.get(run)
         if known is None or known[0] != sign:
@@ -107,7 +108,7 @@ class Layouts:
     def layout(self, reader: Reader, run: str, rounds: Sequence[int], at: int, kind: Kind = "run") -> Layout:
         """Of the round at this place among the rounds that have sketches."""
         number, plane = rounds[at], self.plane(reader, run, rounds)
-        key, sign = (run, kind, number), _sign(reader, run, number)
+        key, sign = (run, kind, number), read_sketches.sketch_count(reader, run, number)
         with self._lock:
             known = self._known.get(key)
         if known is None or known[0] != sign or known[1] is not plane:
@@ -129,41 +130,17 @@ def pooled_rounds(rounds: Sequence[int]) -> Sequence[int]:
 
 def rounds_with_sketches(reader: Reader, run: str) -> list[int]:
     """Ascending; the newest where there are very many. Only rounds with sketches of the run's newest version."""
-    found = reader.database.rows(
-        "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM sketch AS s WHERE s.run = r.run "
-        "AND s.round = r.round AND s.version = ?) ORDER BY r.round DESC LIMIT ?",
-        (reader.names.number(run) or 0, newest_version(reader, run), MOST_ROUNDS),
-    )
-    return [row[0] for row in reversed(found)]
-
-
-def newest_version(reader: Reader, run: str) -> int:
-    """The version of the sketches of the run's last round: a run may go on after an upgrade of fedvitals."""
-    found = reader.database.rows(
-        "SELECT version FROM sketch WHERE run = ? ORDER BY round DESC, arrival DESC LIMIT 1",
-        (reader.names.number(run) or 0,),
-    )
-    return int(found[0][0]) if found else 1
+    return read_sketches.rounds_with_sketches(reader, run, MOST_ROUNDS)
 
 
 def sketches(reader: Reader, run: str, round_index: int) -> dict[str, Array]:
     """Each client's newest sketch of a round; of one length, that of most."""
-    found = reader.database.rows(
-        'SELECT n.text, s."values" FROM sketch AS s JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ? '
-        "AND s.version = ? ORDER BY s.arrival",
-        (reader.names.number(run) or 0, round_index, newest_version(reader, run)),
-    )
-    newest = {node: bytes(values) for node, values in found if is_client(node) and values}
+    stored = read_sketches.sketches_of_round(reader, run, round_index)
+    newest = {node: values for node, values in stored.items() if is_client(node)}
     sizes = Counter(len(values) for values in newest.values())
     usual = sizes.most_common(1)[0][0] if sizes else 0
     order = sorted((node for node in newest if len(newest[node]) == usual), key=natural)
     return {node: np.frombuffer(newest[node], "<f4").astype(np.float64) for node in order}
-
-
-def _sign(reader: Reader, run: str, round_: int) -> object:
-    return reader.database.rows(
-        "SELECT COUNT(*), MAX(arrival) FROM sketch WHERE run = ? AND round = ?", (reader.names.number(run) or 0, round_)
-    )[0]
 
 
 def layout_of(vectors: Mapping[str, Array], plane: Array | None = None, kind: Kind = "round") -> Layout:

@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Literal
 
 from fedvitals.diagnosis.cases import Case, is_trouble, rank
 from fedvitals.diagnosis.evidence.locate import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.protocols import History
-from fedvitals.records import Action, Run, is_client
-from fedvitals.store.marks import Mark, marks
+from fedvitals.records import Action, Run
+from fedvitals.store.marks import Mark
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import newest_outcomes, values_in_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import since_of
 from fedvitals.views.card import detectors_of
 from fedvitals.views.cases import actions_about, case_key, cases_of, culprits
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of, named
+from fedvitals.views.outline import Outline, outline_of
 from fedvitals.views.verdict_words import clause, shortened, sure
 
 __all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of", "judge", "verdict_of"]
@@ -69,7 +71,9 @@ class Facts:
 
 
 def verdict_of(reader: Reader, run: str) -> Verdict:
-    return judge(cases_of(reader, run), facts_of(reader, run))
+    outline = outline_of(reader, run)
+    cases = cases_of(reader, run, rounds=outline.rounds)
+    return judge(cases, facts_of(reader, run, outline, cases))
 
 
 def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
@@ -232,16 +236,21 @@ def _counted(count: int, noun: str) -> str:
 # -- from the store ---------------------------------------------------------------------------------------------------
 
 
-def facts_of(reader: Reader, run: str) -> Facts:
-    described = queries.get_run(reader, run)
-    history = reader.history(run)
-    rounds, clients = history.rounds(), [node for node in history.nodes() if is_client(node)]
+def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Sequence[Case] | None = None) -> Facts:
+    """Read what a verdict needs to know of a run.
+
+    `outline`: if it is known already. `cases`: those that are to be judged, if they are known: without any, neither
+    samples nor actions are read, which are told of cases only.
+    """
+    known = outline or outline_of(reader, run)
+    clients = known.clients
+    outcomes = newest_outcomes(reader, run, ("accuracy", "loss"), known.outcomes)
     return replace(
-        facts_in_short(described, len(rounds), len(clients), marks(reader, run), gaps_of(reader, run)),
-        accuracy=_finite(queries.newest(reader, run, "accuracy")),
-        loss=_finite(queries.newest(reader, run, "loss")),
-        samples=_samples(history, rounds, clients),
-        actions=queries.records(reader, run, Action),
+        facts_in_short(known.settings, len(known.rounds), len(clients), known.marks, gaps_of(reader, run)),
+        accuracy=_finite(outcomes["accuracy"]),
+        loss=_finite(outcomes["loss"]),
+        samples={} if cases == [] else _samples(reader, run, known.rounds, clients),
+        actions=[] if cases == [] else queries.records(reader, run, Action),
         labels=labels_of(reader, run),
     )
 
@@ -264,14 +273,20 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _samples(history: History, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:
+def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:
     """How many each client has; nothing unless all are known from the newest rounds, since shares would be wrong."""
+    names = ("samples", "update.samples")
     known: dict[str, float] = {}
-    for number in reversed(rounds[-LOOK_BACK:]):
-        for name in ("samples", "update.samples"):
-            known = {**history.latest(name, number), **known}
-        if len(known) >= len(clients):
-            break
+    newest, looked = rounds[-LOOK_BACK:][::-1], 0
+    while looked < len(newest) and len(known) < len(clients):
+        # As a rule the newest round has all; if it has not, more rounds are asked for at once.
+        part = newest[looked : 4 * looked + 1]
+        told = values_in_rounds(reader, run, names, part)
+        for round_index, name in product(part, names):
+            known = {**told.get((name, round_index), {}), **known}
+            if name == names[-1] and len(known) >= len(clients):
+                break
+        looked += len(part)
     known = {node: known[node] for node in clients if math.isfinite(known.get(node, math.nan))}
     return known if len(known) == len(clients) else {}
 

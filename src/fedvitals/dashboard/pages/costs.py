@@ -17,6 +17,7 @@ from fedvitals.catalog import CATALOG
 from fedvitals.records import is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.transfers import bytes_by_kind
 from fedvitals.views.cohort import Matrix, Reals, buckets
 from fedvitals.views.machine import ROOM, SHARES, Machine, machine_of
 from fedvitals.views.matrix import metric_matrix
@@ -294,14 +295,10 @@ def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
     rounds = reader.history(run).rounds()[-MESSAGES_ROUNDS:]
     if not rounds:
         return (), 0
-    found = reader.database.rows(
-        "SELECT s.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t JOIN symbol AS s ON s.id = t.kind "
-        "WHERE t.run = ? AND t.round BETWEEN ? AND ? GROUP BY s.text",
-        (reader.names.number(run) or 0, rounds[0], rounds[-1]),
-    )
-    whole = sum(row[1] for row in found) or 1
-    told = [Messages(kind, float(sent), float(raw), count, sent / whole) for kind, sent, raw, count in found]
-    return tuple(sorted(told, key=lambda one: -one.bytes)), len(rounds)
+    sums = bytes_by_kind(reader, run, rounds[0], rounds[-1])
+    whole = sum(row[1] for row in sums) or 1
+    kinds = [Messages(kind, float(sent), float(raw), count, sent / whole) for kind, sent, raw, count in sums]
+    return tuple(sorted(kinds, key=lambda messages: -messages.bytes)), len(rounds)
 
 
 def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[ReachedAt, ...]:

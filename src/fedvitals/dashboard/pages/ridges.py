@@ -13,8 +13,8 @@ import numpy as np
 
 from fedvitals.protocols import Node
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, Array, derive
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.layer_history import layer_history
 from fedvitals.views.layers import chosen_rounds
 from fedvitals.views.series import Numbers, json_numbers
 

@@ -19,6 +19,7 @@ from fedvitals.dashboard.pages.run_summary import RunFacts, Spark, facts_of
 from fedvitals.diagnosis.issues.table import SEVERITIES
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import last_records_of_open_runs, run_heads
 from fedvitals.views.status import RunState, state_of
 from fedvitals.views.verdict import State
 
@@ -177,29 +178,22 @@ class RunList:
 
 
 def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) -> list[_Head]:
-    ask = reader.database.rows
-    found = ask(
-        "SELECT r.id, s.text, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
-        "JOIN symbol AS s ON s.id = r.id"
-    )
+    runs = list(run_heads(reader))
     by_run = {
         run: tuple(same) for run, same in groupby(sorted(marks(reader), key=attrgetter("run")), key=attrgetter("run"))
     }
-    lasts = dict(
-        ask(
-            "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
-        )
-    )
-    newest = max((row[5] or 0.0 for row in found if row[6] is None), default=None)
+    last_records = last_records_of_open_runs(reader)
+    newest = max((run.started or 0.0 for run in runs if run.finished is None), default=None)
     heads = []
-    for number, run, name, host, topology, started, finished in found:
+    for run in runs:
         last, written = None, False
-        if finished is None:
-            last = lasts.get(number)
-            last = started if last is None else last
-            written = is_written(run, (started or 0.0) == newest)
-        state = state_of(finished, last, started, written=written, now=now)
-        heads.append(_Head(run, name, host, topology, started, finished, last, written, state, by_run.get(run, ())))
+        if run.finished is None:
+            last = last_records.get(run.number)
+            last = run.started if last is None else last
+            written = is_written(run.id, (run.started or 0.0) == newest)
+        state = state_of(run.finished, last, run.started, written=written, now=now)
+        described = (run.id, run.name, run.host, run.topology, run.started, run.finished)
+        heads.append(_Head(*described, last, written, state, by_run.get(run.id, ())))
     return heads
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.dashboard.pages.client import cohort_values
 from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import values_of_nodes
+from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.clients import clients_by_number
 from fedvitals.views.series import Series, series
 
 SIGNS = (
@@ -69,7 +69,7 @@ def _sign(asked: _Asked, name: str) -> ClientSign | None:
     newest = max([*rounds[-1:], *told.odd[-1:]], default=None)
     if newest is None:
         return None
-    cohort = cohort_values(reader, run, name, newest, asked.clients)
+    cohort = values_of_nodes(reader, run, name, newest, asked.clients)
     value = cohort.get(reader.names.number(node) or 0, math.nan)
     middle, z = deviation(value, cohort)
     odd = newest in told.odd

@@ -20,9 +20,10 @@ from fedvitals.analysis.timeline import RoundTime, main_clock, of_clock, timelin
 from fedvitals.analysis.what_if import Row, what_if
 from fedvitals.errors import ConfigError
 from fedvitals.records import Span, Transfer
-from fedvitals.store import rows
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import end_of_run
+from fedvitals.store.read.spans import count_between, count_spans, records_between
 from fedvitals.views.memo import remembered
 from fedvitals.views.profile import ORDER
 
@@ -214,11 +215,10 @@ class _Asked(NamedTuple):
 
 
 def _asked(reader: Reader, run: str, clock: str | None, first: int | None, last: int | None) -> _Asked:
-    window, number = window_of(reader, run, first, last), reader.names.number(run) or 0
-    counts = "SELECT COUNT(*), MAX(arrival) FROM {} WHERE run = ? AND round BETWEEN ? AND ?"
-    spans = reader.database.rows(counts.format("span"), (number, window.first, window.last))
-    transfers = reader.database.rows(counts.format("transfer"), (number, window.last, window.last))
-    ended = reader.database.rows("SELECT finished FROM run WHERE id = ?", (number,))
+    window = window_of(reader, run, first, last)
+    spans = count_between(reader, run, Span, window.first, window.last)
+    transfers = count_between(reader, run, Transfer, window.last, window.last)
+    ended = end_of_run(reader, run)
     return _Asked(run, clock, window, (run, clock, first, last), (window, spans, transfers, ended))
 
 
@@ -246,11 +246,10 @@ def window_of(reader: Reader, run: str, first: int | None, last: int | None) -> 
     every = reader.history(run).rounds()
     asked = [n for n in every if (first is None or n >= first) and (last is None or n <= last)]
     told = first is not None or last is not None
-    place, budget = reader.names.number(run) or 0, MOST_SPANS if told else SPANS
+    budget = MOST_SPANS if told else SPANS
     kept: list[int] = []
     for number in reversed(asked):
-        ((spans,),) = reader.database.rows("SELECT COUNT(*) FROM span WHERE run = ? AND round = ?", (place, number))
-        budget -= spans
+        budget -= count_spans(reader, run, number)
         if kept and (budget < 0 or (not told and len(kept) >= ROUNDS)):
             break
         kept.append(number)
@@ -260,13 +259,9 @@ def window_of(reader: Reader, run: str, first: int | None, last: int | None) -> 
 
 def _between(reader: Reader, run: str, kind: type[R], window: Window) -> Sequence[R]:
     """The records of these rounds, in order of arrival."""
-    if window.first is None:
+    if window.first is None or window.last is None:
         return []
-    found = reader.database.rows(
-        f"{rows.select(kind)} WHERE run = ? AND round BETWEEN ? AND ? ORDER BY arrival",
-        (run, window.first, window.last),
-    )
-    return rows.from_rows(kind, found)
+    return records_between(reader, run, kind, window.first, window.last)
 
 
 def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:

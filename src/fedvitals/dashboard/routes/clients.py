@@ -20,6 +20,7 @@ from fedvitals.dashboard.reader_cache import Shelf
 from fedvitals.dashboard.routes.overview import Points
 from fedvitals.dashboard.routes.parameters import First, Last, RunPath
 from fedvitals.diagnosis.evidence.attendance import groups_of
+from fedvitals.store.read.nodes import has_node
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.clients import ClientsPage, Roster, clients_page, severities
 from fedvitals.views.update_map import Kind, Layouts, UpdateMap, update_map
@@ -136,10 +137,6 @@ def _roster(request: Request, reader: Reader, run: str) -> Roster:
 
 def _known(reader: Reader, run: str, node: str) -> str:
     """The run, where it has that node; 404 where it has not."""
-    there = reader.database.rows(
-        "SELECT 1 FROM run_node WHERE run = ? AND node = ?",
-        (reader.names.number(run) or 0, reader.names.number(node) or 0),
-    )
-    if not there:
+    if not has_node(reader, run, node):
         raise HTTPException(404, f"The run {run} has no client '{node}'.")
     return run

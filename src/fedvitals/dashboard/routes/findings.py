@@ -16,7 +16,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.store.marks import clear_mark, set_mark
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Marked
+from fedvitals.views.briefs import marked
 from fedvitals.views.cases import case_key, case_of
 from fedvitals.views.evidence import Evidence
 from fedvitals.views.findings import (
@@ -140,6 +140,6 @@ def _known(request: Request, run: str, key: str) -> str:
 
 def _said(request: Request, run: str, key: str) -> Response:
     with request.app.state.shelf.reader() as reader:
-        marked = Marked(reader, run)
-    said = Said(key, key in marked.acknowledged, key in marked.muted, marked.muted.get(key) or None)
+        marks = marked(reader, run)
+    said = Said(key, key in marks.acknowledged, key in marks.muted, marks.muted.get(key) or None)
     return Response(encode(said), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -19,6 +19,7 @@ from fedvitals.dashboard.routes.status import this_minute
 from fedvitals.errors import BusyError
 from fedvitals.store.marks import clear_mark, marks, set_mark
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import has_run
 from fedvitals.store.upkeep import retention
 from fedvitals.views.status import RunState
 from fedvitals.views.verdict import State
@@ -125,7 +126,7 @@ def delete(request: Request, run: RunPath) -> Response:
 def _exact(request: Request, run: str) -> str:
     """The run of this very id: nothing is changed on a name or a beginning that may mean another run tomorrow."""
     with request.app.state.shelf.reader() as reader:
-        if not reader.database.rows("SELECT 1 FROM runs WHERE id = ?", (run,)):
+        if not has_run(reader, run):
             raise HTTPException(404, f"There is no run with the id '{run[:100]}'.")
     return run
 

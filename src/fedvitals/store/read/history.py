@@ -48,9 +48,9 @@ class SqlHistory:
     Every answer is one statement, hence of one moment, also while a training writes.
     """
 
-    def __init__(self, database: Database, run: str) -> None:
+    def __init__(self, database: Database, run: str, names: Names) -> None:
         self._database = database
-        self._names = Names(database)
+        self._names = names
         self._run = run
         self._number: int | None = None
         self._tables: dict[int, tuple[str, ...]] = {}

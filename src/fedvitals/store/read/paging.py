@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -16,7 +16,8 @@ from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record
 from fedvitals.store import rows
 from fedvitals.store.ddl import quoted
 from fedvitals.store.packing import entries_of, numbers_of, records_of
-from fedvitals.store.read.queries import get_run, records
+from fedvitals.store.read.nodes import placeholders
+from fedvitals.store.read.queries import get_run, metric_names, records
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.schema import TABLE, Table
 
@@ -112,3 +113,32 @@ def layer_pages(
             page += records_of((run, family, table), entries_of(coordinates, details, count), matrix, name)
         page = [stats for stats in page if round_ is None or stats.where.round == round_]
         yield sorted(page, key=_round_of)
+
+
+def page_of_table(
+    reader: Reader, table: Table, wanted: Mapping[str, Any], after: int, limit: int
+) -> tuple[tuple[str, ...], list[rows.Row]]:
+    """Return the columns of a table of records but `run`, and the first rows that arrived after `after`.
+
+    `wanted`: texts, or a round, that these columns must have; `run` among them.
+    """
+    columns = tuple(column.name for column in table.columns if column.name != "run")
+    conditions, parameters = _conditions(reader, table, wanted)
+    page = reader.database.rows(
+        f"SELECT {', '.join(map(quoted, columns))} FROM {table.view} WHERE arrival IN (SELECT arrival FROM "  # noqa: S608 - our own words
+        f"{table.name} WHERE {conditions} AND arrival > ? ORDER BY arrival LIMIT ?) ORDER BY arrival",
+        (*parameters, after, limit),
+    )
+    return columns, page
+
+
+def _conditions(reader: Reader, table: Table, wanted: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """By index where one helps; else, marked by a plus, in order of arrival: no page sorts all records of a run."""
+    numbers = {key: value if key == "round" else reader.names.number(value) or 0 for key, value in wanted.items()}
+    by_index = "name" in wanted or "round" in wanted if table.name == "metric" else "round" in wanted
+    conditions, parameters = [f"{'' if by_index else '+'}{key} = ?" for key in numbers], list(numbers.values())
+    if table.name == "metric" and "name" not in wanted and by_index:  # the index has the names before the rounds
+        names = [reader.names.number(name) or 0 for name in metric_names(reader, wanted["run"])]
+        conditions.append(f"name IN ({placeholders(names) or 'NULL'})")
+        parameters += names
+    return " AND ".join(conditions), parameters

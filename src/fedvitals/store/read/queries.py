@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,18 +19,15 @@ from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
 from fedvitals.store.read.federation_layers import whole_layers  # noqa: F401 - a question like the others, in a file of its own
+from fedvitals.store.read.metrics import NAMES_OF_RUN, newest_outcomes
+from fedvitals.store.read.nodes import placeholders, rounds_attended
 from fedvitals.store.read.reader import Reader
 
 R = TypeVar("R")
+TELEMETRY_LOST = "telemetry.lost"  # the event by which a monitor tells how many records it lost
 RoundTable = dict[Node | None, dict[str, float]]
 """Metrics by node; None is the whole federation. What was not measured has no entry, so a NaN is a measured one."""
 
-# The names that a run has metrics of, by one seek each: DISTINCT would walk over every value of the run.
-_NAMES = (
-    "WITH RECURSIVE names(name) AS (SELECT MIN(name) FROM metric WHERE run = ? UNION ALL "
-    "SELECT (SELECT MIN(m.name) FROM metric AS m WHERE m.run = ? AND m.name > names.name) "
-    "FROM names WHERE names.name IS NOT NULL) "
-)
 # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
 _WHOLE = 'AND (m.node IS NOT NULL OR m."group" IS NULL) '
 
@@ -110,6 +105,7 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     )
     end = finished if finished is not None else last
     identity = reader.names.texts([run])[0]
+    outcomes = newest_outcomes(reader, identity, ("accuracy", "loss"))
     return RunSummary(
         id=identity,
         name=name,
@@ -120,62 +116,61 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         seconds=None if end is None or started is None else max(0.0, end - started),  # a clock may be set back
         rounds=rounds,
         clients=clients,
-        accuracy=newest(reader, identity, "accuracy"),
-        loss=newest(reader, identity, "loss"),
+        accuracy=outcomes["accuracy"],
+        loss=outcomes["loss"],
         events=dict(levels),
         findings=findings,
-        lost=_lost(reader, run),
+        lost=lost_records(reader, identity),
     )
 
 
-def lost_records(reader: Reader, run: str) -> int:
-    """How many records of a run were lost, as far as its monitors have told."""
-    return _lost(reader, _number(reader, run))
+def lost_records(reader: Reader, run: str, warnings: Sequence[Event] | None = None) -> int:
+    """Return how many records of a run were lost, as far as its monitors have told.
 
+    It is the sum of what each process that wrote the run has counted; each counts from 0. A process tells at the end
+    of each round and at its own, where it can: an event may wait beside the store when the store itself could not be
+    written. What a client tells under these names is its own affair.
 
-def _lost(reader: Reader, number: int | None) -> int:
-    """The sum of what each process that wrote the run has counted; each counts from 0.
-
-    A process tells at the end of each round and at its own, where it can: an event may wait beside the store when the
-    store itself could not be written. What a client tells under these names is its own affair.
+    `warnings`: the run's events of the name `TELEMETRY_LOST`, if they are known already; others among them are no
+    matter.
     """
-    ask, name = reader.database.rows, reader.names.number
-    metrics = "SELECT source, MAX(value) FROM metric WHERE run = ? AND name = ? AND node IS NULL GROUP BY source"
-    counted = {source: int(most or 0) for source, most in ask(metrics, (number, name("monitor.lost")))}
-    statement = "SELECT source, data FROM event WHERE run = ? AND level = ? AND name = ? AND node IS NULL"
-    for source, data in (
-        ask(statement, (number, name("warning"), name("telemetry.lost"))) if name("telemetry.lost") else ()
-    ):
-        counted[source] = max(counted.get(source, 0), int(json.loads(data).get("records") or 0))
-    return sum(counted.values())
+    counted = reader.database.rows(
+        "SELECT s.text, MAX(m.value) FROM metric AS m JOIN symbol AS s ON s.id = m.source WHERE m.run = ? "
+        "AND m.name = (SELECT id FROM symbol WHERE text = 'monitor.lost') AND m.node IS NULL GROUP BY s.text",
+        (_number(reader, run),),
+    )
+    lost = {source: int(most or 0) for source, most in counted}
+    for event in warnings_of(reader, run, (TELEMETRY_LOST,)) if warnings is None else warnings:
+        if event.name == TELEMETRY_LOST and event.where.node is None:
+            lost[event.source] = max(lost.get(event.source, 0), int(event.data.get("records") or 0))
+    return sum(lost.values())
+
+
+def warnings_of(reader: Reader, run: str, names: Sequence[str]) -> list[Event]:
+    """Return the run's events of the level «warning» and of these names, the oldest first."""
+    found = reader.database.rows(
+        f"{rows.select(Event)} WHERE run = ? AND level = 'warning' AND name IN ({placeholders(names)}) "
+        "ORDER BY at, arrival",
+        (run, *names),
+    )
+    return rows.from_rows(Event, found)
 
 
 def newest(reader: Reader, run: str, metric: str) -> float | None:
-    """The newest value of the federation itself, else of its server, else the median over the clients of a round.
-
-    The one answer to «how good is it now»; NaN where that round has none that is finite, None where nothing was told.
-    """
-    history = reader.history(run)
-    for node in (None, "server"):
-        values = history.series(metric, node)[1]
-        if values:
-            return values[-1]
-    known = _number(reader, run), reader.names.number(metric)
-    ((last,),) = reader.database.rows("SELECT MAX(round) FROM metric WHERE run = ? AND name = ?", known)
-    if last is None:
-        return None
-    told = [value for node, value in history.latest(metric, last).items() if is_client(node)]
-    finite = [value for value in told if math.isfinite(value)]
-    return median(finite) if finite else math.nan if told else None
+    """Return the newest value of a metric, of the federation, its server or its median client."""
+    return newest_outcomes(reader, run, (metric,))[metric]
 
 
 def find_run(reader: Reader, text: str) -> str:
     """The id of the run that a person means: an id, the newest run of a name, or the beginning of one id."""
-    found = reader.database.rows("SELECT id, name FROM runs ORDER BY started DESC")
+    found = reader.database.rows(
+        "SELECT s.text, r.name, r.id FROM run AS r JOIN symbol AS s ON s.id = r.id ORDER BY r.started DESC"
+    )
+    reader.names.learn((number, identity) for identity, _, number in found)
     ids = [row[0] for row in found]
     if text in ids:
         return text
-    named = [identity for identity, name in found if name == text]
+    named = [identity for identity, name, _ in found if name == text]
     if named:
         return str(named[0])
     starting = [identity for identity in ids if text and identity.startswith(text)]
@@ -215,7 +210,7 @@ def _number(reader: Reader, run: str) -> int:
 def metric_names(reader: Reader, run: str) -> list[str]:
     """Every metric of which the run has a value."""
     number = _number(reader, run)
-    sql = _NAMES + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"  # noqa: S608
+    sql = NAMES_OF_RUN + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"  # noqa: S608
     return sorted(row[0] for row in reader.database.rows(sql, (number, number)))
 
 
@@ -223,7 +218,7 @@ def round_table(reader: Reader, run: str, round_index: int) -> RoundTable:
     """Every node's newest value of every metric in that round."""
     number = _number(reader, run)
     found = reader.database.rows(
-        _NAMES + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
+        NAMES_OF_RUN + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
         "ON m.run = ? AND m.name = names.name AND m.round = ? JOIN symbol AS name ON name.id = m.name "
         "LEFT JOIN symbol AS node ON node.id = m.node WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
         (number, number, number, round_index),
@@ -248,7 +243,7 @@ def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple
     whole, one = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
     found = reader.database.rows(
         # CROSS JOIN, because SQLite keeps its order: a seek for each metric and round, no walk over all nodes.
-        _NAMES + "SELECT name.text, m.round, m.value FROM names CROSS JOIN run_round AS r CROSS JOIN metric AS m "  # noqa: S608
+        NAMES_OF_RUN + "SELECT name.text, m.round, m.value FROM names CROSS JOIN run_round AS r CROSS JOIN metric AS m "  # noqa: S608
         "JOIN symbol AS name ON name.id = m.name WHERE r.run = ? AND m.run = r.run AND m.name = names.name "
         f"AND m.round = r.round AND {whole if node is None else one} AND m.layer IS NULL ORDER BY m.at, m.arrival",
         (number, number, number, *(() if node is None else (node,))),
@@ -330,23 +325,12 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
     return rows.from_rows(kind, found)
 
 
-# Whoever told steps or sent an update took part. Of few nodes by one seek a round: all would be a walk of seconds.
-_TOOK_PART = (
-    "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
-    "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round = r.round "
-    "AND m.node = ? AND m.layer IS NULL) ORDER BY r.round"
-)
-
-
 def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = None) -> dict[Node | None, list[int]]:
     """The rounds in which each node (or these) trained or sent an update, ascending; None: all rounds of the run."""
     if nodes is not None:
-        some: dict[Node | None, list[int]] = {None: reader.history(run).rounds()}
-        for one in nodes:
-            place = None if one is None else reader.names.number(one)
-            if place is not None and (rounds := reader.database.rows(_TOOK_PART, (_number(reader, run), place))):
-                some[one] = [row[0] for row in rounds]
-        return some
+        # Of few nodes by one seek a round: all would be a walk of seconds.
+        named = {node for node in nodes if node is not None}
+        return {None: reader.history(run).rounds(), **rounds_attended(reader, run, named)}
     gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
     found = reader.database.rows(
         f"SELECT m.round, {gather('m.node')} FROM metric AS m WHERE m.run = ? AND m.name IN "  # noqa: S608

@@ -120,7 +120,7 @@ class Reader:
         return self._version != VERSION and self.database.rows("PRAGMA user_version") != [(self._version,)]
 
     def history(self, run: str) -> SqlHistory:
-        return SqlHistory(self.database, run)
+        return SqlHistory(self.database, run, self.names)
 
     def close(self) -> None:
         self.database.connection.close()

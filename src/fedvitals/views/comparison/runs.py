@@ -20,6 +20,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Run
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import runs_of_name
 from fedvitals.views.comparison.chance import Change, change, pairing
 from fedvitals.views.comparison.divergence_point import Parting, parting
 from fedvitals.views.run_figures import Figures, figures_of, highest, last, mean
@@ -134,10 +135,8 @@ def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool, most: int | N
         for run in found:
             meant = queries.get_run(reader, run)
             same = configuration(meant)
-            named = reader.database.rows(
-                "SELECT id FROM runs WHERE name = ? ORDER BY started DESC, id DESC", (meant.name,)
-            )
-            like = [other for (other,) in named if configuration(queries.get_run(reader, other)) == same]
+            named = runs_of_name(reader, meant.name)
+            like = [other for other in named if configuration(queries.get_run(reader, other)) == same]
             kept = like if most is None else [run, *[other for other in like if other != run][: most - 1]]
             wanted += [other for other in like if other in kept]
         found = wanted
