@@ -18,7 +18,7 @@ MOST = 30  # statements of a cold overview
 
 @pytest.fixture
 def statements(monkeypatch):
-    """Every statement that SQLite runs from now on, of all connections; without those of the thread that reads ahead."""
+    """Every statement that SQLite runs from now on, on all connections, but for the thread that reads ahead."""
     seen = []
 
     def note(sql):
@@ -58,13 +58,13 @@ def asked(path, statements, *parts):
     statements.clear()
     answers = [client.get(address + part) for part in parts]
     count = len(statements)
-    app.state.shelf.close()
+    app.state.reader_cache.close()
     assert [answer.status_code for answer in answers] == [200] * len(parts), answers
     return count, [answer.json() for answer in answers]
 
 
 def test_a_cold_overview_takes_at_most_30_statements(tmp_path, statements, monkeypatch):
-    """From the start of the process on: the opening of two connections and the first look for changes are among them."""
+    """From the start of the process: opening two connections and the first look for changes are counted, too."""
     path = trained(tmp_path / "runs.db", monkeypatch, clients=3, rounds=2)
     count, (overview,) = asked(path, statements, "/overview")
     assert overview["clients"] == 3
@@ -118,5 +118,5 @@ def test_a_name_is_asked_for_once(tmp_path, statements):
         assert client_of.get(address + part).status_code == 200
     known = [f"'{name}'" for name in ("loss", "update.norm", "c1", "c2", run_of(path))]
     by_name = [sql for sql in statements if sql.startswith("SELECT id FROM symbol WHERE text =")]
-    app.state.shelf.close()
+    app.state.reader_cache.close()
     assert not [sql for sql in by_name if any(name in sql for name in known)]

@@ -18,11 +18,11 @@ from fedvitals.store.upkeep.removal import removals
 # Where several write at once, numbers of one may be seen before smaller ones of another: so many of the last are looked
 # at again, and at most twice as many.
 WINDOW = 10_000
-Mark = tuple[str, int, int]
+StoreVersion = tuple[str, int, int]
 """Who counts, how often rows were removed, how many changes there were: equal where nothing has happened."""
 
 
-class Pulse:
+class ChangeTracker:
     """Versions of runs: they rise when a run gets a record, ends, is marked or vanishes."""
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class Pulse:
         bases = dict(self._bases)
         for table, last in newest.items():
             if reader.database.dialect.shared:
-                found, bases[table] = _recounted(reader, table, last, self._bases.get(table))
-                numbers |= found
+                counted, bases[table] = _recounted(reader, table, last, self._bases.get(table))
+                numbers |= counted
             elif last > self._last.get(table, last):
                 numbers |= runs_with_new_rows(reader, table, self._last[table], last)
         names = dict(zip(numbers, reader.names.texts(numbers), strict=True))
@@ -80,7 +80,7 @@ class Pulse:
             at = self._count if run is None else self._versions.get(run, 0)
             return f"{self._boot}.{self._epoch}.{at}"
 
-    def versions(self) -> tuple[Mark, dict[str, int]]:
+    def versions(self) -> tuple[StoreVersion, dict[str, int]]:
         """Where the store is at, and the last change of each run that had one."""
         with self._lock:
             return (self._boot, self._epoch, self._count), dict(self._versions)

@@ -60,8 +60,8 @@ class Files:
             return None
         path = self._folder / name
         try:
-            found = path.stat()
-            state = found.st_mtime_ns, found.st_size
+            status = path.stat()
+            state = status.st_mtime_ns, status.st_size
             known = self._files.get(name)
             if known is None or known.state != state:
                 known = self._files[name] = _file(path.read_bytes(), kind, state)
@@ -83,17 +83,17 @@ class Files:
 
     def modules(self, *names: str) -> list[str]:
         """These and all that they import, and what that imports, without what waits for its moment («import()»)."""
-        found: dict[str, None] = {}
+        modules: dict[str, None] = {}
         todo = list(names)
         while todo:
             name = todo.pop(0)
             file = self.get(name)
-            if file is None or name in found:
+            if file is None or name in modules:
                 continue
-            found[name] = None
+            modules[name] = None
             folder = PurePosixPath(name).parent
             todo += [_plain(folder / target) for target in file.imports]
-        return list(found)
+        return list(modules)
 
 
 def _file(body: bytes, kind: str, state: tuple[int, int]) -> File:
@@ -147,9 +147,9 @@ def routes(*, last: bool = False) -> list[Route]:
         """No such page, which the page itself says; who asks the API is told in its own shape."""
         if request.url.path.startswith("/api/"):
             raise HTTPException(404, "Not Found")
-        found = files.page("runs").answer(request)
-        found.status_code = 404
-        return found
+        response = files.page("runs").answer(request)
+        response.status_code = 404
+        return response
 
     if last:
         return [Route("/{path:path}", lost)]
@@ -162,7 +162,7 @@ def routes(*, last: bool = False) -> list[Route]:
 
 
 def _named(files: Files, name: str, request: Request) -> Response:
-    found = files.get(name)
-    if found is None:
+    file = files.get(name)
+    if file is None:
         raise HTTPException(404, "There is no such file.")
-    return found.answer(request)
+    return file.answer(request)

@@ -99,12 +99,12 @@ class Guard:
         return 401, "This dashboard needs its token.", "Open /login, or send the header Authorization: Bearer ..."
 
     async def _login(self, scope: Scope, receive: Receive) -> Response:
-        given = _token_in(await _body(receive))
+        token = _token_in(await _body(receive))
         if self._tokens is None:
             return failure(400, "No token is needed here.")
-        if given is None:
+        if token is None:
             return failure(400, 'Send {"token": "..."}.')
-        wait = self._tokens.wait_after(given, _address(scope))
+        wait = self._tokens.wait_after(token, _address(scope))
         if wait is None:
             cookie = self._tokens.cookie(secure=scope.get("scheme") == "https")
             return Response(b"{}", media_type="application/json", headers={"Set-Cookie": cookie})

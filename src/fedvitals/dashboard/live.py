@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fedvitals.dashboard.answers import encode
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.errors import FedvitalsError
 
 logger = logging.getLogger("fedvitals.dashboard")
@@ -21,8 +21,8 @@ MOST = 200  # pages
 
 
 class Live:
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: ReaderCache) -> None:
+        self._cache = cache
         self._pages: set[asyncio.Queue[bytes]] = set()
 
     @contextlib.asynccontextmanager
@@ -36,13 +36,13 @@ class Live:
                 await task
 
     async def _watch(self) -> None:
-        before, told, trouble = ("", 0, 0), dict[str, int](), ""
+        before, known, trouble = ("", 0, 0), dict[str, int](), ""
         while True:
             await asyncio.sleep(EVERY)
             if not self._pages:
                 continue
             try:
-                await asyncio.to_thread(self._shelf.look)
+                await asyncio.to_thread(self._cache.look)
             except Exception as error:
                 if str(error) != trouble:
                     if not isinstance(error, FedvitalsError):  # our own mistake: the pages shall live on
@@ -53,13 +53,13 @@ class Live:
             if trouble:
                 trouble = ""
                 self._tell("healed", {})
-            now, versions = self._shelf.versions()
+            now, versions = self._cache.versions()
             if now != before:
                 if now[:2] != before[:2]:  # another store, or rows were removed: nothing of before is known to hold
-                    changed = {**dict.fromkeys(told, 0), **versions}
+                    changed = {**dict.fromkeys(known, 0), **versions}
                 else:
                     changed = {run: version for run, version in versions.items() if version > before[2]}
-                before, told = now, versions
+                before, known = now, versions
                 self._tell("change", {"runs": changed, "at": time.time()})
 
     def _tell(self, kind: str, data: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedvitals.dashboard.change_tracker import Mark, Pulse
+from fedvitals.dashboard.change_tracker import ChangeTracker, StoreVersion
 from fedvitals.dashboard.warming import Warming
 from fedvitals.errors import StoreError
 from fedvitals.store import open_reader, store_target
@@ -25,12 +25,12 @@ REMEMBERED = 64_000_000  # bytes of answers
 PATIENCE = 60.0  # seconds for one statement of a request
 
 
-class Shelf:
+class ReaderCache:
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
         self._start_over()
         self.warming = Warming(self)
-        self._pulse = Pulse()
+        self._tracker = ChangeTracker()
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # its own: a look may take long, and answers that are known need not wait
         self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
@@ -87,10 +87,10 @@ class Shelf:
         if isinstance(self.target, str):
             return None
         try:
-            found = self.target.stat()
+            status = self.target.stat()
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def look(self) -> None:
         """Notice what has changed in the store since the last look."""
@@ -108,12 +108,12 @@ class Shelf:
             watcher[1].close()
             self._watcher = None
             if watcher[0] != identity:
-                self._pulse = Pulse()
+                self._tracker = ChangeTracker()
                 self._start_over()
         if self._watcher is None:
             self._watcher = identity, self._open()
         try:
-            if self._pulse.look(self._watcher[1]):
+            if self._tracker.look(self._watcher[1]):
                 self.matrices.forget()
         except BaseException:
             self._watcher[1].close()
@@ -121,17 +121,17 @@ class Shelf:
             raise
 
     def version(self, run: str | None) -> str:
-        return self._pulse.version(run)
+        return self._tracker.version(run)
 
-    def versions(self) -> tuple[Mark, dict[str, int]]:
-        return self._pulse.versions()
+    def versions(self) -> tuple[StoreVersion, dict[str, int]]:
+        return self._tracker.versions()
 
     def remembered(self, asked: str, version: str) -> bytes | None:
         with self._lock:
-            found = self._answers.get((asked, version))
-            if found is not None:
+            body = self._answers.get((asked, version))
+            if body is not None:
                 self._answers.move_to_end((asked, version))
-            return found
+            return body
 
     def remember(self, asked: str, version: str, body: bytes) -> None:
         with self._lock:

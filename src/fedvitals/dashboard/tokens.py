@@ -23,8 +23,8 @@ class Tokens:
 
     def knows(self, cookies: str, authorization: str, address: str) -> bool:
         """Whether a request shows the token itself, or the cookie of who has shown it before."""
-        kind, _, given = authorization.partition(" ")
-        if kind.lower() == "bearer" and self.wait_after(given.strip(), address) is None:
+        kind, _, shown = authorization.partition(" ")
+        if kind.lower() == "bearer" and self.wait_after(shown.strip(), address) is None:
             return True
         try:
             morsel = SimpleCookie(cookies).get(COOKIE)
@@ -32,12 +32,12 @@ class Tokens:
             return False
         return morsel is not None and morsel.value in self._sessions
 
-    def wait_after(self, given: str, address: str) -> int | None:
+    def wait_after(self, token: str, address: str) -> int | None:
         """None: it is the token. Else the seconds after which one more try is allowed; 0: at once."""
         wait = self.wait(address)
         if wait:
             return wait
-        if hmac.compare_digest(given.encode("utf-8", "replace"), self._token):
+        if hmac.compare_digest(token.encode("utf-8", "replace"), self._token):
             return None
         for who in (address, ""):
             self._tries.setdefault(who, deque(maxlen=TRIES_OF_ALL)).append(time.monotonic())

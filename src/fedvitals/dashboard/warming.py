@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedvitals.dashboard.pages.time_costs import changes, spending
+from fedvitals.dashboard.pages.time_costs import changes, time_costs
 from fedvitals.errors import FedvitalsError
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -24,7 +24,7 @@ from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.traffic_counts import traffic_total
 
 if TYPE_CHECKING:
-    from fedvitals.dashboard.reader_cache import Shelf
+    from fedvitals.dashboard.reader_cache import ReaderCache
 
 logger = logging.getLogger("fedvitals.dashboard")
 
@@ -42,8 +42,8 @@ QUIET = 0.25  # seconds without a request after which we may work
 class Warming:
     """One thread that reads ahead, a metric at a time, and stands back as soon as somebody asks for something."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: ReaderCache) -> None:
+        self._cache = cache
         self._runs: deque[str] = deque(maxlen=8)
         self._wanted = threading.Event()
         self._asked = 0.0
@@ -93,7 +93,7 @@ class Warming:
             del self._done[next(iter(self._done))]
 
     def _read(self, run: str) -> None:
-        with self._shelf.reader() as reader:
+        with self._cache.reader() as reader:
             if run == NEWEST:
                 run = newest_run(reader) or NEWEST
                 with self._lock:
@@ -101,11 +101,11 @@ class Warming:
                         return
                     self._note(run)
             traffic_total(reader, run)
-            told = set(queries.metric_names(reader, run))
+            measured = set(queries.metric_names(reader, run))
         for name in WANTED:
-            if name in told:
+            if name in measured:
                 self._quietly(functools.partial(_prepared, run=run, name=name))
-        for page in (spending, changes):
+        for page in (time_costs, changes):
             self._quietly(functools.partial(page, run=run))
 
     def _quietly(self, work: Callable[[Reader], object]) -> None:
@@ -113,7 +113,7 @@ class Warming:
         while time.monotonic() - self._asked < QUIET and not self._closed:
             time.sleep(QUIET / 5)
         if not self._closed:
-            with self._shelf.reader() as reader:
+            with self._cache.reader() as reader:
                 work(reader)
 
     def close(self) -> None:

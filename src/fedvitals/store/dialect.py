@@ -98,10 +98,10 @@ class Database:
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         try:
-            found: list[tuple[Any, ...]] = self._run(sql, values).fetchall()
+            rows: list[tuple[Any, ...]] = self._run(sql, values).fetchall()
         except self.dialect.errors as error:
             raise self.failed("read", error) from error
-        return found
+        return rows
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
         try:
@@ -130,9 +130,9 @@ class Database:
             self.connection.execute("ROLLBACK")
 
     def failed(self, what: str, error: Exception) -> StoreError:
-        said = self.dialect.hide(str(error)).rstrip(".")
+        message = self.dialect.hide(str(error)).rstrip(".")
         mend = f" `fedvitals doctor {self.target} --mend` saves what can still be read."
-        if "not a database" in said:  # SQLite refuses such a file before it changes anything
+        if "not a database" in message:  # SQLite refuses such a file before it changes anything
             return StoreError(f"'{self.target}' is no store: it is no SQLite database. Nothing was changed.{mend}")
-        hint = mend if "malformed" in said else ""
-        return StoreError(f"The store '{self.target}' could not be {what}: {said}.{hint}")
+        hint = mend if "malformed" in message else ""
+        return StoreError(f"The store '{self.target}' could not be {what}: {message}.{hint}")

@@ -159,10 +159,10 @@ class MemoryStore:
 
     def memory(self, run: str) -> _Memory:
         """What is known of a run; nothing, of a run that nobody has written about."""
-        found = self._memories.get(run)
-        if found is None:
-            found = self._memories[run] = _Memory()
-        return found
+        memory = self._memories.get(run)
+        if memory is None:
+            memory = self._memories[run] = _Memory()
+        return memory
 
     def records(self, run: str, kind: type[R]) -> Sequence[R]:
         """Every record of one type, in order of arrival; only with `everything`."""
@@ -241,10 +241,10 @@ class MemoryHistory:
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         with self._store.lock:
-            found = [
+            events = [
                 event
                 for event in self._store.memory(self._run).events
                 if (name is None or event.name == name)
                 and (since is None or (event.where.round is not None and event.where.round >= since))
             ]
-        return sorted(found, key=lambda event: event.at)
+        return sorted(events, key=lambda event: event.at)

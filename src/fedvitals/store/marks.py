@@ -40,11 +40,11 @@ class Mark:
 def marks(reader: Reader, run: str | None = None) -> list[Mark]:
     """All marks of a run, or of every run, in the order in which they were set."""
     condition, values = ("", ()) if run is None else (" WHERE run = ?", (run,))
-    found = reader.database.rows(
+    rows = reader.database.rows(
         f"SELECT run, kind, target, value, at FROM marks{condition} ORDER BY at, run, kind, target",  # noqa: S608
         values,
     )
-    return [Mark(*row) for row in found]
+    return [Mark(*row) for row in rows]
 
 
 def set_mark(where: Path | str, run: str, kind: str, target: str, value: str = "") -> Mark:
@@ -65,9 +65,9 @@ def clear_mark(where: Path | str, run: str, kind: str, target: str) -> bool:
     target, _ = _checked(kind, target, "")
     with _writing(where) as database, transaction(database):
         place = (_number(database, run), kind, target)
-        found = database.rows("SELECT 1 FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
+        rows = database.rows("SELECT 1 FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
         database.execute("DELETE FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
-    return bool(found)
+    return bool(rows)
 
 
 def _checked(kind: str, target: str, value: str) -> tuple[str, str]:
@@ -81,12 +81,12 @@ def _checked(kind: str, target: str, value: str) -> tuple[str, str]:
 
 
 def _number(database: Database, run: str) -> int:
-    found = database.rows(
+    rows = database.rows(
         "SELECT r.id FROM run AS r JOIN symbol AS s ON s.id = r.id WHERE s.text = ?", (encodable(run),)
     )
-    if not found:
+    if not rows:
         raise ConfigError(unknown("run", run, [row[0] for row in database.rows("SELECT id FROM runs")]))
-    return int(found[0][0])
+    return int(rows[0][0])
 
 
 @contextlib.contextmanager

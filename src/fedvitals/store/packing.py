@@ -111,7 +111,7 @@ def records_of(
 ) -> list[LayerStats]:
     """The way back from `block_of`; the key is run, family and layer table."""
     run, family, table = key
-    found = []
+    records = []
     for i, matrix in enumerate(matrices(family, numbers)):
         rounds, step = int(entries.rounds[i]), int(entries.steps[i])
         where = Where(
@@ -123,8 +123,10 @@ def records_of(
             name(int(entries.groups[i])),
         )
         source = name(int(entries.sources[i])) or ""
-        found.append(LayerStats(where, float(entries.at[i]), family, matrix, table, source, int(entries.sequences[i])))
-    return found
+        records.append(
+            LayerStats(where, float(entries.at[i]), family, matrix, table, source, int(entries.sequences[i]))
+        )
+    return records
 
 
 Part = tuple[Whole, Array, npt.NDArray[np.int32], Array]
@@ -223,9 +225,9 @@ def over_nodes(
     symbols.sort(key=lambda symbol: natural(labels[symbol]))
     place = {symbol: i for i, symbol in enumerate(symbols)}
     order = np.argsort(at, kind="stable")
-    found = np.full((len(symbols), *values.shape[1:]), np.nan)
-    found[[place[symbol] for symbol in nodes[order].tolist()]] = values[order]  # a node that comes twice: its newest
-    return [labels[symbol] for symbol in symbols], found
+    by_node = np.full((len(symbols), *values.shape[1:]), np.nan)
+    by_node[[place[symbol] for symbol in nodes[order].tolist()]] = values[order]  # a node that comes twice: its newest
+    return [labels[symbol] for symbol in symbols], by_node
 
 
 def _alike(slices: Sequence[Slice]) -> Iterator[tuple[tuple[str, ...], Numbers]]:

@@ -36,8 +36,8 @@ class Symbols:
         clean = encodable(text)
         number = self._numbers.get(clean)
         if number is None:
-            found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (clean,))
-            number = int(found[0][0]) if found else self._add(clean)
+            rows = self._database.rows("SELECT id FROM symbol WHERE text = ?", (clean,))
+            number = int(rows[0][0]) if rows else self._add(clean)
             self._numbers[clean] = number
         self._numbers[text] = number
         return number
@@ -47,9 +47,9 @@ class Symbols:
             if self._database.dialect.shared:
                 # Whoever was before us may have added this very name, which is seen only now.
                 self._database.take_turn("names")
-                found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (text,))
-                if found:
-                    return int(found[0][0])
+                rows = self._database.rows("SELECT id FROM symbol WHERE text = ?", (text,))
+                if rows:
+                    return int(rows[0][0])
             self._next = int(self._database.rows("SELECT COALESCE(MAX(id), 0) + 1 FROM symbol")[0][0])
         number, self._next = self._next, self._next + 1
         self._new.append((number, text))

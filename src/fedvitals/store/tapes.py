@@ -79,12 +79,12 @@ def _own(store: Target, run: str) -> Path | None:
 
 
 def _bytes(folder: Path) -> int:
-    found = 0
+    total = 0
     for place, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):  # a run that is being written replaces its files
-                found += (Path(place) / name).lstat().st_size
-    return found
+                total += (Path(place) / name).lstat().st_size
+    return total
 
 
 def _changed(path: Path) -> float:

@@ -103,8 +103,8 @@ def vital_sign(history: History, name: str) -> Sign:
         rounds, values = history.series(name, node)
         if rounds:
             return Sign(name, unit, rounds, values, node or "federation")
-    cohort = [(number, found) for number in history.rounds() if (found := _finite(history.latest(name, number)))]
-    return Sign(name, unit, [number for number, _ in cohort], [median(found) for _, found in cohort], "median client")
+    cohort = [(number, finite) for number in history.rounds() if (finite := _finite(history.latest(name, number)))]
+    return Sign(name, unit, [number for number, _ in cohort], [median(finite) for _, finite in cohort], "median client")
 
 
 def _finite(latest: Mapping[Any, float]) -> list[float]:

@@ -46,9 +46,9 @@ def cases_of(reader: Reader, run: str, number: int | None = None, *, rounds: lis
 
 def case_of(reader: Reader, run: str, key: str) -> Case:
     """The case of that key, also where somebody on the way has undone its quoting; ConfigError where there is none."""
-    found = {case_key(case): case for case in cases_of(reader, run)}
-    plain = {unquote(known): case for known, case in found.items()}
-    case = found.get(key) or plain.get(key)
+    by_key = {case_key(case): case for case in cases_of(reader, run)}
+    plain = {unquote(known): case for known, case in by_key.items()}
+    case = by_key.get(key) or plain.get(key)
     if case is None:
         raise ConfigError(f"The run {run} has no finding '{key}'. `fedvitals findings {run}` lists those that it has.")
     return case
@@ -72,12 +72,12 @@ def actions_about(case: Case, actions: Iterable[Action]) -> list[Action]:
     return list(newest.values())
 
 
-def failures_of(reader: Reader, run: str, found: Sequence[Case]) -> list[Event | None]:
+def failures_of(reader: Reader, run: str, cases: Sequence[Case]) -> list[Event | None]:
     """For each case that is about an error, the newest event of it that the case knows of; None for the others."""
-    about = [case.newest.evidence.get("event") for case in found]
+    about = [case.newest.evidence.get("event") for case in cases]
     logged = queries.events(reader, run, level="error") if any(about) else []
     errors: list[Event | None] = []
-    for case, name in zip(found, about, strict=True):
+    for case, name in zip(cases, about, strict=True):
         same = [e for e in logged if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
         errors.append(max(same, key=lambda e: e.at, default=None))
     return errors

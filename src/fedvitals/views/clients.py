@@ -76,20 +76,20 @@ class ClientsPage:
     newest: int  # rounds that the score looks at
 
 
-def troubled(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
+def open_and_past_cases(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
     """The open cases of each client that has any, and those that are over; without muted ones. Worst first in all."""
     muted = marked(reader, run).muted
-    found: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
+    by_client: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
     for case in cases_of(reader, run):
         for node in culprits(case) if case_key(case) not in muted else ():
             if is_client(node):
-                found[not case.still_there].setdefault(node, []).append(case)
-    return found
+                by_client[not case.still_there].setdefault(node, []).append(case)
+    return by_client
 
 
 def worst_cases(reader: Reader, run: str) -> dict[str, list[Case]]:
     """The open cases of each client that has any, worst first; without those that are muted. Worst client first."""
-    return troubled(reader, run)[0]
+    return open_and_past_cases(reader, run)[0]
 
 
 def severities(reader: Reader, run: str) -> dict[str, str]:
@@ -128,8 +128,8 @@ class _Newest:
             for node, value in self.latest(chosen, number).items():
                 values.setdefault(node, []).append(value)
         if not usual:
-            return _Column(chosen, {node: told[0] for node, told in values.items()})
-        return _Column(chosen, {node: median(told[:NEWEST]) for node, told in values.items()})
+            return _Column(chosen, {node: newest_first[0] for node, newest_first in values.items()})
+        return _Column(chosen, {node: median(newest_first[:NEWEST]) for node, newest_first in values.items()})
 
     def _has(self, name: str) -> bool:
         """Whether any client told it in the newest rounds."""
@@ -154,23 +154,23 @@ class _Column:
 
 def _sums(*matrices: Matrix) -> dict[str, float]:
     """Of each client all values of all these, added up."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for matrix in matrices:
         finite = np.where(np.isfinite(matrix.values), matrix.values, 0).astype(float)
         for node, total in zip(matrix.nodes, finite.sum(axis=1).tolist(), strict=True):
-            found[node] = found.get(node, 0.0) + total
-    return found
+            sums[node] = sums.get(node, 0.0) + total
+    return sums
 
 
 def attended(reader: Reader, run: str) -> dict[str, list[int]]:
     """The rounds of each client as `queries.attendance` has them, from the matrices that other pages use too."""
-    found: dict[str, set[int]] = {}
+    rounds_of: dict[str, set[int]] = {}
     for name in ("steps", "update.norm"):
         matrix = metric_matrix(reader, run, name)
         rounds = np.asarray(matrix.rounds)
         for node, there in zip(matrix.nodes, matrix.there, strict=True):
-            found.setdefault(node, set()).update(rounds[there].tolist())
-    return {node: sorted(own) for node, own in found.items()}
+            rounds_of.setdefault(node, set()).update(rounds[there].tolist())
+    return {node: sorted(own) for node, own in rounds_of.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +208,7 @@ def roster(reader: Reader, run: str) -> Roster:
     rounds, ill, marks = history.rounds(), worst_cases(reader, run), marked(reader, run)
     newest, labels = _Newest(reader, run, rounds), labels_of(reader, run)
     groups = groups_of(history, rounds[-1]) if rounds else {}
-    standing = {one.name: one for one in clients_that_stand_out(cast("History", newest))}
+    deviations = {client.name: client for client in clients_that_stand_out(cast("History", newest))}
     columns = {
         "loss": newest.column(LOSSES),
         "norm": newest.column(("update.norm",)),
@@ -219,9 +219,9 @@ def roster(reader: Reader, run: str) -> Roster:
     present, events = attended(reader, run), failures_by_client(reader, run)
     rows = []
     for node in newest.clients.values():
-        own, odd, told = ill.get(node, []), standing.get(node), events.get(node, [])
+        own, odd, failures = ill.get(node, []), deviations.get(node), events.get(node, [])
         there = present.get(node, [])
-        kinds = Counter(name for name, _ in told)
+        kinds = Counter(name for name, _ in failures)
         rows.append(
             ClientRow(
                 name=node,
@@ -232,7 +232,7 @@ def roster(reader: Reader, run: str) -> Roster:
                 cases=tuple(brief(case, marks, labels) for case in own[:SHOWN_CASES]),
                 open_cases=len(own),
                 attended=len(there),
-                sampled=len({*there, *(number for _, number in told)}),
+                sampled=len({*there, *(number for _, number in failures)}),
                 last_seen=there[-1] if there else None,
                 loss=columns["loss"].get(node),
                 norm=columns["norm"].get(node),
@@ -274,7 +274,7 @@ SORTS: Mapping[str, Callable[[ClientRow], Any]] = {
 
 
 def clients_page(
-    found: Roster,
+    roster: Roster,
     *,
     sort: str = "worst",
     descending: bool = False,
@@ -285,7 +285,7 @@ def clients_page(
     offset: int = 0,
 ) -> ClientsPage:
     """A page of the table. `health`: «ill» (any open case), a severity, «well», or «failed»."""
-    every = found.rows
+    every = roster.rows
     chosen = [row for row in every if _matches(row, search, group, health)]
     order = WORST
     if sort in SORTS:
@@ -306,10 +306,10 @@ def clients_page(
         matching=len(chosen),
         offset=offset,
         order=order,
-        rounds=found.rounds,
+        rounds=roster.rounds,
         health={name: counted[name] for name in ("critical", "warning", "note", "well")},
         groups=tuple(sorted({row.group for row in every if row.group is not None}, key=natural))[:MOST_GROUPS],
-        signs=found.signs,
+        signs=roster.signs,
         newest=NEWEST,
     )
 

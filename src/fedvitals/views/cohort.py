@@ -82,8 +82,8 @@ class Matrix:
     def _once(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._known:
             self._known[key] = make()
-        found: T = self._known[key]
-        return found
+        known: T = self._known[key]
+        return known
 
     def take(
         self, rows: Sequence[int] | Whole | None = None, first: int | None = None, last: int | None = None
@@ -109,8 +109,8 @@ class Matrix:
     def _band(self) -> Band:
         ordered, counts = self._ordered()
         low, p5, median, p95, high = (_quantile(ordered, counts, share) for share in (0.0, 0.05, 0.5, 0.95, 1.0))
-        told = self.there.sum(axis=0)
-        return Band(self.rounds, low, p5, median, p95, high, told, told - counts)
+        counted = self.there.sum(axis=0)
+        return Band(self.rounds, low, p5, median, p95, high, counted, counted - counts)
 
     def _ordered(self) -> tuple[Floats, Whole]:
         """The finite values of each round, sorted along the rows, and how many there are."""

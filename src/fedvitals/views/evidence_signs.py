@@ -174,14 +174,14 @@ def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
     """The signs that the finding itself names with the number of each, the furthest from usual first."""
     rows = [dict(row) for row in numbers_of(case)]
     rows.sort(key=lambda row: -abs(row["score"]) if isinstance(row.get("score"), int | float) else 0.0)
-    found: dict[str, tuple[Sign, dict[str, object]]] = {}
+    signs: dict[str, tuple[Sign, dict[str, object]]] = {}
     # Of a deep network's pressures, only that of the layer in question.
     own = [row for row in rows if row.get("name") == f"pressure of {case.layer}"]
     for row in own or rows:
         sign = sign_of(str(row.get("name")), case)
         if sign is not None:
-            found.setdefault(sign.id, (sign, row))
-    return list(found.values())
+            signs.setdefault(sign.id, (sign, row))
+    return list(signs.values())
 
 
 def telling_signs(case: Case) -> list[Sign]:
@@ -197,7 +197,7 @@ def last_resorts(case: Case) -> list[Sign]:
 
 
 # What a sign is called on a plot, and its unit; others go by the catalogue's name.
-SAID = {
+WORDING = {
     "update.peers/cosine": ("direction of the update, against the others'", "cosine"),
     "update.peers/first": ("direction of the first layer's update, against the others'", "cosine"),
     "update.peers/head": ("direction of the last layer's update, against the others'", "cosine"),
@@ -228,8 +228,8 @@ def title_of(sign: Sign, layer: str | None) -> str:
         return "how often: " + " or ".join(sign.events)
     if not sign.statistic:
         return sign.name
-    said = SAID.get(f"{sign.name}/{sign.statistic}", (f"{sign.name}: {sign.statistic} of {{layer}}", ""))[0]
-    return said.replace("{layer}", layer or "the model")
+    title = WORDING.get(f"{sign.name}/{sign.statistic}", (f"{sign.name}: {sign.statistic} of {{layer}}", ""))[0]
+    return title.replace("{layer}", layer or "the model")
 
 
 def meaning_of(sign: Sign) -> str:
@@ -243,5 +243,5 @@ def meaning_of(sign: Sign) -> str:
 def unit_of(sign: Sign) -> str:
     if sign.events:
         return "events"
-    known = SAID.get(f"{sign.name}/{sign.statistic}")
+    known = WORDING.get(f"{sign.name}/{sign.statistic}")
     return known[1] if known is not None else CATALOG[sign.name].unit if sign.name in CATALOG else "1"

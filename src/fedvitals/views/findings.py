@@ -136,7 +136,7 @@ class Trust:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldFinding:
+class FindingDetails:
     """Everything about a case but its pictures, which take longer to make than the rest."""
 
     case: CaseCard
@@ -155,7 +155,7 @@ class ToldFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class FullFinding(ToldFinding):
+class FullFinding(FindingDetails):
     evidence: Evidence
 
 
@@ -191,52 +191,52 @@ class Asked:
 
 def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
     outline = outline_of(reader, run)
-    found = cases_of(reader, run, rounds=outline.rounds)
-    facts = facts_of(reader, run, outline, found)
+    cases = cases_of(reader, run, rounds=outline.rounds)
+    facts = facts_of(reader, run, outline, cases)
     marks = Marked(outline.marks)
-    briefs = {case_key(case): card(case, marks, facts.labels) for case in found}
+    briefs = {case_key(case): card(case, marks, facts.labels) for case in cases}
     chosen = [
-        one
-        for case in found
-        if _is_there(one := briefs[case_key(case)], asked.where)
-        and (asked.severity is None or one.severity == asked.severity)
+        line
+        for case in cases
+        if _is_there(line := briefs[case_key(case)], asked.where)
+        and (asked.severity is None or line.severity == asked.severity)
         and (asked.node is None or concerns(case, asked.node))
-        and _mentions(one, asked.search)
+        and _mentions(line, asked.search)
     ]
-    chosen.sort(key=lambda one: (one.muted, not one.still_there))  # what is there now before what is over
-    counts = {name: sum(_is_there(one, name) for one in briefs.values()) for name in Counts.__dataclass_fields__}
-    still = [one for one in briefs.values() if _is_there(one, "open")]
+    chosen.sort(key=lambda line: (line.muted, not line.still_there))  # what is there now before what is over
+    counts = {name: sum(_is_there(line, name) for line in briefs.values()) for name in Counts.__dataclass_fields__}
+    still = [line for line in briefs.values() if _is_there(line, "open")]
     return Findings(
-        verdict=judge(found, facts),
+        verdict=judge(cases, facts),
         cases=tuple(chosen[asked.offset : asked.offset + asked.limit]),
         total=len(chosen),
         offset=asked.offset,
         limit=asked.limit,
         counts=Counts(**counts),
-        severities={name: sum(one.severity == name for one in still) for name in ("critical", "warning", "note")},
+        severities={name: sum(line.severity == name for line in still) for name in ("critical", "warning", "note")},
     )
 
 
-def _is_there(one: CaseCard, where: str) -> bool:
+def _is_there(line: CaseCard, where: str) -> bool:
     """Muted cases are among the muted only, unless all are asked for."""
     if where == "muted":
-        return one.muted
+        return line.muted
     if where == "acknowledged":
-        return one.acknowledged and not one.muted
+        return line.acknowledged and not line.muted
     if where in ("open", "past"):
-        return not one.muted and one.still_there == (where == "open")
+        return not line.muted and line.still_there == (where == "open")
     return True
 
 
-def _mentions(one: CaseCard, search: str) -> bool:
-    text = f"{one.issue} {one.title} {one.place} {one.sentence} {one.message} {one.family}".lower()
+def _mentions(line: CaseCard, search: str) -> bool:
+    text = f"{line.issue} {line.title} {line.place} {line.sentence} {line.message} {line.family}".lower()
     return all(word in text for word in search.lower().split())
 
 
 def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
     """Everything about one case; ConfigError where there is none of that key."""
-    told = told_finding(reader, run, key)
-    parts = {part.name: getattr(told, part.name) for part in fields(told)}
+    finding = finding_details(reader, run, key)
+    parts = {part.name: getattr(finding, part.name) for part in fields(finding)}
     return FullFinding(**parts, evidence=evidence_of_key(reader, run, key))
 
 
@@ -244,10 +244,10 @@ def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
     return evidence_of(reader, run, case_of(reader, run, key))
 
 
-def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
+def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
     case, labels = case_of(reader, run, key), labels_of(reader, run)
     known = case.known
-    return ToldFinding(
+    return FindingDetails(
         case=card(case, marked(reader, run), labels),
         symptom=known.symptom,
         causes=known.causes,
@@ -327,6 +327,6 @@ def _words(value: Any) -> Sequence[str]:
 
 
 def _healthy_rounds() -> int | None:
-    told = json.loads(RATES.read_text(encoding="utf-8")) if RATES.exists() else {}
-    rounds = told.get("healthy_rounds")
+    rates = json.loads(RATES.read_text(encoding="utf-8")) if RATES.exists() else {}
+    rounds = rates.get("healthy_rounds")
     return rounds if isinstance(rounds, int) else None

@@ -15,7 +15,7 @@ from fedvitals.stats import FAMILIES, derive, statistics_of
 from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import failures_by_client
-from fedvitals.views.clients import troubled
+from fedvitals.views.clients import open_and_past_cases
 from fedvitals.views.cohort import Matrix, matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.matrix import metric_matrix
@@ -70,7 +70,7 @@ def ordered(matrix: Matrix, sort: Sort, leading: Sequence[str] = ()) -> list[str
 
 def in_trouble(reader: Reader, run: str) -> list[str]:
     """Clients by their worst case that is not muted: those in which it is there now, then those in which it is over."""
-    open_now, past = troubled(reader, run)
+    open_now, past = open_and_past_cases(reader, run)
     return list(dict.fromkeys([*open_now, *past]))
 
 

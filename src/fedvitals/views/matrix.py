@@ -37,23 +37,23 @@ class _Held:
 def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
     """All of one metric."""
     gathered = reader.database.dialect.gathered
-    found = metrics.gathered_by_round(reader, run, name, until)
-    if not found:
+    rows = metrics.gathered_by_round(reader, run, name, until)
+    if not rows:
         return _Held(np.empty(0, np.int64), EMPTY)
-    rounds = np.array([row[0] for row in found], np.int64)
+    rounds = np.array([row[0] for row in rows], np.int64)
     order = np.argsort(rounds)
-    who = [np.empty(0, np.int64)] * len(found)
+    who = [np.empty(0, np.int64)] * len(rows)
     before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
-    for i, (_, nodes, _) in enumerate(found):
+    for i, (_, nodes, _) in enumerate(rows):
         if nodes != before[0]:  # as a rule the same as in the round before
             before = nodes, np.array(gathered(nodes), np.int64)
         who[i] = before[1]
     known, place = _places(who)
-    values = np.full((len(found), len(known)), np.nan, np.float32)
+    values = np.full((len(rows), len(known)), np.nan, np.float32)
     there = np.zeros(values.shape, bool)
     for i, row in enumerate(order.tolist()):
         columns = place[who[row]]
-        values[i, columns], there[i, columns] = single(np.array(gathered(found[row][2]), float)), True
+        values[i, columns], there[i, columns] = single(np.array(gathered(rows[row][2]), float)), True
     if int(there.sum()) < sum(map(len, who)):  # a node told something twice in one round
         return _read_in_order(reader, run, name, until)
     return _arranged(reader, known, rounds[order], np.ascontiguousarray(values.T), np.ascontiguousarray(there.T))
@@ -181,10 +181,10 @@ class _Run:
                 self.waiting.clear()
             elif newest > self.until and self.metrics:
                 news = _news(reader, run, list(self.metrics), self.until, newest)
-                for one in list(self.metrics):
-                    mine = news[news[:, 0] == one][:, 1:]
+                for metric in list(self.metrics):
+                    mine = news[news[:, 0] == metric][:, 1:]
                     if len(mine):
-                        self._wait(one, mine)
+                        self._wait(metric, mine)
             self.until = newest
             held, mine = self.metrics.get(name), self.waiting.pop(name, [])
             if held is not None and mine:
@@ -237,9 +237,9 @@ class Matrices:
         self._look(reader)
         with self._lock:
             remembered = self._runs.setdefault(run, _Run())
-        found = remembered.matrix(reader, number, metric)
-        self._note(run, metric, found.nbytes)
-        return found
+        matrix = remembered.matrix(reader, number, metric)
+        self._note(run, metric, matrix.nbytes)
+        return matrix
 
     def holds(self, reader: Reader, run: str, name: str) -> bool:
         """Whether that metric can be told without reading all of it."""
@@ -297,11 +297,11 @@ def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
     Where the whole metric is not in memory, the database adds them up, in a third of the time.
     """
     shared = _SHARED.get(reader)
-    found = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
-    if found is None:
+    sums = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
+    if sums is None:
         matrix = metric_matrix(reader, run, name)
-        found = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
-    return found
+        sums = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
+    return sums
 
 
 def _added_up(reader: Reader, run: str, name: str) -> dict[int, float] | None:

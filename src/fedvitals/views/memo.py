@@ -39,5 +39,5 @@ def remembered(reader: Reader, kind: str, key: Hashable, sign: object, make: Cal
         if entry.sign != sign:
             entry.value = make()
             entry.sign = sign
-        found: T = entry.value
-        return found
+        answer: T = entry.value
+        return answer

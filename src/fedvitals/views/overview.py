@@ -84,25 +84,25 @@ def overview(reader: Reader, run: str) -> Overview:
     """Read the overview of a run; ConfigError when there is none of that id."""
     outline = outline_of(reader, run)
     rounds, marks = outline.rounds, Marked(outline.marks)
-    found = cases_of(reader, run, rounds=rounds)
-    facts = facts_of(reader, run, outline, found)
-    lines = [brief(case, marks, facts.labels) for case in found]
+    cases = cases_of(reader, run, rounds=rounds)
+    facts = facts_of(reader, run, outline, cases)
+    lines = [brief(case, marks, facts.labels) for case in cases]
     lines.sort(key=lambda line: (line.muted, not line.still_there))
     measured = measured_names(reader, run, outline.nodes)
-    names, told = measured.names, measured.of_clients
-    counts = _told_by(reader, run, rounds, [name for name in told if name in {*FIRST_SIGHT, *LEARNING}])
+    names, of_clients = measured.names, measured.of_clients
+    counts = _told_by(reader, run, rounds, [name for name in of_clients if name in {*FIRST_SIGHT, *LEARNING}])
     return Overview(
-        verdict=judge(found, facts),
+        verdict=judge(cases, facts),
         cases=lines[:LONGEST_LIST],
         total_cases=len(lines),
         muted=sum(line.muted for line in lines),
-        suspects=suspects((case for case in found if case_key(case) not in facts.muted), facts.labels),
+        suspects=suspects((case for case in cases if case_key(case) not in facts.muted), facts.labels),
         clients=len(outline.clients),
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
-        signs=[_sign(name) for name in sorted(told, key=_order)],
-        sign=_for_clients(counts, told),
-        learning=_for_learning(counts, told),
+        signs=[_sign(name) for name in sorted(of_clients, key=_order)],
+        sign=_for_clients(counts, of_clients),
+        learning=_for_learning(counts, of_clients),
         outcomes=_outcomes(reader, run, names, outline.outcomes),
         scale="scale.gsc" if "scale.gsc" in names else None,
         families=[
@@ -113,10 +113,10 @@ def overview(reader: Reader, run: str) -> Overview:
     )
 
 
-def suspects(found: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLine]:
+def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLine]:
     """Who is suspected in troubles that are still there, each once, for its worst; the most suspected first."""
     worst: dict[str, SuspectLine] = {}
-    for case in found:
+    for case in cases:
         if not case.still_there:
             continue
         named = [(s.node, s.score, s.reason) for s in case.newest.suspects]
@@ -137,24 +137,24 @@ def _told_by(reader: Reader, run: str, rounds: Sequence[int], names: Sequence[st
     return count_nodes_that_told(reader, run, names, chosen)
 
 
-def _for_clients(counts: Mapping[str, Sequence[int]], told: Sequence[str]) -> str | None:
+def _for_clients(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
     """The first sign that most clients have in most rounds: one that is probed now and then leaves a map empty."""
     most = max((sum(counts[name]) for name in FIRST_SIGHT if name in counts), default=0)
     dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) >= max(1.0, ENOUGH * most)]
-    return next(iter([*dense, *(name for name in FIRST_SIGHT if name in told), *told]), None)
+    return next(iter([*dense, *(name for name in FIRST_SIGHT if name in names), *names]), None)
 
 
-def _for_learning(counts: Mapping[str, Sequence[int]], told: Sequence[str]) -> str | None:
+def _for_learning(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
     """The first sign of learning that somebody has in most rounds."""
     usual = [name for name in LEARNING if name in counts and sum(map(bool, counts[name])) * 2 > len(counts[name])]
-    return next(iter([*usual, *(name for name in LEARNING if name in told)]), None)
+    return next(iter([*usual, *(name for name in LEARNING if name in names)]), None)
 
 
 def _outcomes(reader: Reader, run: str, names: Collection[str], known: SeriesByNode) -> list[str]:
     """What the federation or its server tells of how well it learns: accuracy and loss, else what users logged."""
     own = [name for name in names if name.startswith("user.")][:8]
-    told = {name for name, _ in {**known, **(series_of(reader, run, own, (None, "server")) if own else {})}}
-    return [name for name in (*OUTCOMES, *own) if name in told]
+    measured = {name for name, _ in {**known, **(series_of(reader, run, own, (None, "server")) if own else {})}}
+    return [name for name in (*OUTCOMES, *own) if name in measured]
 
 
 def _sign(name: str) -> SignLine:

@@ -60,15 +60,15 @@ def phases(reader: Reader, run: str, points: int, first: int | None = None, last
     chosen, begins, ends = _slowest(rounds, lengths, points)
     numbers = [rounds[i] for i in chosen]
     lengths = np.nan_to_num(lengths[chosen], nan=0.0, posinf=0.0, neginf=0.0)
-    parts, told = {}, np.zeros(len(chosen), dtype=bool)
+    parts, measured = {}, np.zeros(len(chosen), dtype=bool)
     for part, stored in PARTS.items():
         shares = dict(zip(*known.get(f"bottleneck.{stored}", ([], [])), strict=True))
-        told |= np.array([number in shares for number in numbers], dtype=bool)
+        measured |= np.array([number in shares for number in numbers], dtype=bool)
         own = np.nan_to_num(np.array([shares.get(number, 0.0) for number in numbers])) * lengths
         if own.any():
             parts[part] = own
     rest = np.maximum(lengths - sum(parts.values(), np.zeros(len(chosen))), 0.0)
-    parts[REST], parts[UNTOLD] = np.where(told, rest, 0.0), np.where(told, 0.0, rest)
+    parts[REST], parts[UNTOLD] = np.where(measured, rest, 0.0), np.where(measured, 0.0, rest)
     return Phases(
         clock=clock,
         rounds=numbers,

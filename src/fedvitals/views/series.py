@@ -209,10 +209,10 @@ _OUTERMOST: tuple[Callable[[Array], float], ...] = (np.min, np.min, np.median, n
 def _reduced(line: Array, starts: Sequence[tuple[int, int]], how: Callable[[Array], float]) -> Array:
     if len(starts) == len(line):  # no two rounds share a bucket
         return np.where(np.isfinite(line), line, np.nan)
-    found = np.full(len(starts), np.nan)
+    reduced = np.full(len(starts), np.nan)
     for i, (begin, end) in enumerate(starts):
         own = line[begin:end]
         own = own[np.isfinite(own)]
         if own.size:
-            found[i] = how(own)
-    return found
+            reduced[i] = how(own)
+    return reduced

@@ -149,14 +149,14 @@ def state_of(
 def planned_rounds(run: Run) -> int | None:
     """How many rounds there shall be, where the host or the user has told."""
     for name in ("rounds", "num_rounds", "num_server_rounds"):
-        told = run.config.get(name)
-        if isinstance(told, int) and not isinstance(told, bool) and told > 0:
-            return told
+        planned = run.config.get(name)
+        if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0:
+            return planned
     experiment = run.config.get("experiment")
     if run.host == "lab" and isinstance(experiment, str):
         # What is as by default is not written down; a table after it may have rounds of its own.
-        found = re.search(r"^rounds = (\d+)$", experiment.partition("\n[")[0], re.MULTILINE)
-        return int(found[1]) if found else LAB_ROUNDS
+        written = re.search(r"^rounds = (\d+)$", experiment.partition("\n[")[0], re.MULTILINE)
+        return int(written[1]) if written else LAB_ROUNDS
     return None
 
 

@@ -22,7 +22,7 @@ def traffic_sums(reader: Reader, run: str) -> Traffic:
         place = -1 if when is None else int(when)
         once[place] += 0 if telemetry else int(flow[0] or 0)
         for i in where:
-            books[i].setdefault(place, []).append([*(float(one or 0) for one in flow), 0.0, 0.0])
+            books[i].setdefault(place, []).append([*(float(amount or 0) for amount in flow), 0.0, 0.0])
     rounds = sorted({number for book in books for number in book})
     by_round = [[Flow.of(book.get(number, ())) for book in books] for number in rounds]
     flows = [Flow.of(flow for own in book.values() for flow in own) for book in books]

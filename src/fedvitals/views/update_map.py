@@ -308,10 +308,10 @@ def _trail(
     reader: Reader, run: str, layouts: Layouts, rounds: Sequence[int], at: int, node: str, kind: Kind
 ) -> list[Step]:
     """Where it was before; in a plane of the round's own, earlier rounds would not be in that plane."""
-    found = []
+    steps = []
     for i in range(max(0, at - TRAIL) if kind == "run" else at, at + 1):
         layout = layouts.layout(reader, run, rounds, i, kind)
         if node in layout.names:
             x, y = layout.points[layout.names.index(node)]
-            found.append(Step(rounds[i], float(x), float(y)))
-    return found
+            steps.append(Step(rounds[i], float(x), float(y)))
+    return steps

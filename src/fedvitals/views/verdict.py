@@ -105,20 +105,21 @@ def _is_serious_now(case: Case) -> bool:
 # -- the sentence -----------------------------------------------------------------------------------------------------
 
 
-def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
-    worst = min(found, key=lambda case: (rank(case.newest.severity), -case.confidence))
-    same = [worst, *(case for case in found if case.issue == worst.issue and case is not worst and _alike(case, worst))]
+def _of_cases(state: State, opening: str, chosen: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
+    worst = min(chosen, key=lambda case: (rank(case.newest.severity), -case.confidence))
+    others = [case for case in chosen if case.issue == worst.issue and case is not worst]
+    same = [worst, *(case for case in others if _alike(case, worst))]
     beginnings = [begin for case in same if (begin := since_of(case)) is not None]
     since = min(beginnings, default=None)
-    said = f"{opening}{_in_which_rounds(same, since)}{clause(same, facts.labels)}"
-    if since is not None and worst.still_there and f"since round {since}" not in said:
-        said += f", since round {since}"
+    sentence = f"{opening}{_in_which_rounds(same, since)}{clause(same, facts.labels)}"
+    if since is not None and worst.still_there and f"since round {since}" not in sentence:
+        sentence += f", since round {since}"
     certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(worst)
     if all(case_key(case) in facts.acknowledged for case in same):
         certainty += ", acknowledged"
     return Verdict(
         state,
-        f"{said[:1].upper() + said[1:] if worst.node is None else said} ({certainty})",
+        f"{sentence[:1].upper() + sentence[1:] if worst.node is None else sentence} ({certainty})",
         _sentences(
             _how_it_stands(facts),
             _share_of_data(same, facts),
@@ -150,7 +151,7 @@ def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
 
 def _healthy(cases: Sequence[Case], facts: Facts) -> str:
     counted = [case for case in cases if case_key(case) not in facts.muted]
-    found = (
+    findings = (
         f"{_counted(len(counted), 'note')} that {'is' if len(counted) == 1 else 'are'} over"
         if counted
         else "no finding"
@@ -159,7 +160,7 @@ def _healthy(cases: Sequence[Case], facts: Facts) -> str:
     left_out = f" ({muted} muted)" if muted else ""
     expected = facts.false_alarms * facts.rounds / 100
     about = f"{_counted(facts.rounds, 'round')}, {_counted(facts.clients, 'client')}"
-    return f"Healthy. {about}, {found}{left_out}; expected false alarms {expected:.2g}."
+    return f"Healthy. {about}, {findings}{left_out}; expected false alarms {expected:.2g}."
 
 
 def _too_early(facts: Facts) -> str:
@@ -255,7 +256,7 @@ def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Se
     )
 
 
-def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark], gaps: tuple[str, ...] = ()) -> Facts:
+def facts_in_short(run: Run, rounds: int, clients: int, marks: Sequence[Mark], gaps: tuple[str, ...] = ()) -> Facts:
     """What decides the state and the headline; the rest is for the detail, for which a list has no room."""
     return Facts(
         rounds=rounds,
@@ -263,8 +264,8 @@ def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark], ga
         detectors=detectors_of(run),
         false_alarms=_allowed(run),
         finished=run.finished is not None,
-        muted=frozenset(mark.target for mark in told if mark.kind == "muted"),
-        acknowledged=frozenset(mark.target for mark in told if mark.kind == "acknowledged"),
+        muted=frozenset(mark.target for mark in marks if mark.kind == "muted"),
+        acknowledged=frozenset(mark.target for mark in marks if mark.kind == "acknowledged"),
         gaps=gaps,
     )
 
@@ -281,9 +282,9 @@ def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[
     while looked < len(newest) and len(known) < len(clients):
         # As a rule the newest round has all; if it has not, more rounds are asked for at once.
         part = newest[looked : 4 * looked + 1]
-        told = values_in_rounds(reader, run, names, part)
+        values = values_in_rounds(reader, run, names, part)
         for round_index, name in product(part, names):
-            known = {**told.get((name, round_index), {}), **known}
+            known = {**values.get((name, round_index), {}), **known}
             if name == names[-1] and len(known) >= len(clients):
                 break
         looked += len(part)
@@ -294,5 +295,5 @@ def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[
 def _allowed(run: Run) -> float:
     """How many false alarms per 100 healthy rounds the run's monitor was set to."""
     ours = run.config.get("fedvitals")
-    told = ours.get("false_alarms", ALARMS) if isinstance(ours, Mapping) else ALARMS
-    return float(told) if isinstance(told, int | float) else ALARMS
+    allowed = ours.get("false_alarms", ALARMS) if isinstance(ours, Mapping) else ALARMS
+    return float(allowed) if isinstance(allowed, int | float) else ALARMS

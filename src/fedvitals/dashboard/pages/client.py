@@ -104,9 +104,9 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
     if place is None:
         raise ConfigError(f"The run {run} has no client '{node}'. The page of clients lists those that it has.")
     row = everyone[place]
-    found = [case for case in cases_of(reader, run) if concerns(case, node)]
+    cases = [case for case in cases_of(reader, run) if concerns(case, node)]
     facts, marks = facts_of(reader, run), marked(reader, run)
-    verdict = client_verdict(row, found, facts)
+    verdict = client_verdict(row, cases, facts)
     events = events_of(reader, run, node)
     failures = events_of(reader, run, node, tuple(FAILED))
     labels, when = _labels(reader, run, node)
@@ -118,7 +118,7 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
         clients=len(everyone),
         worse=everyone[place - 1].name if place else None,
         better=everyone[place + 1].name if place + 1 < len(everyone) else None,
-        cases=[brief(case, marks, facts.labels) for case in found],
+        cases=[brief(case, marks, facts.labels) for case in cases],
         facts=_facts(reader, run, node),
         labels=labels,
         labels_round=when,
@@ -129,13 +129,13 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
     )
 
 
-def client_verdict(row: ClientRow, found: Sequence[Case], facts: Facts) -> ClientVerdict:
+def client_verdict(row: ClientRow, cases: Sequence[Case], facts: Facts) -> ClientVerdict:
     """From its cases; without any that is open, from how it stands among its peers."""
     name, detail = named(row.name, facts.labels), _detail(row, facts)
-    own = judge(found, facts) if found else None
+    own = judge(cases, facts) if cases else None
     if own is not None and own.state in ("ill", "watch"):
         return ClientVerdict("ill" if own.state == "ill" else "watch", own.headline, detail, own.key)
-    if not facts.detectors and not found:
+    if not facts.detectors and not cases:
         return ClientVerdict("unjudged", f"Not judged: no detector looked at the run of {name}.", detail)
     if row.attended < WARM:
         return ClientVerdict("warming", f"Too early to judge {name}: it took part in {row.attended} rounds.", detail)
@@ -144,7 +144,7 @@ def client_verdict(row: ClientRow, found: Sequence[Case], facts: Facts) -> Clien
     if row.score is not None and row.score >= FAR:
         text = f"{name} is different, but nothing says broken: no finding; it stands out by {row.why}."
         return ClientVerdict("different", text, detail)
-    muted = f" ({len(found)} muted or over)" if found else ""
+    muted = f" ({len(cases)} muted or over)" if cases else ""
     if facts.gaps:
         text = f"No open finding about {name}{muted}, but not all was judged: {'; '.join(facts.gaps)}."
     else:
@@ -203,8 +203,8 @@ def _labels(reader: Reader, run: str, node: str) -> tuple[list[LabelShare], int 
 
 def _counts(event: Event) -> dict[str, int]:
     """A client may have told anything; only whole numbers of samples count."""
-    told = event.data["histogram"]
-    return {str(label): count for label, count in told.items() if isinstance(count, int) and 0 < count < 2**53}
+    histogram = event.data["histogram"]
+    return {str(label): count for label, count in histogram.items() if isinstance(count, int) and 0 < count < 2**53}
 
 
 def events_of(reader: Reader, run: str, node: str, names: Sequence[str] = (), limit: int = EVENTS) -> list[ClientEvent]:

@@ -120,20 +120,20 @@ def _read(
     names = layer_names(reader, table)
     # Of all clients at once: who looks at one is likely to look at the next.
     key, arrivals = (run, family, statistic, *span), [arrival for arrival, _ in wanted]
-    found = remembered(reader, "layers", key, wanted, lambda: _by_round(reader, run, family, statistic, arrivals))
-    return names, {n: told for n, told in found.items() if low <= n <= high}, left < 0
+    by_round = remembered(reader, "layers", key, wanted, lambda: _by_round(reader, run, family, statistic, arrivals))
+    return names, {n: statistics for n, statistics in by_round.items() if low <= n <= high}, left < 0
 
 
 def _by_round(reader: Reader, run: str, family: str, statistic: str, arrivals: Sequence[int]) -> Read:
     parts = list(_parts(reader, family, statistic, sorted(arrivals), [*clients_by_number(reader, run)]))
-    found: Read = {}
+    by_round: Read = {}
     if parts:
         rounds, _, nodes, values = newest(parts)
         for number in np.unique(rounds).tolist():
             here = np.flatnonzero(rounds == number)
             place = {int(nodes[i]): i for i in here}  # of a node that told twice, the newer
-            found[number] = [*place], values[[*place.values()]]
-    return found
+            by_round[number] = [*place], values[[*place.values()]]
+    return by_round
 
 
 def _parts(
@@ -168,7 +168,7 @@ def medians(values: Array) -> Array:
     """The median of the finite values in each column; NaN where there is none."""
     ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
     counts = np.sum(~np.isnan(ordered), axis=0)
-    found = np.full(values.shape[1], np.nan)
+    middle = np.full(values.shape[1], np.nan)
     some = np.flatnonzero(counts)
-    found[some] = (ordered[(counts[some] - 1) // 2, some] + ordered[counts[some] // 2, some]) / 2
-    return found
+    middle[some] = (ordered[(counts[some] - 1) // 2, some] + ordered[counts[some] // 2, some]) / 2
+    return middle

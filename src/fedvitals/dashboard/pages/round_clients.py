@@ -97,20 +97,20 @@ def norms_of(reader: Reader, run: str, entry: Entry, names: Sequence[str], updat
     if nodes and measured.layers:
         rows = [measured.nodes.index(node) for node in nodes]
         values = np.asarray(measured.get("l2"), float)[rows][:, :LAYERS]
-        told = reader.history(run).latest("update.norm", entry.round)
-        totals = {node: told[node] for node in nodes if node in told}
+        norms = reader.history(run).latest("update.norm", entry.round)
+        totals = {node: norms[node] for node in nodes if node in norms}
         return Norms(MEASURED, measured.layers[:LAYERS], _places(nodes), values, totals or _totals(nodes, values))
     if updates is not None:
         pieces = updates.deltas().split(updates.sizes, dim=1)
         values = np.stack([piece.double().norm(dim=1).numpy() for piece in pieces], axis=1)
         return Norms(TAKEN, updates.names, _places(updates.nodes), values, _totals(updates.nodes, values))
-    came = [one for one in entry.came if one.mark is not None]
+    came = [reply for reply in entry.came if reply.mark is not None]
     layers = tuple(names[:LAYERS])
     values = np.full((len(came), len(layers)), np.nan)
-    for row, one in enumerate(came):
-        sizes = one.mark.norms[: len(layers)] if one.mark is not None else ()
+    for row, reply in enumerate(came):
+        sizes = reply.mark.norms[: len(layers)] if reply.mark is not None else ()
         values[row, : len(sizes)] = [math.nan if size is None else size for size in sizes]
-    sent = [one.node for one in came]
+    sent = [reply.node for reply in came]
     return Norms(SENT, layers, _places(sent), values, _totals(sent, values))
 
 
@@ -186,8 +186,8 @@ def losses_of(came: Came) -> Array:
 def client_diff(entry: Entry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str) -> ClientDiff:
     """`updates`: all whole ones, or why they are not there."""
     came = entry.of(node)
-    row = next((one for one in rows if one.node == node), None)
-    cosines, whole, told = _cosines(updates, node)
+    row = next((other for other in rows if other.node == node), None)
+    cosines, whole, words = _cosines(updates, node)
     place = norms.nodes.get(node)
     layers = []
     if place is not None:
@@ -199,7 +199,7 @@ def client_diff(entry: Entry, node: str, norms: Norms, rows: Sequence[CameRow], 
     losses = np.empty(0, np.float32) if came is None else losses_of(came)
     every = max(1, math.ceil(len(losses) / POINTS))
     return ClientDiff(
-        node, came is not None, row, norms.of, len(norms.nodes), tuple(layers), whole, told,
+        node, came is not None, row, norms.of, len(norms.nodes), tuple(layers), whole, words,
         tuple(float(loss) for loss in losses[::every]), every,
     )  # fmt: skip
 
@@ -217,10 +217,10 @@ def _cosines(updates: Updates | str, node: str) -> tuple[dict[str, float | None]
     mean = (deltas * (weights / weights.sum())[:, None]).sum(0) if float(weights.sum()) else deltas.mean(0)
     mine = deltas[updates.nodes.index(node)]
     pieces = zip(updates.names, mine.split(updates.sizes), mean.split(updates.sizes), strict=True)
-    found = {name: _cosine(one, two) for name, one, two in pieces}
-    return found, _cosine(mine, mean), f"to the mean of all {len(updates.nodes)} updates, which are on the tape"
+    cosines = {name: _cosine(piece, piece_of_mean) for name, piece, piece_of_mean in pieces}
+    return cosines, _cosine(mine, mean), f"to the mean of all {len(updates.nodes)} updates, which are on the tape"
 
 
-def _cosine(one: Any, two: Any) -> float | None:
-    lengths = float(one.norm()) * float(two.norm())
-    return float(one @ two) / lengths if lengths else None
+def _cosine(first: Any, second: Any) -> float | None:
+    lengths = float(first.norm()) * float(second.norm())
+    return float(first @ second) / lengths if lengths else None

@@ -58,7 +58,7 @@ def client_times(
         time.round: time.nodes[node] for time in times if time.clock == clock and node in time.nodes
     }
     rounds = sorted(own)
-    names = {part for one in own.values() for part, seconds in one.parts.items() if seconds > 0}
+    names = {part for times_of_round in own.values() for part, seconds in times_of_round.parts.items() if seconds > 0}
     order = sorted(names, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
     return ClientTimes(
         clock=clock,

@@ -50,12 +50,12 @@ class RunFacts:
     verdict: Verdict
 
 
-def facts_of(reader: Reader, run: str, told: Sequence[Mark] = ()) -> RunFacts:
+def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
     """The facts of a run with these marks."""
     rounds, last = rounds_and_last_record(reader, run)
     described, clients = run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
     total, outcomes = traffic_total(reader, run), newest_outcomes(reader, run, ("accuracy", "loss"))
-    findings, verdict = _judged(reader, described, told, rounds, clients)
+    findings, verdict = _judged(reader, described, marks, rounds, clients)
     return RunFacts(
         rounds=rounds,
         planned=planned_rounds(described),
@@ -71,11 +71,11 @@ def facts_of(reader: Reader, run: str, told: Sequence[Mark] = ()) -> RunFacts:
 
 
 def _judged(
-    reader: Reader, run: Run, told: Sequence[Mark], rounds: int, clients: int
+    reader: Reader, run: Run, marks: Sequence[Mark], rounds: int, clients: int
 ) -> tuple[dict[str, int], Verdict]:
     """Cases by severity, and the verdict: as `verdict_of` gives it, but for the details that a list has no room for."""
     cases = cases_of(reader, run.id)
-    facts = facts_in_short(run, rounds, clients, told, gaps_of(reader, run.id))
+    facts = facts_in_short(run, rounds, clients, marks, gaps_of(reader, run.id))
     counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
     return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
 
@@ -98,8 +98,8 @@ def course_of(reader: Reader, run: str, name: str) -> Spark | None:
         known if len(known) <= POINTS else [known[round(i * (len(known) - 1) / (POINTS - 1))] for i in range(POINTS)]
     )
     cohort = {n: [v for node, v in history.latest(name, n).items() if is_client(node)] for n in picked}
-    told = [(n, _median(own)) for n, own in cohort.items() if own]
-    return Spark(name, "median client", tuple(n for n, _ in told), tuple(v for _, v in told)) if told else None
+    medians = [(n, _median(own)) for n, own in cohort.items() if own]
+    return Spark(name, "median client", tuple(n for n, _ in medians), tuple(v for _, v in medians)) if medians else None
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -118,14 +118,14 @@ class RunList:
     ) -> RunsPage:
         """`version(run)` changes when the run does; `is_written(run, newest)`: whether its training is still there."""
         heads = _heads(reader, is_written, time.time() if now is None else now)
-        found = [head for head in heads if _is_asked(head, asked)]
+        chosen = [head for head in heads if _is_asked(head, asked)]
         rows: Iterable[RunRow]
         if asked.health is None and asked.sort in FROM_HEADS:
-            found = _sorted(found, asked)
-            rows = [self._row(reader, version, head) for head in found[asked.offset : asked.offset + asked.limit]]
-            total = len(found)
+            chosen = _sorted(chosen, asked)
+            rows = [self._row(reader, version, head) for head in chosen[asked.offset : asked.offset + asked.limit]]
+            total = len(chosen)
         else:
-            every = [self._row(reader, version, head) for head in found]
+            every = [self._row(reader, version, head) for head in chosen]
             matching = _sorted([row for row in every if asked.health in (None, row.health)], asked)
             rows, total = matching[asked.offset : asked.offset + asked.limit], len(matching)
         return RunsPage(
@@ -207,24 +207,24 @@ def _is_asked(head: _Head, asked: RunsAsked) -> bool:
     )
 
 
-def _sorted(found: list[Any], asked: RunsAsked) -> list[Any]:
+def _sorted(heads: list[Any], asked: RunsAsked) -> list[Any]:
     """Heads or rows in the order asked for; what has no value comes last either way, and of equals the newest first."""
-    newest = sorted(found, key=lambda one: (-(one.started or 0.0), one.id))
+    newest = sorted(heads, key=lambda head: (-(head.started or 0.0), head.id))
     if asked.sort == "newest":
-        order = sorted(newest, key=lambda one: one.state != "running")
+        order = sorted(newest, key=lambda head: head.state != "running")
         return order[::-1] if asked.order == "up" else order
     down = asked.order == "down" if asked.order else asked.sort in DOWN_BY_ITSELF
     value = VALUES[asked.sort]
-    known = [one for one in newest if value(one) is not None]
+    known = [head for head in newest if value(head) is not None]
     known.sort(key=value, reverse=down)
-    return known + [one for one in newest if value(one) is None]
+    return known + [head for head in newest if value(head) is None]
 
 
 VALUES: Mapping[str, Callable[[Any], Any]] = {
     "worst": lambda row: (WORST_FIRST.index(row.health), *(-row.findings[severity] for severity in SEVERITIES)),
     "health": lambda row: WORST_FIRST.index(row.health),
-    "name": lambda one: one.name.casefold(),
-    "host": lambda one: (one.host, one.topology or ""),
+    "name": lambda head: head.name.casefold(),
+    "host": lambda head: (head.host, head.topology or ""),
     "started": attrgetter("started"),
     "progress": lambda row: row.rounds / row.planned if row.planned else float(row.finished is not None),
     "accuracy": attrgetter("accuracy"),

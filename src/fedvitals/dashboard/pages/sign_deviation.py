@@ -45,8 +45,8 @@ def client_signs(
     """Every sign that the client told, the most deviating first."""
     own = [name for name in queries.metric_names(reader, run) if name.startswith("user.")][:OWN]
     asked = _Asked(reader, run, node, clients_by_number(reader, run), points, first, last)
-    found = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]
-    return sorted(found, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
+    signs = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]
+    return sorted(signs, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ def _sign(asked: _Asked, name: str) -> ClientSign | None:
     reader, run, node = asked.reader, asked.run, asked.node
     if reader.names.number(name) is None:
         return None
-    told = series(reader, run, name, node, asked.points, asked.first, asked.last)
-    rounds = [number for number, value in zip(told.last, told.values, strict=True) if value is not None]
-    newest = max([*rounds[-1:], *told.odd[-1:]], default=None)
+    line = series(reader, run, name, node, asked.points, asked.first, asked.last)
+    rounds = [number for number, value in zip(line.last, line.values, strict=True) if value is not None]
+    newest = max([*rounds[-1:], *line.odd[-1:]], default=None)
     if newest is None:
         return None
     cohort = values_of_nodes(reader, run, name, newest, asked.clients)
     value = cohort.get(reader.names.number(node) or 0, math.nan)
     middle, z = deviation(value, cohort)
-    odd = newest in told.odd
-    return ClientSign(told, value if math.isfinite(value) else None, middle, newest, z, odd)
+    odd = newest in line.odd
+    return ClientSign(line, value if math.isfinite(value) else None, middle, newest, z, odd)
 
 
 def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, float | None]:

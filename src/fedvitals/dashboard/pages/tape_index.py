@@ -38,14 +38,14 @@ class NoTapeError(FedvitalsError):
         self.extra, self.damaged = extra, damaged
 
 
-class Glimpse(msgspec.Struct, frozen=True, array_like=True):
+class StateDigest(msgspec.Struct, frozen=True, array_like=True):
     """Of a Mark, only which bits."""
 
     digest: str
 
 
 class Answered(msgspec.Struct, frozen=True):
-    mark: Glimpse | None = None
+    mark: StateDigest | None = None
     used: bool = True
 
 
@@ -53,17 +53,17 @@ class Noted(msgspec.Struct, frozen=True):
     actions: Any = None  # corrections in force, as the host wrote them
 
 
-class Glance(msgspec.Struct, frozen=True):
+class EntrySummary(msgspec.Struct, frozen=True):
     """Of an Entry, what the index needs."""
 
-    state: dict[str, Glimpse] = {}
+    state: dict[str, StateDigest] = {}
     notes: Noted = Noted()
     came: list[Answered] = []
     lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TapedRound:
     """One round; `trouble`: why it cannot be read."""
 
     round: int
@@ -78,7 +78,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RoundCoverage:
     """What can be done with one round now. `since`: from which round on it is run again; None: it cannot be."""
 
     kind: str
@@ -95,8 +95,8 @@ def tape_of(store: Target, run: str) -> TapeReader:
     except MissingExtraError as error:
         raise NoTapeError(str(error), extra=True) from error
     except ModuleNotFoundError as error:
-        told = MissingExtraError(error.name or "torch", "replay", "Reading a tape")
-        raise NoTapeError(str(told), extra=True) from error
+        missing = MissingExtraError(error.name or "torch", "replay", "Reading a tape")
+        raise NoTapeError(str(missing), extra=True) from error
     except (StoreError, OSError) as error:
         raise NoTapeError(str(error)) from error
     if not there:
@@ -110,9 +110,9 @@ def tape_of(store: Target, run: str) -> TapeReader:
 def sign_of(store: Target, run: str) -> str:
     """Differs as soon as something was written to the tape, or went from it: folders are looked at, not files."""
     folder = spill_folder(store) / "tape" / Path(run).name
-    found = [_when(folder / "tape.json"), _when(folder / "rounds"), _when(folder / "objects")]
-    found += [_when(one) for one in sorted(folder.glob("objects/??"))]
-    return f"{hash(tuple(found)) & 0xFFFFFFFFFFFF:x}"
+    times = [_when(folder / "tape.json"), _when(folder / "rounds"), _when(folder / "objects")]
+    times += [_when(folder_of_objects) for folder_of_objects in sorted(folder.glob("objects/??"))]
+    return f"{hash(tuple(times)) & 0xFFFFFFFFFFFF:x}"
 
 
 def _when(path: Path) -> int:
@@ -127,22 +127,22 @@ class Index:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: dict[int, tuple[tuple[int, int], Row]] = {}
+        self._rows: dict[int, tuple[tuple[int, int], TapedRound]] = {}
         self._sign = ""
-        self._standing: list[Standing] = []
-        self.rows: list[Row] = []
+        self._coverages: list[RoundCoverage] = []
+        self.rows: list[TapedRound] = []
 
-    def look(self, tape: TapeReader, sign: str) -> tuple[list[Row], list[Standing]]:
+    def look(self, tape: TapeReader, sign: str) -> tuple[list[TapedRound], list[RoundCoverage]]:
         """What is there now: only rounds that are new since the last look are read."""
         with self._lock:
             if sign != self._sign:
                 self.rows = [self._row(tape, number) for number in tape.rounds]
                 self._rows = {row.round: self._rows[row.round] for row in self.rows}
-                self._standing = standings(self.rows, tape.whole(), from_seed=tape.begins_from_seed)
+                self._coverages = coverages(self.rows, tape.whole(), from_seed=tape.begins_from_seed)
                 self._sign = sign
-            return self.rows, self._standing
+            return self.rows, self._coverages
 
-    def _row(self, tape: TapeReader, number: int) -> Row:
+    def _row(self, tape: TapeReader, number: int) -> TapedRound:
         state = _state_of(tape.folder / "rounds" / f"{number:08d}")
         known = self._rows.get(number)
         if known is None or known[0] != state:
@@ -155,8 +155,8 @@ class Opened:
     """A tape, and what its index says at this moment."""
 
     tape: TapeReader
-    rows: Sequence[Row]
-    standings: Sequence[Standing]
+    rows: Sequence[TapedRound]
+    coverages: Sequence[RoundCoverage]
     sign: str
 
     def place(self, number: int) -> int:
@@ -178,35 +178,35 @@ def opened(reader: Reader, store: Target, run: str) -> Opened:
 
 def _state_of(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return -1, -1
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
-def _read(tape: TapeReader, number: int) -> Row:
+def _read(tape: TapeReader, number: int) -> TapedRound:
     try:
-        found = tape.journal.read_as(Glance, number)
-        marks = [came.mark for came in found.came if came.mark is not None]
-        return Row(
+        entry = tape.journal.read_as(EntrySummary, number)
+        marks = [came.mark for came in entry.came if came.mark is not None]
+        return TapedRound(
             number,
-            tuple(one.digest for one in found.state.values()),
+            tuple(state.digest for state in entry.state.values()),
             keys_of([mark.digest for mark in marks]),
-            len(found.came),
-            len(found.came) - len(marks),
-            sum(came.mark is not None and not came.used for came in found.came),
-            found.lost,
-            _restored(found.notes.actions),
+            len(entry.came),
+            len(entry.came) - len(marks),
+            sum(came.mark is not None and not came.used for came in entry.came),
+            entry.lost,
+            _restored(entry.notes.actions),
         )
     except (StoreError, OSError, ValueError, OverflowError) as error:
-        return Row(number, trouble=str(error) or type(error).__name__)
+        return TapedRound(number, trouble=str(error) or type(error).__name__)
 
 
 def _restored(actions: Any) -> int | None:
     """The round that a correction went back to."""
-    for one in actions if isinstance(actions, list) else ():
-        told = one.get("arguments") if isinstance(one, dict) else None
-        target = told.get("restore") if isinstance(told, dict) else None
+    for action in actions if isinstance(actions, list) else ():
+        arguments = action.get("arguments") if isinstance(action, dict) else None
+        target = arguments.get("restore") if isinstance(arguments, dict) else None
         if isinstance(target, int | float):
             return int(target)
     return None
@@ -220,7 +220,7 @@ def keys_of(digests: Sequence[str]) -> Keys:
     return packed[::2].copy()
 
 
-def standings(rows: Sequence[Row], whole: frozenset[str], *, from_seed: bool) -> list[Standing]:
+def coverages(rows: Sequence[TapedRound], whole: frozenset[str], *, from_seed: bool) -> list[RoundCoverage]:
     """Of each round: whether its state is stored, else from which one it is run again, and how many updates there are.
 
     As `TapeReader.coverage`, in one pass.
@@ -228,15 +228,15 @@ def standings(rows: Sequence[Row], whole: frozenset[str], *, from_seed: bool) ->
     there = keys_of([digest for digest in whole if len(digest) == 32])
     restores = [(row.round, row.restores) for row in rows if row.restores is not None]
     since: dict[int, int | None] = {}
-    found, start = [], None
+    by_round, start = [], None
     for row in rows:
         stored = row.trouble is None and bool(row.state) and all(digest in whole for digest in row.state)
         start = row.round if stored else start
         begin = start if start is not None else 0 if from_seed else None
         since[row.round] = begin = _before_restores(begin, row.round, restores, since)
         kind = DAMAGED if row.trouble is not None else WHOLE if stored else DIGESTS if begin is None else AGAIN
-        found.append(Standing(kind, begin, int(np.isin(row.updates, there).sum())))
-    return found
+        by_round.append(RoundCoverage(kind, begin, int(np.isin(row.updates, there).sum())))
+    return by_round
 
 
 def _before_restores(

@@ -83,7 +83,7 @@ class SlowNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Gain:
     """What another setting would give: a row of the what-if table, or a remedy."""
 
     name: str
@@ -107,7 +107,7 @@ class WaitedFor:
 
 
 @dataclass(frozen=True, slots=True)
-class Spending:
+class TimeCosts:
     run: str
     clock: str
     clocks: tuple[str, ...]
@@ -134,8 +134,8 @@ class Changes:
     clock: str
     window: Window
     before: float | None  # seconds of a round as it was, the mean
-    what_if: tuple[Change, ...]  # the shortest round first
-    remedies: tuple[Change, ...]
+    what_if: tuple[Gain, ...]  # the shortest round first
+    remedies: tuple[Gain, ...]
 
 
 class _Looked(NamedTuple):
@@ -147,20 +147,20 @@ class _Looked(NamedTuple):
     left_open: int | None
 
 
-def spending(
+def time_costs(
     reader: Reader, run: str, *, clock: str | None = None, first: int | None = None, last: int | None = None
-) -> Spending:
+) -> TimeCosts:
     """The profile of the rounds from `first` to `last`, else of the newest."""
     asked = _asked(reader, run, clock, first, last)
-    return remembered(reader, "spending", asked.key, asked.sign, lambda: _spending(reader, asked))
+    return remembered(reader, "time costs", asked.key, asked.sign, lambda: _time_costs(reader, asked))
 
 
-def _spending(reader: Reader, asked: _Asked) -> Spending:
+def _time_costs(reader: Reader, asked: _Asked) -> TimeCosts:
     run, looked = asked.run, _looked(reader, asked)
     times, paths = looked.times, looked.paths
     verdict = judge(times, paths=paths)
     waited = _waited_for(times, paths)
-    return Spending(
+    return TimeCosts(
         run=run,
         clock=looked.clock,
         clocks=looked.clocks,
@@ -172,12 +172,12 @@ def _spending(reader: Reader, asked: _Asked) -> Spending:
         shares=verdict.shares if verdict else {},
         seconds=verdict.seconds if verdict else None,
         path=_spent(link.parts for path in paths for link in path.links),
-        clients=_spent(one.parts for time in times for one in time.clients),
+        clients=_spent(client.parts for time in times for client in time.clients),
         server=_spent(time.server.parts for time in times if time.server is not None),
         rounds=_lines(verdict),
-        stragglers=tuple(_slow(one) for one in stragglers(times, most=NAMED, paths=paths)),
+        stragglers=tuple(_slow(straggler) for straggler in stragglers(times, most=NAMED, paths=paths)),
         waited_for=waited[:NAMED],
-        waited=sum(one.seconds for one in waited),
+        waited=sum(waiting.seconds for waiting in waited),
         unaccounted=median(time.unaccounted for time in times) if times else None,
         left_open=looked.left_open,
     )
@@ -195,14 +195,14 @@ def _changes(reader: Reader, asked: _Asked) -> Changes:
     looked = _looked(reader, asked)
     verdict = judge(looked.times, paths=looked.paths)
     newest = replace(looked.window, first=looked.window.last)  # of sizes, one round tells as much as many
-    found = what_if(looked.times, transfers=_between(reader, asked.run, Transfer, newest), paths=looked.paths)
-    better = sorted((row for row in found if row.share >= LEAST), key=lambda row: row.after)
+    rows = what_if(looked.times, transfers=_between(reader, asked.run, Transfer, newest), paths=looked.paths)
+    better = sorted((row for row in rows if row.share >= LEAST), key=lambda row: row.after)
     return Changes(
         looked.clock,
         looked.window,
-        max((row.before for row in found), default=None),
+        max((row.before for row in rows), default=None),
         tuple(_change(row) for row in better),
-        tuple(_remedy(one) for one in remedies(verdict, found)) if verdict else (),
+        tuple(_remedy(remedy) for remedy in remedies(verdict, rows)) if verdict else (),
     )
 
 
@@ -245,15 +245,15 @@ def window_of(reader: Reader, run: str, first: int | None, last: int | None) -> 
     """The newest of the rounds that are asked for, as many as can be read in a moment."""
     every = reader.history(run).rounds()
     asked = [n for n in every if (first is None or n >= first) and (last is None or n <= last)]
-    told = first is not None or last is not None
-    budget = MOST_SPANS if told else SPANS
+    chosen = first is not None or last is not None
+    budget = MOST_SPANS if chosen else SPANS
     kept: list[int] = []
     for number in reversed(asked):
         budget -= count_spans(reader, run, number)
-        if kept and (budget < 0 or (not told and len(kept) >= ROUNDS)):
+        if kept and (budget < 0 or (not chosen and len(kept) >= ROUNDS)):
             break
         kept.append(number)
-    narrowed = told and len(kept) < len(asked)
+    narrowed = chosen and len(kept) < len(asked)
     return Window(kept[-1] if kept else None, kept[0] if kept else None, len(kept), len(every), narrowed)
 
 
@@ -267,8 +267,8 @@ def _between(reader: Reader, run: str, kind: type[R], window: Window) -> Sequenc
 def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:
     """Seconds by part, in the one order of parts."""
     sums: dict[str, float] = {}
-    for one in parts:
-        for part, seconds in one.items():
+    for seconds_by_part in parts:
+        for part, seconds in seconds_by_part.items():
             sums[part] = sums.get(part, 0.0) + seconds
     whole = sum(sums.values())
     order = sorted(sums, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
@@ -276,36 +276,55 @@ def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:
 
 
 def _lines(verdict: RunVerdict | None) -> tuple[RoundLine, ...]:
-    found = [] if verdict is None else sorted(verdict.by_round, key=lambda one: -one.seconds)
-    return tuple(RoundLine(one.round, one.seconds, one.kind, one.text) for one in found)
+    rounds = [] if verdict is None else sorted(verdict.by_round, key=lambda judged: -judged.seconds)
+    return tuple(RoundLine(judged.round, judged.seconds, judged.kind, judged.text) for judged in rounds)
 
 
-def _slow(one: Straggler) -> SlowNode:
-    turns = tuple(SlowTurn(turn.round, turn.seconds, turn.peers, turn.determined) for turn in one.history)
-    return SlowNode(one.node, one.rounds, one.determined, one.seconds_lost, one.part, one.typical, one.peers, turns)
+def _slow(straggler: Straggler) -> SlowNode:
+    turns = tuple(SlowTurn(turn.round, turn.seconds, turn.peers, turn.determined) for turn in straggler.history)
+    return SlowNode(
+        straggler.node,
+        straggler.rounds,
+        straggler.determined,
+        straggler.seconds_lost,
+        straggler.part,
+        straggler.typical,
+        straggler.peers,
+        turns,
+    )
 
 
-def _change(row: Row) -> Change:
-    return Change(
+def _change(row: Row) -> Gain:
+    return Gain(
         row.name, "", row.before, row.after, row.share, row.assumes, row.costs, row.cut[:CUT], row.lost, row.lost_of,
         row.at_most,
     )  # fmt: skip
 
 
-def _remedy(one: Remedy) -> Change:
-    return Change(
-        one.name, one.why, one.before, one.after, one.share, one.assumes, one.costs, (), None, "", one.at_most
+def _remedy(remedy: Remedy) -> Gain:
+    return Gain(
+        remedy.name,
+        remedy.why,
+        remedy.before,
+        remedy.after,
+        remedy.share,
+        remedy.assumes,
+        remedy.costs,
+        (),
+        None,
+        "",
+        remedy.at_most,
     )
 
 
 def _waited_for(times: Sequence[RoundTime], paths: Sequence[Path]) -> tuple[WaitedFor, ...]:
     """For whom clients waited, the most first; not where they take turns, and each waits for all the others."""
-    found: dict[str, float] = {}
+    waited: dict[str, float] = {}
     for time, path in zip(times, paths, strict=True):
         whom = {} if path.shape.slots is not None else waiting_for(time)
-        for one in time.clients:
-            if one.node in whom:
-                found[whom[one.node]] = found.get(whom[one.node], 0.0) + one.parts["wait"]
-    whole = sum(found.values())
-    order = sorted(found, key=lambda node: -found[node])
-    return tuple(WaitedFor(node, found[node], found[node] / whole) for node in order if whole > 0)
+        for client in time.clients:
+            if client.node in whom:
+                waited[whom[client.node]] = waited.get(whom[client.node], 0.0) + client.parts["wait"]
+    whole = sum(waited.values())
+    order = sorted(waited, key=lambda node: -waited[node])
+    return tuple(WaitedFor(node, waited[node], waited[node] / whole) for node in order if whole > 0)

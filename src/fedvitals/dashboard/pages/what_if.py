@@ -95,28 +95,28 @@ def what_if(
     reader: Reader, store: Target, run: str, number: int, drop: Sequence[str] = (), rule: str = RECORDED
 ) -> WhatIf:
     """A round's step without some clients, or by another rule, beside the one that was taken."""
-    found = opened(reader, store, run)
-    place = found.place(number)
+    index = opened(reader, store, run)
+    place = index.place(number)
     command = what_if_command(run, store, number, drop, rule)
-    row = found.rows[place]
+    row = index.rows[place]
     if row.trouble is not None:
         return _not_ready(run, number, row.trouble, command, drop, rule)
     if rule not in (RECORDED, *RULES):
         raise ConfigError(unknown("aggregator", rule, [RECORDED, *RULES]))
     try:
-        entry = found.tape.entry(number)
-        updates = updates_of(reader, run, found, entry)
-        return _compared(run, found.tape, entry, updates, (drop, rule, command))
+        entry = index.tape.entry(number)
+        updates = updates_of(reader, run, index, entry)
+        return _compared(run, index.tape, entry, updates, (drop, rule, command))
     except FedvitalsError as error:
         if isinstance(error, ConfigError):
             raise
         return _not_ready(run, number, str(error), command, drop, rule)
 
 
-def updates_of(reader: Reader, run: str, found: Opened, entry: Entry) -> Updates:
+def updates_of(reader: Reader, run: str, index: Opened, entry: Entry) -> Updates:
     """Those of one round are kept for the next question."""
-    key = (run, entry.round, found.sign)
-    return remembered(reader, "tape updates", "one round", key, lambda: whole_updates(found.tape, entry))
+    key = (run, entry.round, index.sign)
+    return remembered(reader, "tape updates", "one round", key, lambda: whole_updates(index.tape, entry))
 
 
 def whole_updates(tape: TapeReader, entry: Entry) -> Updates:
@@ -249,10 +249,10 @@ def _is_recorded(updates: Updates, model: Tensor, entry: Entry) -> bool | None:
 
 def _numbers(mine: Tensor, yours: Tensor) -> tuple[float | None, float | None, float | None, float | None]:
     """Norms of two steps and of their difference, and their cosine."""
-    one, two = mine.double(), yours.double()
-    lengths = float(one.norm()), float(two.norm())
-    cosine = float(one @ two) / (lengths[0] * lengths[1]) if lengths[0] and lengths[1] else None
-    return *lengths, float((two - one).norm()), cosine
+    first, second = mine.double(), yours.double()
+    lengths = float(first.norm()), float(second.norm())
+    cosine = float(first @ second) / (lengths[0] * lengths[1]) if lengths[0] and lengths[1] else None
+    return *lengths, float((second - first).norm()), cosine
 
 
 def _not_ready(run: str, number: int, why: str, command: str, drop: Sequence[str], rule: str) -> WhatIf:

@@ -59,7 +59,7 @@ def compare(
     Runs of one name and one configuration, which differ by their seeds only, are one side. With `repeats`, all such
     runs in the store are taken, not only those named: of each side the newest ten.
     """
-    shelf = request.app.state.shelf
+    cache = request.app.state.reader_cache
     state = request.app.state
     if not hasattr(state, "compared"):
         state.compared = Remembered()
@@ -73,7 +73,7 @@ def compare(
         return chosen(reader, [first, *(run for run in ids if run != first)], repeats=repeats, most=REPEATS)
 
     def work(reader: Reader) -> ComparePage:
-        known = lambda reader, run: state.compared.figures(reader, run, shelf.version(run))  # noqa: E731
+        known = lambda reader, run: state.compared.figures(reader, run, cache.version(run))  # noqa: E731
         return compare_page(sides_of(reader, meant(reader), figures=known))
 
     return answer(request, None, work, about=meant)

@@ -51,10 +51,10 @@ def records(
 
 
 def _page(reader: Reader, table: Table, wanted: dict[str, Any], after: int, limit: int) -> Records:
-    columns, found = page_of_table(reader, table, wanted, after, limit)
-    rows = tuple(tuple(_readable(value) for value in row) for row in found)
-    more = len(found) == limit
-    return Records(table.name, columns, rows, int(found[-1][0]) if more else None)
+    columns, page = page_of_table(reader, table, wanted, after, limit)
+    rows = tuple(tuple(_readable(value) for value in row) for row in page)
+    more = len(page) == limit
+    return Records(table.name, columns, rows, int(page[-1][0]) if more else None)
 
 
 def _readable(value: Any) -> Any:

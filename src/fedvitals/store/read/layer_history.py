@@ -111,13 +111,13 @@ def _read(
     reader: Reader, family: str, arrivals: list[int], symbol: int, newest: dict[int, tuple[float, Array]]
 ) -> None:
     marks = ", ".join("?" * len(arrivals))
-    found = reader.database.rows(
+    rows = reader.database.rows(
         "SELECT b.arrival, m.layer, b.entries, b.coordinates, b.details, m.numbers FROM layer_block AS b "  # noqa: S608
         f"JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.arrival IN ({marks})",
         tuple(arrivals),
     )
-    found.sort(key=itemgetter(0, 1))
-    for _, same in groupby(found, key=itemgetter(0)):
+    rows.sort(key=itemgetter(0, 1))
+    for _, same in groupby(rows, key=itemgetter(0)):
         block = list(same)
         count = block[0][2]
         entries = entries_of(block[0][3], block[0][4], count)

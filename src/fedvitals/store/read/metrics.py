@@ -30,6 +30,8 @@ _WALK = f"FROM metric AS m WHERE m.run = ? AND m.name = ? AND {_OF_NODE} AND m.a
 # The plus keeps the planner from the index on runs.
 _NEWS = f"FROM metric AS m WHERE m.arrival > ? AND m.arrival <= ? AND +m.run = ? AND {_OF_NODE}"
 
+ValuesByRound = dict[int, float]
+"""Values of one metric by round, in the order of the rounds."""
 SeriesByNode = dict[tuple[str, Node | None], tuple[list[int], list[float]]]
 """By metric and node (None: the federation itself), the rounds ascending and the newest value in each."""
 
@@ -57,14 +59,14 @@ def measured_names(reader: Reader, run: str, nodes: Mapping[int, str]) -> Measur
     number = reader.names.number(run) or 0
     others = [place for place, name in nodes.items() if not is_client(name)]
     condition = f"AND m.node NOT IN ({placeholders(others)}) " if others else ""
-    found = reader.database.rows(
+    metrics = reader.database.rows(
         # Nodes stand together in the index, so that the first client is found after as few rows as there are servers.
         NAMES_OF_RUN + "SELECT s.id, s.text, EXISTS (SELECT 1 FROM metric AS m WHERE m.run = ? "  # noqa: S608 - placeholders
         f"AND m.name = names.name AND {_OF_NODE} {condition}) FROM names JOIN symbol AS s ON s.id = names.name",
         (number, number, number, *others),
     )
-    reader.names.learn((symbol, name) for symbol, name, _ in found)
-    ordered = sorted((name, of_clients) for _, name, of_clients in found)
+    reader.names.learn((symbol, name) for symbol, name, _ in metrics)
+    ordered = sorted((name, of_clients) for _, name, of_clients in metrics)
     return MeasuredNames([name for name, _ in ordered], [name for name, of_clients in ordered if of_clients])
 
 
@@ -95,22 +97,22 @@ def count_nodes_that_told(
 
 def values_in_round(reader: Reader, run: str, name: str, round_index: int) -> list[tuple[int, float]]:
     """Return the numbers of the nodes that told a metric in one round and what each told, the newest last."""
-    found = reader.database.rows(
+    values = reader.database.rows(
         "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
         "AND layer IS NULL ORDER BY at, arrival",
         (reader.names.number(run) or 0, reader.names.number(name) or 0, round_index),
     )
-    return [(node, _measured(number)) for node, number in found]
+    return [(node, _measured(number)) for node, number in values]
 
 
 def values_of_nodes(reader: Reader, run: str, name: str, round_index: int, nodes: Collection[int]) -> dict[int, float]:
     """Return what these nodes, given by number, told of a metric in one round; unlike `values_in_round` unsorted."""
-    found = reader.database.rows(
+    values = reader.database.rows(
         "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
         "AND layer IS NULL",
         (reader.names.number(run) or 0, reader.names.number(name) or 0, round_index),
     )
-    return {node: _measured(number) for node, number in found if node in nodes}
+    return {node: _measured(number) for node, number in values if node in nodes}
 
 
 def values_in_rounds(
@@ -120,13 +122,13 @@ def values_in_rounds(
     values: dict[tuple[str, int], dict[Node, float]] = {}
     if not names or not rounds:
         return values
-    found = reader.database.rows(
+    fetched = reader.database.rows(
         "SELECT name.text, m.round, node.text, m.value FROM symbol AS name CROSS JOIN metric AS m "  # noqa: S608 - placeholders
         f"JOIN symbol AS node ON node.id = m.node WHERE name.text IN ({placeholders(names)}) AND m.run = ? "
         f"AND m.name = name.id AND m.round IN ({placeholders(rounds)}) AND m.layer IS NULL ORDER BY m.at, m.arrival",
         (*names, reader.names.number(run) or 0, *rounds),
     )
-    for name, round_index, node, number in found:
+    for name, round_index, node, number in fetched:
         values.setdefault((name, round_index), {})[node] = _measured(number)
     return values
 
@@ -134,7 +136,7 @@ def values_in_rounds(
 def newest_values_of_clients(reader: Reader, run: str, names: Collection[str]) -> dict[str, list[float]]:
     """Return for each metric what the clients told in the last round that has any value of it."""
     number = reader.names.number(run) or 0
-    found = reader.database.rows(
+    values = reader.database.rows(
         "SELECT name.text, node.text, m.value FROM symbol AS name CROSS JOIN metric AS m "  # noqa: S608 - placeholders
         f"JOIN symbol AS node ON node.id = m.node WHERE name.text IN ({placeholders(names)}) AND m.run = ? "
         "AND m.name = name.id AND m.round = (SELECT MAX(n.round) FROM metric AS n WHERE n.run = ? "
@@ -142,7 +144,7 @@ def newest_values_of_clients(reader: Reader, run: str, names: Collection[str]) -
         (*names, number, number),
     )
     newest: dict[str, dict[str, float]] = {}
-    for name, node, value in found:
+    for name, node, value in values:
         newest.setdefault(name, {})[node] = _measured(value)
     return {name: [value for node, value in own.items() if is_client(node)] for name, own in newest.items()}
 
@@ -161,20 +163,20 @@ def newest_outcomes(
         whole = known.get((name, None)) or known.get((name, "server"))
         newest[name] = whole[1][-1] if whole else None
     untold = [name for name in names if newest[name] is None]
-    for name, told in (newest_values_of_clients(reader, run, untold) if untold else {}).items():
-        finite = [value for value in told if math.isfinite(value)]
-        newest[name] = median(finite) if finite else math.nan if told else None
+    for name, values in (newest_values_of_clients(reader, run, untold) if untold else {}).items():
+        finite = [value for value in values if math.isfinite(value)]
+        newest[name] = median(finite) if finite else math.nan if values else None
     return newest
 
 
 def value_of_federation(reader: Reader, run: str, name: str, round_index: int) -> float | None:
     """Return what was told last of the federation as a whole in one round; None for nothing, or NaN."""
-    found = reader.database.rows(
+    values = reader.database.rows(
         "SELECT m.value FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.round = ? AND m.node IS NULL "
         'AND m."group" IS NULL AND m.layer IS NULL ORDER BY m.at DESC, m.arrival DESC LIMIT 1',
         (reader.names.number(run) or 0, reader.names.number(name), round_index),
     )
-    return found[0][0] if found else None
+    return values[0][0] if values else None
 
 
 # -- values over the rounds --------------------------------------------------------------------------------------------
@@ -183,14 +185,14 @@ def value_of_federation(reader: Reader, run: str, name: str, round_index: int) -
 def newest_of_node(reader: Reader, run: str, name: str, node: str) -> tuple[int, float | None] | None:
     """Return the last round in which a node told a metric, and what; None if it never did."""
     metric = reader.names.number(name)
-    found = [] if metric is None else reader.database.rows(
+    values = [] if metric is None else reader.database.rows(
         # Backwards round by round, each a seek; CROSS JOIN keeps that order.
         "SELECT r.round, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? AND m.run = r.run "
         "AND m.name = ? AND m.round = r.round AND m.node = ? AND m.layer IS NULL "
         "ORDER BY r.round DESC, m.at DESC LIMIT 1",
         (reader.names.number(run) or 0, metric, reader.names.number(node)),
     )  # fmt: skip
-    return found[0] if found else None
+    return values[0] if values else None
 
 
 def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[Node | None]) -> SeriesByNode:
@@ -219,9 +221,9 @@ def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[
         parameters += [*names, number, *(others if "?" in place else ())]
     if not names or not wanted:
         return {}
-    found = reader.database.rows(" UNION ALL ".join(statements) + " ORDER BY at, arrival", parameters)
+    values = reader.database.rows(" UNION ALL ".join(statements) + " ORDER BY at, arrival", parameters)
     newest: dict[tuple[str, int | None], dict[int, float]] = {}
-    for name, node, round_index, value, _, _ in found:
+    for name, node, round_index, value, _, _ in values:
         newest.setdefault((name, node), {})[round_index] = _measured(value)
     known = sorted({node for _, node in newest if node is not None})
     node_names: dict[int | None, Node | None] = {None: None, **dict(zip(known, reader.names.texts(known), strict=True))}
@@ -231,9 +233,9 @@ def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[
     }
 
 
-def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None, dict[int, float]]:
+def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None, ValuesByRound]:
     """Return a metric's newest values by node and round: the federation as a whole (None) first, nodes by name."""
-    found = reader.database.rows(
+    fetched = reader.database.rows(
         "SELECT m.node, m.round, m.value FROM metric AS m "
         "WHERE m.run = (SELECT id FROM symbol WHERE text = ?) AND m.name = (SELECT id FROM symbol WHERE text = ?) "
         "AND m.round IS NOT NULL AND m.layer IS NULL "
@@ -241,10 +243,10 @@ def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None
         'AND (m.node IS NOT NULL OR m."group" IS NULL) ORDER BY m.round, m.at, m.arrival',
         (run, name),
     )
-    by_number: dict[int | None, dict[int, float]] = {}
-    for place, round_index, number in found:
+    by_number: dict[int | None, ValuesByRound] = {}
+    for place, round_index, number in fetched:
         by_number.setdefault(place, {})[round_index] = _measured(number)
-    by_node: dict[Node | None, dict[int, float]] = {
+    by_node: dict[Node | None, ValuesByRound] = {
         None if place is None else reader.names.texts([place])[0]: values for place, values in by_number.items()
     }
     order = sorted((node for node in by_node if node is not None), key=natural)
@@ -253,10 +255,10 @@ def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None
 
 def metrics_of_names(reader: Reader, run: str, names: Sequence[str]) -> list[Metric]:
     """Return the run's metrics of these names as records, in order of arrival."""
-    found = reader.database.rows(
+    metrics = reader.database.rows(
         f"{rows.select(Metric)} WHERE run = ? AND name IN ({placeholders(names)}) ORDER BY arrival", (run, *names)
     )
-    return rows.from_rows(Metric, found)
+    return rows.from_rows(Metric, metrics)
 
 
 # -- one metric of all nodes, as `views.matrix` remembers it. Runs, names and nodes are numbers here. ------------------
@@ -293,11 +295,11 @@ def values_in_order(reader: Reader, run: int, name: int, up_to: int) -> list[tup
 
 def newest_in_cell(reader: Reader, run: int, name: int, node: int, round_index: int, up_to: int) -> float:
     """Return the newest value of one node in one round; NaN if there is none."""
-    found = reader.database.rows(
+    values = reader.database.rows(
         f"SELECT m.value {_WALK} AND m.round = ? AND m.node = ? ORDER BY m.at DESC, m.arrival DESC LIMIT 1",
         (run, name, up_to, round_index, node),
     )
-    return float("nan") if not found or found[0][0] is None else float(found[0][0])
+    return float("nan") if not values or values[0][0] is None else float(values[0][0])
 
 
 def values_between(reader: Reader, run: int, names: Sequence[int], after: int, up_to: int) -> list[tuple[Any, ...]]:

@@ -35,15 +35,15 @@ def pages(reader: Reader, run: str, table: Table, round_: int | None = None) -> 
     condition = "" if round_ is None else "AND round = ? "
     last = -1
     while True:
-        found = reader.database.rows(
+        page = reader.database.rows(
             f"SELECT {columns} FROM {table.view} WHERE run = ? AND arrival > ? {condition}ORDER BY arrival LIMIT ?",  # noqa: S608
             (run, last, *(() if round_ is None else (round_,)), PAGE),
         )
-        if found:
-            yield found
-        if len(found) < PAGE:
+        if page:
+            yield page
+        if len(page) < PAGE:
             return
-        last = found[-1][0]
+        last = page[-1][0]
 
 
 def records_in_order(reader: Reader, run: str, round_: int | None = None) -> Iterator[Record]:
@@ -63,8 +63,8 @@ def records_of_kind(reader: Reader, run: str, kind: type[R], round_: int | None 
         for page in layer_pages(reader, run, round_):
             yield from page  # type: ignore[misc]
     else:
-        for found in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_):
-            yield from rows.from_rows(kind, [row[1:] for row in found])
+        for fetched in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_):
+            yield from rows.from_rows(kind, [row[1:] for row in fetched])
 
 
 def layer_pages(

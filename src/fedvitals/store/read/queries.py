@@ -71,22 +71,22 @@ def _by_name(node: Node | None) -> tuple[Any, ...]:
 
 def list_runs(reader: Reader) -> list[RunSummary]:
     """Every run, the newest first."""
-    found = reader.database.rows(
+    runs = reader.database.rows(
         "SELECT id, name, host, topology, started, finished FROM run ORDER BY started DESC, id DESC"
     )
-    return [_summary(reader, row) for row in found]
+    return [_summary(reader, row) for row in runs]
 
 
 def summary_of(reader: Reader, run: str) -> RunSummary:
     """One run of the list; ConfigError when there is none of that id."""
-    found = reader.database.rows(
+    runs = reader.database.rows(
         "SELECT r.id, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
         "JOIN symbol AS s ON s.id = r.id WHERE s.text = ?",
         (run,),
     )
-    if not found:
+    if not runs:
         raise ConfigError(unknown("run", run, [row[0] for row in reader.database.rows("SELECT id FROM runs")]))
-    return _summary(reader, found[0])
+    return _summary(reader, runs[0])
 
 
 def _summary(reader: Reader, row: rows.Row) -> RunSummary:
@@ -148,12 +148,12 @@ def lost_records(reader: Reader, run: str, warnings: Sequence[Event] | None = No
 
 def warnings_of(reader: Reader, run: str, names: Sequence[str]) -> list[Event]:
     """Return the run's events of the level «warning» and of these names, the oldest first."""
-    found = reader.database.rows(
+    events = reader.database.rows(
         f"{rows.select(Event)} WHERE run = ? AND level = 'warning' AND name IN ({placeholders(names)}) "
         "ORDER BY at, arrival",
         (run, *names),
     )
-    return rows.from_rows(Event, found)
+    return rows.from_rows(Event, events)
 
 
 def newest(reader: Reader, run: str, metric: str) -> float | None:
@@ -163,14 +163,14 @@ def newest(reader: Reader, run: str, metric: str) -> float | None:
 
 def find_run(reader: Reader, text: str) -> str:
     """The id of the run that a person means: an id, the newest run of a name, or the beginning of one id."""
-    found = reader.database.rows(
+    runs = reader.database.rows(
         "SELECT s.text, r.name, r.id FROM run AS r JOIN symbol AS s ON s.id = r.id ORDER BY r.started DESC"
     )
-    reader.names.learn((number, identity) for identity, _, number in found)
-    ids = [row[0] for row in found]
+    reader.names.learn((number, identity) for identity, _, number in runs)
+    ids = [row[0] for row in runs]
     if text in ids:
         return text
-    named = [identity for identity, name, _ in found if name == text]
+    named = [identity for identity, name, _ in runs if name == text]
     if named:
         return str(named[0])
     starting = [identity for identity in ids if text and identity.startswith(text)]
@@ -178,28 +178,28 @@ def find_run(reader: Reader, text: str) -> str:
         return str(starting[0])
     if starting:
         raise ConfigError(f"Several runs begin with '{text}': {', '.join(sorted(starting))}. Give more of the id.")
-    raise ConfigError(unknown("run", text, {row[1] for row in found}))
+    raise ConfigError(unknown("run", text, {row[1] for row in runs}))
 
 
 def get_run(reader: Reader, run: str) -> Run:
     """The run as it was last written; ConfigError when there is none of that id."""
     columns = ("id", *rows.RUN_COLUMNS, "source", "sequence")
-    found = reader.database.rows(f"SELECT {', '.join(columns)} FROM runs WHERE id = ?", (run,))  # noqa: S608
-    if not found:
+    runs = reader.database.rows(f"SELECT {', '.join(columns)} FROM runs WHERE id = ?", (run,))  # noqa: S608
+    if not runs:
         raise ConfigError(unknown("run", run, [row[0] for row in reader.database.rows("SELECT id FROM runs")]))
-    return rows.run_of_row(found[0], layer_tables(reader))
+    return rows.run_of_row(runs[0], layer_tables(reader))
 
 
 def layer_tables(reader: Reader) -> dict[str, LayerTable]:
     """Every list of layers in the store, by its digest."""
-    found = reader.database.rows(
+    layers = reader.database.rows(
         "SELECT digest.text, t.rows, name.text, l.shape, l.dtype FROM layer_table AS t "
         "JOIN symbol AS digest ON digest.id = t.id LEFT JOIN layer AS l ON l.layer_table = t.id "
         "LEFT JOIN symbol AS name ON name.id = l.name ORDER BY digest.text, l.position"
     )
     return {
         digest: rows.layer_table_of(kind, [row[2:] for row in same if row[2] is not None])
-        for (digest, kind), same in groupby(found, key=itemgetter(0, 1))
+        for (digest, kind), same in groupby(layers, key=itemgetter(0, 1))
     }
 
 
@@ -217,39 +217,39 @@ def metric_names(reader: Reader, run: str) -> list[str]:
 def round_table(reader: Reader, run: str, round_index: int) -> RoundTable:
     """Every node's newest value of every metric in that round."""
     number = _number(reader, run)
-    found = reader.database.rows(
+    values = reader.database.rows(
         NAMES_OF_RUN + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
         "ON m.run = ? AND m.name = names.name AND m.round = ? JOIN symbol AS name ON name.id = m.name "
         "LEFT JOIN symbol AS node ON node.id = m.node WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
         (number, number, number, round_index),
     )
     table: RoundTable = {}
-    for node, name, value in found:
+    for node, name, value in values:
         table.setdefault(node, {})[name] = math.nan if value is None else value
     return {node: table[node] for node in sorted(table, key=_by_name)}
 
 
 def newest_rounds(reader: Reader, run: str, count: int) -> dict[int, RoundTable]:
     """The tables of the newest rounds, the newest first."""
-    found = reader.database.rows(
+    rounds = reader.database.rows(
         "SELECT round FROM run_round WHERE run = ? ORDER BY round DESC LIMIT ?", (_number(reader, run), count)
     )
-    return {row[0]: round_table(reader, run, row[0]) for row in found}
+    return {row[0]: round_table(reader, run, row[0]) for row in rounds}
 
 
 def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple[list[int], list[float]]]:
     """Every metric of one node over the rounds (its newest value in each)."""
     number = _number(reader, run)
-    whole, one = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
-    found = reader.database.rows(
+    whole, of_node = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
+    values = reader.database.rows(
         # CROSS JOIN, because SQLite keeps its order: a seek for each metric and round, no walk over all nodes.
         NAMES_OF_RUN + "SELECT name.text, m.round, m.value FROM names CROSS JOIN run_round AS r CROSS JOIN metric AS m "  # noqa: S608
         "JOIN symbol AS name ON name.id = m.name WHERE r.run = ? AND m.run = r.run AND m.name = names.name "
-        f"AND m.round = r.round AND {whole if node is None else one} AND m.layer IS NULL ORDER BY m.at, m.arrival",
+        f"AND m.round = r.round AND {whole if node is None else of_node} AND m.layer IS NULL ORDER BY m.at, m.arrival",
         (number, number, number, *(() if node is None else (node,))),
     )
     newest: dict[str, dict[int, float]] = {}
-    for name, round_, value in found:
+    for name, round_, value in values:
         newest.setdefault(name, {})[round_] = math.nan if value is None else value
     return {name: (sorted(of), [of[key] for key in sorted(of)]) for name, of in sorted(newest.items())}
 
@@ -259,10 +259,10 @@ def layer_matrix(
 ) -> tuple[list[int], list[Node], Array]:
     """One layer's statistic as [rounds × nodes]; ConfigError when the run has no such layer."""
     history = reader.history(run)
-    found = history.matrix(family, statistic, layer)
-    if not found[0] and layer not in history.layers(family):
+    matrix = history.matrix(family, statistic, layer)
+    if not matrix[0] and layer not in history.layers(family):
         raise ConfigError(unknown(f"layer of family '{family}'", layer, history.layers(family)))
-    return found
+    return matrix
 
 
 def layer_families(reader: Reader, run: str) -> list[str]:
@@ -273,17 +273,17 @@ def layer_families(reader: Reader, run: str) -> list[str]:
 
 def layer_round(reader: Reader, run: str, family: str, round_index: int) -> LayerRound:
     """Every node's newest matrix of a family in that round."""
-    found = reader.database.rows(
+    blocks = reader.database.rows(
         "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.run = ? "
         "AND b.family = (SELECT id FROM symbol WHERE text = ?) AND (b.first_round IS NULL OR "
         "(b.first_round <= ? AND b.last_round >= ?))",
         (_number(reader, run), family, round_index, round_index),
     )
-    found.sort(key=itemgetter(0, 1))
+    blocks.sort(key=itemgetter(0, 1))
     newest: dict[int, tuple[float, Array]] = {}
-    table = found[-1][2] if found else None
-    for _, same in groupby((row for row in found if row[2] == table), key=itemgetter(0)):
+    table = blocks[-1][2] if blocks else None
+    for _, same in groupby((row for row in blocks if row[2] == table), key=itemgetter(0)):
         block = list(same)
         count = block[0][3]
         rounds, at, nodes = coordinates_of(block[0][4], count)
@@ -310,19 +310,19 @@ def events(
     """The newest events, of one level and one name where given; oldest first."""
     wanted = {column: value for column, value in (("level", level), ("name", name)) if value is not None}
     condition = "".join(f" AND {column} = ?" for column in wanted)
-    found = reader.database.rows(
+    fetched = reader.database.rows(
         f"{rows.select(Event)} WHERE run = ?{condition} ORDER BY at DESC, arrival DESC LIMIT ?",
         (run, *wanted.values(), 2**62 if limit is None else limit),
     )
-    return rows.from_rows(Event, found[::-1])
+    return rows.from_rows(Event, fetched[::-1])
 
 
 def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
     """Every record of one type (but Run: see `get_run`), in order of arrival (layer statistics: block by block)."""
     if kind is LayerStats:
         return _layer_stats(reader, run)  # type: ignore[return-value]
-    found = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
-    return rows.from_rows(kind, found)
+    fetched = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
+    return rows.from_rows(kind, fetched)
 
 
 def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = None) -> dict[Node | None, list[int]]:
@@ -332,14 +332,14 @@ def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = N
         named = {node for node in nodes if node is not None}
         return {None: reader.history(run).rounds(), **rounds_attended(reader, run, named)}
     gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
-    found = reader.database.rows(
+    gathered_nodes = reader.database.rows(
         f"SELECT m.round, {gather('m.node')} FROM metric AS m WHERE m.run = ? AND m.name IN "  # noqa: S608
         "(SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round IS NOT NULL AND m.node IS NOT NULL "
         "AND m.layer IS NULL GROUP BY m.round, m.name ORDER BY m.round",
         (_number(reader, run),),
     )
     took_part: dict[int, list[int]] = {}
-    for number, same in groupby(found, key=itemgetter(0)):
+    for number, same in groupby(gathered_nodes, key=itemgetter(0)):
         for node in sorted({int(node or 0) for _, nodes in same for node in gathered(nodes)}):
             took_part.setdefault(node, []).append(number)
     names = reader.names.texts(took_part)
@@ -360,15 +360,15 @@ def truth_of(reader: Reader, run: str) -> list[Truth]:
 
 
 def _layer_stats(reader: Reader, run: str) -> list[LayerStats]:
-    found = reader.database.rows(
+    blocks = reader.database.rows(
         "SELECT b.arrival, m.layer, f.text, t.text, b.entries, b.coordinates, b.details, m.numbers "
         "FROM layer_block AS b JOIN layer_matrix AS m ON m.block = b.arrival "
         "JOIN symbol AS f ON f.id = b.family JOIN symbol AS t ON t.id = b.layer_table WHERE b.run = ?",
         (_number(reader, run),),
     )
-    found.sort(key=itemgetter(0, 1))
+    blocks.sort(key=itemgetter(0, 1))
     stats: list[LayerStats] = []
-    for _, same in groupby(found, key=itemgetter(0)):
+    for _, same in groupby(blocks, key=itemgetter(0)):
         block = list(same)
         _, _, family, table, count, coordinates, details, _ = block[0]
         numbers = np.concatenate([numbers_of(family, row[7], count) for row in block])

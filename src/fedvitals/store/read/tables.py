@@ -69,11 +69,11 @@ def _whole(reader: Reader, run: str, table: Table) -> list[Row]:
 def _layers(reader: Reader, run: str, table: Table) -> list[Row]:
     columns = ", ".join(quoted(column.name) for column in table.columns)
     digests = [known.digest for known in get_run(reader, run).tables]
-    found: list[Row] = []
+    rows: list[Row] = []
     for digest in digests:
         sql = f"SELECT {columns} FROM {table.view} WHERE layer_table = ? ORDER BY position"  # noqa: S608
-        found += reader.database.rows(sql, (digest,))
-    return found
+        rows += reader.database.rows(sql, (digest,))
+    return rows
 
 
 def _unpacked(

@@ -69,7 +69,7 @@ def _salvage(path: Path) -> str:
 
 def _content(database: Database) -> list[str]:
     with transaction(database):
-        return [said for step in (_numbers, _blocks, _names, _delivered, _ends) if (said := step(database))]
+        return [sentence for step in (_numbers, _blocks, _names, _delivered, _ends) if (sentence := step(database))]
 
 
 def _numbers(database: Database) -> str:

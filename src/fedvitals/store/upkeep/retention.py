@@ -60,11 +60,11 @@ class Cleared:
 def stored_bytes(database: Database) -> int:
     """What the records take; in a file, without the room that earlier deletions left."""
     if database.dialect.shared:
-        found = database.rows(
+        rows = database.rows(
             "SELECT SUM(pg_total_relation_size(oid)) FROM pg_class WHERE relnamespace = 'fedvitals'::regnamespace "
             "AND relkind = 'r'"
         )
-        return int(found[0][0] or 0)
+        return int(rows[0][0] or 0)
     used, free, size = (
         int(database.rows(f"PRAGMA {name}")[0][0]) for name in ("page_count", "freelist_count", "page_size")
     )
@@ -82,8 +82,8 @@ def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) ->
         before = stored_bytes(database)
         removed = []
         for run in runs:
-            found = database.rows("SELECT id, name FROM run WHERE id = (SELECT id FROM symbol WHERE text = ?)", (run,))
-            for number, name in found:
+            stored = database.rows("SELECT id, name FROM run WHERE id = (SELECT id FROM symbol WHERE text = ?)", (run,))
+            for number, name in stored:
                 with transaction(database):
                     if _is_written(database, run):
                         raise BusyError(
@@ -92,7 +92,7 @@ def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) ->
                     gone = _remove(database, number, _EVERYTHING)
                     note_removal(database)
                 removed.append(Removed(run, name, "run", *gone, remove_tape(where, run)))
-            if not found and tape_bytes(where, run):
+            if not stored and tape_bytes(where, run):
                 removed.append(Removed(run, "", "tape", 0, 0, remove_lost_tape(where, run)))
         if give_back:
             _give_back(database)

@@ -22,7 +22,7 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import runs_of_name
 from fedvitals.views.comparison.chance import Change, change, pairing
-from fedvitals.views.comparison.divergence_point import Parting, parting
+from fedvitals.views.comparison.divergence_point import DivergencePoint, divergence_point
 from fedvitals.views.run_figures import Figures, figures_of, highest, last, mean
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -41,7 +41,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One number of every side."""
 
     topic: str  # «learning», «time», «memory», «bytes», «findings»
@@ -75,11 +75,11 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     sides: tuple[Side, ...]
-    opening: tuple[Row, ...]  # round time, memory and number of issues
-    rows: tuple[Row, ...]
+    opening: tuple[ComparisonRow, ...]  # round time, memory and number of issues
+    rows: tuple[ComparisonRow, ...]
     troubles: tuple[Trouble, ...]
     gsc: tuple[Mapping[int, float], ...]  # for each side, by round: median over clients, then over repeats
-    partings: tuple[Parting, ...]  # of the first side from each other one
+    partings: tuple[DivergencePoint, ...]  # of the first side from each other one
     settings: tuple[Setting, ...]  # in which the sides differ
     confidence: str  # what may be concluded, in a sentence
 
@@ -118,7 +118,7 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
         tuple(rows),
         _troubles(sides),
         tuple(_gsc(side) for side in sides),
-        tuple(parting(sides[0], other) for other in sides[1:]),
+        tuple(divergence_point(sides[0], other) for other in sides[1:]),
         settings_that_differ([[f.run for f in side] for side in sides]),
         _confidence(sides, rows),
     )
@@ -129,18 +129,18 @@ def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool, most: int | N
 
     `most`: of each, at most so many, the newest and the one that was named.
     """
-    found = [queries.find_run(reader, text) for text in texts]
+    ids = [queries.find_run(reader, text) for text in texts]
     if repeats:
         wanted = []
-        for run in found:
+        for run in ids:
             meant = queries.get_run(reader, run)
             same = configuration(meant)
             named = runs_of_name(reader, meant.name)
             like = [other for other in named if configuration(queries.get_run(reader, other)) == same]
             kept = like if most is None else [run, *[other for other in like if other != run][: most - 1]]
             wanted += [other for other in like if other in kept]
-        found = wanted
-    return list(dict.fromkeys(found))
+        ids = wanted
+    return list(dict.fromkeys(ids))
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:
@@ -165,15 +165,15 @@ def flattened(config: Any, path: str = "") -> dict[str, Any]:
             return {path: config}
     if not isinstance(config, Mapping):
         return {path: config}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in config.items():
-        found |= flattened(value, f"{path}.{name}" if path else str(name))
-    return found
+        settings |= flattened(value, f"{path}.{name}" if path else str(name))
+    return settings
 
 
 def settings_that_differ(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
     """Configuration, seeds, versions, host and model, where the sides do not have the same."""
-    return tuple(one for one in all_settings(groups) if one.differs)
+    return tuple(setting for setting in all_settings(groups) if setting.differs)
 
 
 def all_settings(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
@@ -196,7 +196,7 @@ def _settings(group: Sequence[Run]) -> dict[str, Any]:
         "topology": run.topology,
         **own,
         "model": f"{len(weights)} layers: {weights}" if weights else None,
-        "seed": [one.seed for one in group] if len(group) > 1 else run.seed,
+        "seed": [repeat.seed for repeat in group] if len(group) > 1 else run.seed,
         # How long it took to compile a kernel is no version of it.
         **{f"versions.{name}": re.sub(r" in \d+ ms", "", version) for name, version in run.versions.items()},
     }
@@ -259,11 +259,13 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
     return lines
 
 
-def _row(sides: Sequence[Sequence[Figures]], topic: str, name: str, unit: str, better: str, value: Value) -> Row:
-    found = [[v for f in side if (v := value(f)) is not None] for side in sides]
+def _row(
+    sides: Sequence[Sequence[Figures]], topic: str, name: str, unit: str, better: str, value: Value
+) -> ComparisonRow:
+    measured = [[v for f in side if (v := value(f)) is not None] for side in sides]
     # A side where some repeats never got there has no mean: that of the others would flatter it.
-    whole = [values if len(values) == len(side) else [] for values, side in zip(found, sides, strict=True)]
-    return Row(
+    whole = [values if len(values) == len(side) else [] for values, side in zip(measured, sides, strict=True)]
+    return ComparisonRow(
         topic,
         name,
         unit,
@@ -288,8 +290,8 @@ def _troubles(sides: Sequence[Sequence[Figures]]) -> tuple[Trouble, ...]:
             for key, case in {_key(case): case for case in figures.cases}.items():
                 counts.setdefault(key, [0] * len(sides))[i] += 1
                 severities[key] = min(severities.get(key, case.severity), case.severity, key=rank)
-    found = [Trouble(issue, place, severities[issue, place], tuple(n)) for (issue, place), n in counts.items()]
-    return tuple(sorted(found, key=lambda one: (rank(one.severity), one.issue, one.place)))
+    troubles = [Trouble(issue, place, severities[issue, place], tuple(n)) for (issue, place), n in counts.items()]
+    return tuple(sorted(troubles, key=lambda trouble: (rank(trouble.severity), trouble.issue, trouble.place)))
 
 
 def _key(case: Case) -> tuple[str, str]:
@@ -307,7 +309,7 @@ def _gsc(side: Iterable[Figures]) -> dict[int, float]:
     return {number: median(values) if values else math.nan for number, values in finite.items()}
 
 
-def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[Row]) -> str:
+def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[ComparisonRow]) -> str:
     counts = [len(side) for side in sides]
     if max(counts) == 1:
         return (
