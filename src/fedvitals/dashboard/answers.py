@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every route answers: an ETag before any work, one shape for data, one shape for errors."""
+"""Answers requests in one form: an ETag before any work, JSON for data, one shape for errors."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ def _find(reader: Reader, run: str) -> str:
 
 
 def failure(status: int, message: str, hint: str | None = None, headers: Any = None) -> Response:
+    """Return the answer to a request that failed."""
     shape = Failure(Trouble(CODES.get(status, "failed"), message, hint))
     return Response(encode(shape), status, media_type="application/json", headers=headers)
 

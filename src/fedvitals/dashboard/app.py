@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard's app: routes, guards, static files."""
+"""Builds the dashboard's app from routes, guards and static files."""
 
 from __future__ import annotations
 

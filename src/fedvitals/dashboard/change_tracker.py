@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs have changed since the last look: what ETags and live updates go by.
+"""Tracks which runs have changed since the last look, for ETags and live updates.
 
 A look costs one statement while nothing happens. When something did, every table is asked whose rows are new, which
 is a walk over the new rows only: they are numbered in the order of their arrival.

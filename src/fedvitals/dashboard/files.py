@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's own files: out of memory, and announced at once.
+"""Serves the front end's files from memory, and announces to the browser what a page will need.
 
 A page consists of some forty small modules. A browser learns of a module only when it has read the one that imports it:
 without a word from us they would come in five or six waves, each as long as the server needs to look at a disk. So the
@@ -32,6 +32,8 @@ _IMPORT = re.compile(r"""^\s*(?:import|export)\b(?:[^"';]*?\bfrom)?\s*["'](\.[^"
 
 @dataclass(frozen=True, slots=True)
 class File:
+    """A file of the front end."""
+
     body: bytes
     type: str
     etag: str
@@ -39,6 +41,7 @@ class File:
     imports: tuple[str, ...] = ()  # as they are written in it
 
     def answer(self, request: Request) -> Response:
+        """Return the file, or 304 where the browser has it."""
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
         if self.etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
             return Response(status_code=304, headers=headers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask what: names this machine is called by, tokens, writes that come from our own page, sizes, headers.
+"""Decides who may ask what, by host name, token, origin and size, and sets security headers.
 
 Plain ASGI around the app, so that nothing, not even a static file or an error, leaves without passing here.
 """
@@ -37,6 +37,8 @@ Refusal = tuple[int, str, str | None]
 
 
 class Guard:
+    """Middleware in front of all routes."""
+
     def __init__(self, app: ASGIApp, *, token: str | None = None, hosts: tuple[str, ...] = ()) -> None:
         self._app = app
         self._tokens = None if token is None else Tokens(token)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells open pages which runs have changed: one look at the store for all of them, four times a second."""
+"""Tells open pages which runs have changed, by one look at the store for all of them, four times a second."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ MOST = 200  # pages
 
 
 class Live:
+    """The pages that listen, and what they are told."""
+
     def __init__(self, cache: ReaderCache) -> None:
         self._cache = cache
         self._pages: set[asyncio.Queue[bytes]] = set()
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
+        """Look for changes as long as the block runs."""
         task = asyncio.create_task(self._watch())
         try:
             yield
@@ -69,6 +72,7 @@ class Live:
 
     @property
     def full(self) -> bool:
+        """Whether no further page can listen."""
         return len(self._pages) >= MOST
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a training is still there that may write to a run: a long round is no silence."""
+"""Tells whether a training is still there that may write to a run, so that a long round is not taken for silence."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store as the pages see it: readers in turns, what is remembered between requests, and what has changed."""
+"""Lends readers of the store to requests, and keeps what is remembered between them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ PATIENCE = 60.0  # seconds for one statement of a request
 
 
 class ReaderCache:
+    """Readers of one store, the answers that were given, and what is known of changes; for several threads."""
+
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
         self._start_over()
@@ -36,6 +38,7 @@ class ReaderCache:
         self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
         self._readers: list[tuple[object, Reader]] = []
         self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` tells of changes
+        self._symbols: tuple[object, SymbolCache] = object(), SymbolCache()  # of the store that is watched
         self._answers: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._answered = 0
 
@@ -58,7 +61,7 @@ class ReaderCache:
         if reader is not None and _is_outdated(reader):
             reader.close()
             reader = None
-        reader = reader or self._open()
+        reader = reader or self._open(identity)
         share(reader, self.matrices)
         try:
             yield reader
@@ -75,11 +78,12 @@ class ReaderCache:
     def _start_over(self) -> None:
         """Remember nothing of the store: this is the first time that it is read, or another has its name now."""
         self.matrices, self.layouts, self.rosters = Matrices(notice=False), Layouts(), Rosters()
-        self._symbols = SymbolCache()
 
-    def _open(self) -> Reader:
+    def _open(self, identity: object) -> Reader:
+        """Open a reader of the store of that identity; it shares names with the other readers of the watched store."""
         reader = open_reader(self.target, patience=PATIENCE)
-        reader.names.use(self._symbols)
+        if self._symbols[0] == identity:
+            reader.names.use(self._symbols[1])
         return reader
 
     def _identity(self) -> object:
@@ -111,7 +115,8 @@ class ReaderCache:
                 self._tracker = ChangeTracker()
                 self._start_over()
         if self._watcher is None:
-            self._watcher = identity, self._open()
+            self._symbols = identity, SymbolCache()
+            self._watcher = identity, self._open(identity)
         try:
             if self._tracker.look(self._watcher[1]):
                 self.matrices.forget()
@@ -121,12 +126,15 @@ class ReaderCache:
             raise
 
     def version(self, run: str | None) -> str:
+        """Return what changes with the run, or with the whole store (None); for ETags."""
         return self._tracker.version(run)
 
     def versions(self) -> tuple[StoreVersion, dict[str, int]]:
+        """Return the version of the store, and the last change of each run that had one."""
         return self._tracker.versions()
 
     def remembered(self, asked: str, version: str) -> bytes | None:
+        """Return the answer that was given to this address at this version, or None."""
         with self._lock:
             body = self._answers.get((asked, version))
             if body is not None:
@@ -134,6 +142,7 @@ class ReaderCache:
             return body
 
     def remember(self, asked: str, version: str, body: bytes) -> None:
+        """Keep the answer to this address at this version, as long as there is room."""
         with self._lock:
             if (asked, version) in self._answers or len(body) > REMEMBERED // 4:
                 return
@@ -143,6 +152,7 @@ class ReaderCache:
                 self._answered -= len(self._answers.popitem(last=False)[1])
 
     def close(self) -> None:
+        """Close all readers that are not lent, and stop reading ahead."""
         self.warming.close()
         with self._looking, self._lock:
             for _, reader in self._readers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token of a dashboard that others can reach: who has shown it, and how often it may be guessed."""
+"""Checks the token of a dashboard that others can reach, and limits how often it may be guessed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ TRIES_OF_ALL = 50  # of all addresses together
 
 
 class Tokens:
+    """The token, and the sessions of those who have shown it."""
+
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         self._sessions: OrderedDict[str, None] = OrderedDict()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading ahead: while nobody asks for anything, what the pages of a run will want next is read into memory.
+"""Reads ahead, while nobody asks for anything, what the pages of a run will need next.
 
 A metric of a thousand clients over five hundred rounds takes a third of a second to read the first time. The pages of
 the clients show several; whoever has looked at the run for a moment does not wait for them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tables as data to SQL, and to the page docs/schema.md."""
+"""Turns the tables of `schema` into SQL statements and into the page docs/schema.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between databases, and nothing else: type names, the placeholder, how a transaction begins.
+"""Describes where SQLite and PostgreSQL differ: type names, placeholders, how a transaction begins.
 
 All SQL of the store is plain text over DB-API. It keeps to what SQLite and PostgreSQL both understand, so that a second
 database is one more `Dialect` and the way to open its connection, not a second store.
@@ -32,6 +32,8 @@ def _infinite(number: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
+    """The differences of one database from the others."""
+
     name: str
     types: Mapping[str, str]  # from the words that `schema` uses for types
     errors: tuple[type[Exception], ...]  # what the driver raises
@@ -97,6 +99,7 @@ class Database:
         self.target = target
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Run a statement and return all its rows."""
         try:
             rows: list[tuple[Any, ...]] = self._run(sql, values).fetchall()
         except self.dialect.errors as error:
@@ -104,6 +107,7 @@ class Database:
         return rows
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
+        """Run a statement that returns nothing."""
         try:
             self._run(sql, values)
         except self.dialect.errors as error:
@@ -130,6 +134,7 @@ class Database:
             self.connection.execute("ROLLBACK")
 
     def failed(self, what: str, error: Exception) -> StoreError:
+        """Return the error to raise for a driver's error; `what` could not be done: «read» or «written»."""
         message = self.dialect.hide(str(error)).rstrip(".")
         mend = f" `fedvitals doctor {self.target} --mend` saves what can still be read."
         if "not a database" in message:  # SQLite refuses such a file before it changes anything

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records in plain dictionaries: what live detectors look back on, and the twin of the SQL store in tests."""
+"""Keeps records in dictionaries: the history that live detectors read, with the same answers as the SQL store."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class MemoryStore:
         self._texts: list[str] = [""]  # symbols count from 1
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Keep a batch; RecordError, after keeping the others, if some of its records cannot be kept."""
         check(records)
         with self.lock:
             statistics: dict[tuple[str, str, str, int, int | None], list[LayerStats]] = {}
@@ -155,6 +156,7 @@ class MemoryStore:
         return number
 
     def texts(self, numbers: Iterable[int]) -> list[str]:
+        """Return the names of these numbers."""
         return [self._texts[number] for number in numbers]
 
     def memory(self, run: str) -> _Memory:
@@ -175,6 +177,7 @@ class MemoryStore:
             return list(self.memory(run).truth)
 
     def history(self, run: str) -> MemoryHistory:
+        """Return the history of a run, by its id."""
         return MemoryHistory(self, run)
 
     def flush(self) -> None: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process writes a store. Readers need no lock, and a second writer in the same process takes its turn."""
+"""Lets one process at a time write a store. Readers need no lock; writers of one process take turns."""
 
 from __future__ import annotations
 
@@ -179,6 +179,7 @@ class WriterLock:
                 os.close(file)
 
     def release(self) -> None:
+        """Let other processes write."""
         with _GATE:
             if self._file is None:
                 return

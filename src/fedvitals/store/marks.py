@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people say of a run: tags, findings acknowledged or muted. Set at any time, also while a training writes.
+"""Reads and writes what people say of a run: tags, and findings acknowledged or muted.
 
 A mark is one row of a table of its own and adds no names, so nothing that a training knows becomes wrong by it.
 """
@@ -30,6 +30,8 @@ PATIENCE = 3.0  # seconds that we wait for a batch of a training; it would wait 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
+    """Something that a person said of a run."""
+
     run: str
     kind: str  # one of KINDS
     target: str  # the tag, or the key of a case

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of one family as one block: float32 numbers [layers, columns, entries], and where each entry belongs.
+"""Packs matrices of layer statistics of one family into blocks of float32 [layers, columns, entries], and back.
 
 Entries come last so that one statistic of one layer lies in one piece, over all its clients and rounds.
 """
@@ -40,9 +40,11 @@ class Entries:
     sources: npt.NDArray[np.int32]
 
     def coordinates(self) -> bytes:
+        """Return rounds, times and nodes of the entries as bytes."""
         return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES)
 
     def details(self) -> bytes:
+        """Return the other coordinates of the entries as bytes."""
         return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS)
 
 
@@ -61,6 +63,7 @@ def coordinates_of(blob: bytes, count: int) -> tuple[Whole, Array, npt.NDArray[n
 
 
 def entries_of(coordinates: bytes, details: bytes, count: int) -> Entries:
+    """Read entries from their coordinates and details; `count`: how many there are."""
     return Entries(*_split(coordinates, _COORDINATES, count), *_split(details, _DETAILS, count))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as rows and back, column by column as `schema` types them. Layer statistics have `packing` instead."""
+"""Converts records to rows and back, column by column as `schema` types them; layer statistics have `packing`."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
+    """Return a value as JSON; numbers and things that JSON lacks become texts."""
     if not value and isinstance(value, Mapping):
         return "{}"  # by far the most frequent
     try:
@@ -137,6 +138,7 @@ def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[
 
 
 def insert(kind: type) -> str:
+    """Return the statement that inserts a row of such records."""
     table = TABLE[TABLE_OF[kind]]
     columns = [quoted(column.name) for column in table.columns[1:]]
     return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"  # noqa: S608
@@ -224,6 +226,7 @@ def run_of_row(row: Row, tables: Mapping[str, LayerTable]) -> Run:
 
 
 def layer_rows(table: LayerTable, number: Callable[[str | None], int | None]) -> list[Row]:
+    """Return a row for each layer of a table; `number` gives a name's symbol."""
     digest = number(table.digest)
     return [
         (digest, i, number(layer.name), to_json(list(layer.shape)), _text(layer.dtype))

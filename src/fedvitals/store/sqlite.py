@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in one SQLite file: how it is opened, by whom, and what is refused."""
+"""Stores records in one SQLite file, and refuses files that are no store or were exchanged."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ class Symbols:
         self._new: list[tuple[int, str]] = []
 
     def number(self, text: str | None) -> int | None:
+        """Return the number of a name, adding it if it is new; None for None."""
         try:
             return self._numbers[text]
         except KeyError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of records into the tables, in one transaction; the same for every database."""
+"""Writes a batch of records in one transaction; the same for every database."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case in short: the one shape in which lists, rows and cards tell of it."""
+"""Summarises a case in the one form that lists, rows and cards show."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from fedvitals.views.labels import place_of
 
 @dataclass(frozen=True, slots=True)
 class Brief:
+    """A case in short."""
+
     key: str
     issue: str
     title: str
@@ -48,10 +50,12 @@ def marked(reader: Reader, run: str) -> Marked:
 
 
 def since_of(case: Case) -> int | None:
+    """Return the round since which a case exists: as the detector says, else the first in which it was seen."""
     return case.since if case.since is not None else case.first
 
 
 def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
+    """Summarise a case; `labels`: of nodes, see `views.labels`."""
     key = case_key(case)
     return Brief(
         key=key,

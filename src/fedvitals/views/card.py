@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health card of a run: what was found, its vital signs over the rounds, and who stands out."""
+"""Computes the health card of a run: its cases, its vital signs over the rounds, and the clients that stand out."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Card:
+    """A run's health card."""
+
     run: Run
     summary: queries.RunSummary
     signs: Sequence[Sign]
@@ -62,6 +64,7 @@ class Card:
 
 
 def health_card(reader: Reader, run: str) -> Card:
+    """Read the health card of a run, by its id."""
     history, described = reader.history(run), queries.get_run(reader, run)
     signs = [sign for name in VITAL_SIGNS if (sign := vital_sign(history, name)).rounds]
     newest: dict[str | None, dict[str, float]] = {}

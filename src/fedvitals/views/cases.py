@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of a stored run, and what belongs to each: its key in addresses, its actions, the error it is about."""
+"""Reads the cases of a stored run, with the key, the actions and the error of each."""
 
 from __future__ import annotations
 

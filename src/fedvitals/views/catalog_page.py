@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue of metrics as a page: docs/metrics.md."""
+"""Writes the catalogue of metrics as a page: docs/metrics.md."""
 
 from __future__ import annotations
 

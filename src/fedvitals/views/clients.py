@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every client of a run in one row: its health, its attendance, its newest signs, how far it lies from its peers."""
+"""Computes the table of a run's clients: health, attendance, newest signs, and distance from their peers."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ WORST = "worst first: by its worst open finding, then by how far it lies from it
 
 @dataclass(frozen=True, slots=True)
 class ClientRow:
+    """One client in the table."""
+
     name: str
     label: str  # beside its name, where it has one: «partition 3»
     group: str | None
@@ -64,6 +66,8 @@ class ClientRow:
 
 @dataclass(frozen=True, slots=True)
 class ClientsPage:
+    """A page of the table of clients."""
+
     rows: tuple[ClientRow, ...]
     total: int  # clients of the run
     matching: int
@@ -204,6 +208,7 @@ class Rosters:
 
 
 def roster(reader: Reader, run: str) -> Roster:
+    """Read every client of a run, the worst first."""
     history = reader.history(run)
     rounds, ill, marks = history.rounds(), worst_cases(reader, run), marked(reader, run)
     newest, labels = _Newest(reader, run, rounds), labels_of(reader, run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One metric of all clients over all rounds, as an array: what heat maps, bands and tables are made from."""
+"""Holds one metric of all clients over all rounds as an array, with the statistics that heat maps and bands need."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
+        """About how many bytes the matrix takes, with what is computed from it."""
         return 3 * (self.values.nbytes + self.there.nbytes) + 200 * (len(self.nodes) + len(self.rounds))
 
     def __getitem__(self, node: str) -> tuple[list[int], list[float]]:
@@ -104,6 +105,7 @@ class Matrix:
         return low, max(low, len(numbers) if last is None else int(np.searchsorted(numbers, last, "right")))
 
     def band(self) -> Band:
+        """Return the extremes and quantiles of each round."""
         return self._once("band", self._band)
 
     def _band(self) -> Band:

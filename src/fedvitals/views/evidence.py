@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The courses behind a case: the suspect over its cohort, with the limit where one is known. Data for any plot."""
+"""Computes the plots behind a case: the suspects over their cohort, with the limit where one is known."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ ENOUGH = 2  # plots, from which on nothing is added to what the finding names
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
+    """The limit that a finding compared with."""
+
     value: float
     label: str
 
@@ -55,6 +57,8 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
+    """The plots behind a case, and the rounds in which it was found."""
+
     plots: list[Plot]
     seen: list[int]  # the rounds in which it was found
     confidences: list[float]  # in these rounds

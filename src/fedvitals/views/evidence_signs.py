@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which measured sign stands behind a number of a finding, and which signs tell most of each issue.
+"""Maps the numbers of a finding to measured signs, and each issue to the signs that show it best.
 
 A finding's number may be a metric of the catalogue, a sign that clients are compared by
 (`diagnosis.evidence.vital_signs`), a statistic of a layer, or something that was counted on the spot. Where nothing of
@@ -27,6 +27,7 @@ class Sign:
 
     @property
     def id(self) -> str:
+        """A key that tells the sign from others."""
         return "/".join(part for part in (self.name, self.statistic, self.layer, *self.events) if part)
 
 
@@ -233,6 +234,7 @@ def title_of(sign: Sign, layer: str | None) -> str:
 
 
 def meaning_of(sign: Sign) -> str:
+    """Return what the sign means, in words."""
     if sign.name != "update.peers":
         return CATALOG[sign.name].meaning if sign.name in CATALOG else ""
     if sign.statistic in ("first", "head"):
@@ -241,6 +243,7 @@ def meaning_of(sign: Sign) -> str:
 
 
 def unit_of(sign: Sign) -> str:
+    """Return the unit of the sign."""
     if sign.events:
         return "events"
     known = WORDING.get(f"{sign.name}/{sign.statistic}")

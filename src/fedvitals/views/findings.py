@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings for people: the list of a run's cases, and one case in full, as data."""
+"""Computes the list of a run's findings, and everything about one of them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ class CaseCard(Brief):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
+    """How many cases there are in each state."""
+
     open: int
     past: int
     muted: int
@@ -101,6 +103,8 @@ class NumberRow:
 
 @dataclass(frozen=True, slots=True)
 class SuspectRow:
+    """Somebody who is suspected."""
+
     node: str
     label: str
     score: float | None
@@ -109,6 +113,8 @@ class SuspectRow:
 
 @dataclass(frozen=True, slots=True)
 class ActionRow:
+    """Something that was proposed or done about a case."""
+
     kind: str
     target: str | None
     status: str
@@ -120,6 +126,8 @@ class ActionRow:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The error that a case is about."""
+
     event: str
     round: int | None
     message: str
@@ -156,10 +164,13 @@ class FindingDetails:
 
 @dataclass(frozen=True, slots=True)
 class FullFinding(FindingDetails):
+    """Everything about one case, with the plots behind it."""
+
     evidence: Evidence
 
 
 def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
+    """Summarise a case as a card."""
     short = brief(case, marked, labels)
     return CaseCard(
         **{part.name: getattr(short, part.name) for part in fields(short)},
@@ -190,6 +201,7 @@ class Asked:
 
 
 def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
+    """Read a page of the list of findings; `asked`: which, and how many."""
     outline = outline_of(reader, run)
     cases = cases_of(reader, run, rounds=outline.rounds)
     facts = facts_of(reader, run, outline, cases)
@@ -241,10 +253,12 @@ def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
 
 
 def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
+    """Read the plots behind one case; ConfigError where there is none of that key."""
     return evidence_of(reader, run, case_of(reader, run, key))
 
 
 def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
+    """Read one case in full; ConfigError where there is none of that key."""
     case, labels = case_of(reader, run, key), labels_of(reader, run)
     known = case.known
     return FindingDetails(

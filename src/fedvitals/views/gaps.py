@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was not judged in a stored run."""
+"""Says what was not judged in a stored run, and why."""
 
 from __future__ import annotations
 

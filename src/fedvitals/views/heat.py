@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heat maps over the rounds: clients by a sign of theirs, layers by a statistic. The rows in trouble come first."""
+"""Computes heat maps over the rounds: a sign of all clients, a statistic of all layers."""
 
 from __future__ import annotations
 

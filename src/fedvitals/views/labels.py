@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people call a node whose name is a number of twenty digits: its partition, where it told one.
+"""Labels nodes that are known by a number of twenty digits with their partition, where they told one.
 
 Addresses, JSON and stores name a node by its id; a label only stands beside it.
 """

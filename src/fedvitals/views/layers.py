@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a gradient dies or explodes: statistics through the depth of the model and over the rounds, for one page."""
+"""Computes the page of a run's layers: statistics through the depth of the model and over the rounds."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ HEALTH = {"dead_fraction": "dead units", "saturated_fraction": "saturated units"
 
 @dataclass(frozen=True, slots=True)
 class StatisticKnown:
+    """A statistic that can be shown."""
+
     name: str
     meaning: str
     scale: str  # «log», «signed», «share», «count»
@@ -48,6 +50,8 @@ class StatisticKnown:
 
 @dataclass(frozen=True, slots=True)
 class LayerKnown:
+    """A layer of the model."""
+
     name: str
     shape: tuple[int, ...]
     values: int
@@ -56,6 +60,8 @@ class LayerKnown:
 
 @dataclass(frozen=True, slots=True)
 class ProfileLine:
+    """One round's statistic through the depth of the model."""
+
     round: int
     values: Numbers
 
@@ -71,6 +77,8 @@ class DepthProfile:
 
 @dataclass(frozen=True, slots=True)
 class Average:
+    """The mean gradient of one layer over the rounds."""
+
     layer: str
     mean: Numbers  # signed
     magnitude: Numbers
@@ -87,6 +95,8 @@ class Averages:
 
 @dataclass(frozen=True, slots=True)
 class UnitHealth:
+    """Dead or saturated units by layer and round."""
+
     name: str
     title: str
     grid: Grid
@@ -94,6 +104,8 @@ class UnitHealth:
 
 @dataclass(frozen=True, slots=True)
 class ScaleKnown:
+    """A measure of the gradient's scale, and whether the run has it."""
+
     name: str
     meaning: str
     formula: str
@@ -103,6 +115,8 @@ class ScaleKnown:
 
 @dataclass(frozen=True, slots=True)
 class LayersPage:
+    """Everything that the page of the layers shows."""
+
     run: str
     node: str | None  # None: the federation
     family: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a transfer's time is latency, where a run's own description tells: the lab's links are known."""
+"""Computes how much of a transfer's time is latency, where a run's own description tells."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machines did in a run: samples a second, memory by what it is for, processors, operators."""
+"""Computes what the machines of a run did: throughput, memory by purpose, processors, operators."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ MOST_OPERATORS = 50
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
+    """How fast a client trained."""
+
     node: str
     samples_per_second: float  # median over its rounds
     epoch_seconds: float | None  # its whole data set at this pace; None: nobody knows how large it is
@@ -55,6 +57,8 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
+    """What a run held in memory."""
+
     peaks: tuple[Peak, ...]  # memory.resident, memory.peak, memory.cuda_*, ... as they were measured
     node: str | None  # the client whose tensors take the most
     shares: Mapping[str, float]  # its bytes, by what they are for, in its largest round
@@ -178,6 +182,7 @@ def _shares(known: Mapping[str, Mapping[str | None, ValuesByRound]], node: str) 
 
 
 def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
+    """Read the extremes and means of what was sampled on the machines."""
     machine = []
     for name in queries.metric_names(reader, run):
         if not name.startswith(("machine.", "process.", "gpu.")):

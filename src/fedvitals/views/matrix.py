@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A metric of all clients out of the store, in one walk over an index; and remembered, so that only news is read."""
+"""Reads a metric of all clients in one walk over an index, and remembers it, so that only news is read later."""
 
 from __future__ import annotations
 

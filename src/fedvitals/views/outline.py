@@ -19,6 +19,8 @@ OUTCOMES = ("accuracy", "loss", "local.accuracy", "local.loss")
 
 @dataclass(frozen=True, slots=True)
 class Outline:
+    """What several parts of a page need to know of a run."""
+
     settings: Run  # without its layer tables and versions
     rounds: list[int]  # ascending
     nodes: Mapping[int, str]  # by their numbers in the store
@@ -27,6 +29,7 @@ class Outline:
 
     @property
     def clients(self) -> list[str]:
+        """The names of the run's clients, in natural order."""
         return sorted((node for node in self.nodes.values() if is_client(node)), key=natural)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run at a glance: the verdict, its troubles in short, who is suspected, and which signs there are to look at."""
+"""Computes the overview of a run: the verdict, its cases in short, the suspects, and the signs that there are."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ LEARNING = ("loss", "fit.loss_before", "local.loss", "fit.loss_after", "gradient
 
 @dataclass(frozen=True, slots=True)
 class SuspectLine:
+    """Somebody who is suspected, for the worst that is held against it."""
+
     node: str
     label: str
     score: float | None
@@ -57,6 +59,8 @@ class SignLine:
 
 @dataclass(frozen=True, slots=True)
 class FamilyLine:
+    """A family of layer statistics that the run has."""
+
     name: str
     rows: str
     statistics: tuple[str, ...]
@@ -64,6 +68,8 @@ class FamilyLine:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
+    """Everything that the overview shows but the pictures."""
+
     verdict: Verdict
     cases: list[Brief]  # those that are there now, worst first; then those that are over; muted ones last
     total_cases: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rounds' time went to, and their bytes, out of the metrics that the monitor stored as each round ended.
+"""Computes what the rounds' time and bytes went to, from the metrics that the monitor stored as each round ended.
 
 The exact parts of one round come from its Spans (see `views.round`); over hundreds of rounds and thousands of clients
 they would be half a million records, and these sums say the same in a dozen numbers a round.
@@ -33,12 +33,16 @@ UNTOLD = "not told apart"
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """Seconds of one part of the rounds."""
+
     name: str
     values: Numbers  # seconds, of the slowest round of each bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
+    """What the rounds' time and bytes went to."""
+
     clock: str  # «real», or «virtual» where the lab's clock tells
     rounds: list[int]  # of each bucket, the slowest round
     first: list[int]  # the first round of the bucket

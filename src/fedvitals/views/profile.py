@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's time, memory and bytes went: everything that `fedvitals profile` shows, as data."""
+"""Computes where a run's time, memory and bytes went: everything that `fedvitals profile` shows."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ ORDER = (*WORK, *REST, "unaccounted")  # of parts, wherever they are shown
 
 @dataclass(frozen=True, slots=True)
 class Profile:
+    """Where a run's time, memory and bytes went."""
+
     run: Run
     clock: str  # that the times below are of: «real» or «virtual»
     clocks: tuple[str, ...]  # that the run has

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round: what every node did and when, the chain that made it as long as it was, and who waited for whom.
+"""Computes the page of one round: what every node did and when, the critical path, and who waited for whom.
 
 Only that round's Spans are read: a run of a thousand clients and rounds has a million of them.
 """
@@ -35,6 +35,8 @@ SHOWN = (  # metrics of a round's table, unless others are asked for; of these, 
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
+    """A stretch of time in a lane of the waterfall."""
+
     name: str
     start: float  # seconds since the round began
     seconds: float
@@ -68,12 +70,16 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class RoundLength:
+    """A round and how long it took."""
+
     round: int
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPage:
+    """Everything that the page of a round shows."""
+
     run: str
     round: int
     clock: str
@@ -102,6 +108,8 @@ class RoundPage:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
+    """One node's metrics in a round."""
+
     node: str
     client: bool
     values: tuple[float | None, ...]
@@ -109,6 +117,8 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundColumn:
+    """A metric in the table of a round."""
+
     name: str
     unit: str
     meaning: str
@@ -116,6 +126,8 @@ class RoundColumn:
 
 @dataclass(frozen=True, slots=True)
 class RoundTable:
+    """The metrics of a round, a row for each node."""
+
     run: str
     round: int
     columns: tuple[RoundColumn, ...]

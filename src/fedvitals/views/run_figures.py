@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in numbers: what it learnt, how long it took, what it held and sent, what was found. For a comparison."""
+"""Computes the numbers by which runs are compared: learning, time, memory, bytes, findings."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ PEAKS = ("memory.peak", "memory.resident")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
+    """The numbers of one run."""
+
     run: Run
     rounds: int
     clients: int
@@ -45,6 +47,7 @@ class Figures:
 
 
 def figures_of(reader: Reader, run: str) -> Figures:
+    """Read the numbers of a run, by its id."""
     described, cases, history = queries.get_run(reader, run), tuple(cases_of(reader, run)), reader.history(run)
     traffic = traffic_sums(reader, run)
     accuracy, loss = (federation(reader, run, name) for name in ("accuracy", "loss"))
@@ -100,13 +103,16 @@ def _peak(reader: Reader, run: str) -> float | None:
 
 
 def last(by_round: ValuesByRound) -> float | None:
+    """Return the newest value; None of nothing."""
     return next(reversed(by_round.values()), None) if by_round else None
 
 
 def highest(by_round: Mapping[int, float]) -> float | None:
+    """Return the largest finite value; None where there is none."""
     return max((v for v in by_round.values() if math.isfinite(v)), default=None)
 
 
 def mean(values: Sequence[float]) -> float | None:
+    """Return the mean of the finite values; None where there is none."""
     finite = [v for v in values if math.isfinite(v)]
     return math.fsum(finite) / len(finite) if finite else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sign over the rounds, as few points as a screen can show: buckets of rounds that keep their extremes.
+"""Reduces one sign over the rounds to as many points as a screen can show, keeping the extremes.
 
 A bucket is so and so many rounds by number, so that the buckets of all signs of a page line up. Spikes survive: each
 bucket tells its smallest and largest value. What was not measured is a gap, what was not finite is told as such.
@@ -65,14 +65,17 @@ class Band:
 
 
 def json_numbers(values: npt.ArrayLike) -> Numbers:
+    """Return the values for JSON: None for those that are not finite."""
     return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=float)]
 
 
 def unit_of(name: str) -> str:
+    """Return the metric's unit; empty where the catalogue does not know it."""
     return CATALOG[name].unit if name in CATALOG else ""
 
 
 def meaning_of(name: str) -> str:
+    """Return what the metric means; empty where the catalogue does not know it."""
     return CATALOG[name].meaning if name in CATALOG else ""
 
 
@@ -138,6 +141,7 @@ def median_series(name: str, matrix: Matrix, points: int, first: int | None = No
 
 
 def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], values: Array, points: int) -> Series:
+    """Reduce values by round to at most `points` buckets."""
     starts = stretches(bucket_of(rounds, points))
     middle, low, high = (_reduced(values, starts, how) for how in (np.median, np.min, np.max))
     begins, ends = [int(rounds[b]) for b, _ in starts], [int(rounds[e - 1]) for _, e in starts]

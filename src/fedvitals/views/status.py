@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run stands: what every page tells at its edges, and what of the run can be asked for."""
+"""Computes what every page shows of a run at its edges: state, progress, and what of it was measured."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class FamilyKnown:
+    """A family of layer statistics that the run has."""
+
     name: str
     rows: str  # what its layers are: parameters, modules
     statistics: tuple[str, ...]
@@ -44,6 +46,8 @@ class FamilyKnown:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
+    """The store that is shown."""
+
     store: str
     fedvitals: str
     runs: int
@@ -51,6 +55,8 @@ class StoreStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
+    """The state of a run."""
+
     id: str
     name: str
     state: RunState  # «silent»: no end, no record for ten minutes, and nobody writes
@@ -82,6 +88,7 @@ class Status:
 
 
 def store_status(reader: Reader, shown: str) -> StoreStatus:
+    """Read the state of the store; `shown`: its name for people."""
     return StoreStatus(shown, __version__, count_runs(reader))
 
 
@@ -161,6 +168,7 @@ def planned_rounds(run: Run) -> int | None:
 
 
 def privacy_level(run: Run) -> int:
+    """Return the privacy level that the run's monitor was set to."""
     ours = run.config.get("fedvitals", {})
     level = ours.get("privacy", 3) if isinstance(ours, Mapping) else 3
     return level if isinstance(level, int) and 0 <= level < len(LEVELS) else 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who talks to whom in a round: nodes with their groups and their health, and the bytes between them.
+"""Computes who talked to whom in a round: nodes with their groups and health, and the bytes between them.
 
 Of many clients, those that are well stand as one dot for each group, with their number; whoever is ill keeps a dot.
 """
@@ -32,6 +32,8 @@ SHARED = 20  # changes of the groups that are told
 
 @dataclass(frozen=True, slots=True)
 class PlacedNode:
+    """A node of the picture, or several that stand as one."""
+
     name: str
     role: str  # «server», «group» (an edge, cluster or ring), «client», «clients» (several as one)
     group: str | None
@@ -47,6 +49,8 @@ class PlacedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlacedEdge:
+    """What went from one node to another."""
+
     sender: str
     receiver: str
     bytes: float
@@ -57,6 +61,8 @@ class PlacedEdge:
 
 @dataclass(frozen=True, slots=True)
 class KindBytes:
+    """Bytes of one kind of message."""
+
     kind: str
     bytes: float
     messages: int
@@ -64,6 +70,8 @@ class KindBytes:
 
 @dataclass(frozen=True, slots=True)
 class TopologyPage:
+    """Everything that the page of the topology shows."""
+
     run: str
     topology: str | None  # as the run says
     kind: str  # «star», «clusters», «tree», «rings»: how it is drawn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has sent, by every message once: the one number that list, header, report and comparison show.
+"""Adds up what a run has sent, every message once, reading only what is new since the last time.
 
 A page wants it again and again: only what is new is added up.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's traffic round by round, added up by the database: a comparison need not read a million messages.
+"""Reads a run's traffic by round, added up by the database.
 
 The same sums as `analysis.traffic.traffic_of` makes from the messages themselves; no clients, no layers, no times.
 """
@@ -14,6 +14,7 @@ from fedvitals.store.read.transfers import flows_by_round
 
 
 def traffic_sums(reader: Reader, run: str) -> Traffic:
+    """Read the traffic of a run by round; without clients, layers and times."""
     # Up, down, between, telemetry, each by round.
     books: tuple[dict[int, list[list[float]]], ...] = ({}, {}, {}, {})
     once: Counter[int] = Counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people read them: three digits, a unit, thin spaces between thousands. One way for every view.
+"""Formats numbers for people: three digits, a unit, thin spaces between thousands.
 
 The dashboard's `static/format.js` has the same rules; `tests/number_cases.json` holds both to them. Only the spaces
 differ: a terminal and a report want plain ones before a unit.
@@ -67,6 +67,7 @@ def size(value: float | None, unit: str = "B") -> str:
 
 
 def seconds(value: float | None) -> str:
+    """Format a duration."""
     word = _unusual(value)
     if word is not None or value is None:
         return word or NONE

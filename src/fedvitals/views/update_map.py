@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who behaves alike: a round's updates as points in a plane, and as a matrix of cosines, out of their sketches.
+"""Computes maps of a round's updates from their sketches: points in a plane, and a matrix of cosines.
 
 Only directions count: every sketch is scaled to length 1, so that the squared distance of two clients is 2 − 2·cosine,
 and the plane is the one that keeps most of these distances (principal components, which on this geometry is classical
@@ -47,6 +47,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """One client's update on the map."""
+
     name: str
     x: float
     y: float
@@ -56,6 +58,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """Where a client's update was in one round."""
+
     round: int
     x: float
     y: float
@@ -73,6 +77,8 @@ class Similarity:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMap:
+    """The map of a round."""
+
     round: int | None  # None: the run has no sketches
     rounds: list[int]  # that have sketches
     points: list[Point]
@@ -207,6 +213,7 @@ def _turn(axes: Array, to: Array) -> Array:
 
 
 def cosines(units: Array) -> Array:
+    """Return the cosine of each pair of directions."""
     return np.clip(units @ units.T, -1.0, 1.0)
 
 

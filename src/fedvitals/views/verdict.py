@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on a run in words: one sentence that a colleague could say aloud, with since when and how sure.
+"""Writes the verdict on a run: one sentence with what is wrong, since when, and how sure that is.
 
 It is built from stored findings and nothing else. What muted cases say is left out; acknowledged ones are still there.
 """
@@ -40,6 +40,8 @@ HELPED = ("applied", "trial", "undone")  # what an action has come to, of which 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """What is said of a run first."""
+
     state: State
     headline: str
     detail: str
@@ -71,6 +73,7 @@ class Facts:
 
 
 def verdict_of(reader: Reader, run: str) -> Verdict:
+    """Read the verdict on a run, by its id."""
     outline = outline_of(reader, run)
     cases = cases_of(reader, run, rounds=outline.rounds)
     return judge(cases, facts_of(reader, run, outline, cases))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a trouble is said aloud: «c7 sends updates like a client with wrong labels», «the loss runs away».
+"""Words the clauses of a verdict: «c7 sends updates like a client with wrong labels», «the loss runs away».
 
 Of what is concluded from likeness, the words say «like»; of what was counted or compared, they say what is.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client: broken or only different? What was found about it, what it told, what happened to it, who comes next."""
+"""Computes the page of one client: verdict, findings, facts, failures, events, and its neighbours in the table."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class LabelShare:
+    """How many samples of one label a client has."""
+
     label: str
     count: int
     share: float  # of its own samples
@@ -62,6 +64,8 @@ class LabelShare:
 
 @dataclass(frozen=True, slots=True)
 class ClientEvent:
+    """Something that happened to a client."""
+
     at: float | None
     round: int | None
     level: str
@@ -73,6 +77,8 @@ class ClientEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClientVerdict:
+    """What is said of a client first."""
+
     state: Literal["ill", "watch", "different", "healthy", "warming", "unjudged"]
     headline: str
     detail: str
@@ -81,6 +87,8 @@ class ClientVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ClientPage:
+    """Everything that the page of a client shows at once."""
+
     node: str
     verdict: ClientVerdict
     row: ClientRow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run held in memory and sent over the wire, for a page: out of metrics, so that it is quick at any size.
+"""Computes what a run held in memory and sent over the wire, from metrics, so that it is quick at any size.
 
 What a terminal prints (`views.machine`, `analysis.traffic`) is made from every record; here are the same figures from
 the matrices that other pages use too.
@@ -44,6 +44,8 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
+    """Bytes of something that has a name."""
+
     name: str
     bytes: float
 
@@ -62,6 +64,8 @@ class Trend:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPage:
+    """What a run held in memory."""
+
     peaks: tuple[MemoryPeak, ...]
     node: str | None  # the client whose tensors take the most
     shares: tuple[Bytes, ...]  # its bytes by what they are for
@@ -74,6 +78,8 @@ class MemoryPage:
 
 @dataclass(frozen=True, slots=True)
 class ClientBytes:
+    """What one client sent and received."""
+
     node: str
     sent: float
     received: float
@@ -82,6 +88,8 @@ class ClientBytes:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
+    """Messages of one kind."""
+
     kind: str
     bytes: float
     raw_bytes: float
@@ -91,6 +99,8 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class ReachedAt:
+    """What it took to reach an accuracy."""
+
     accuracy: float
     round: int | None
     rounds: int | None
@@ -102,6 +112,8 @@ class ReachedAt:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPage:
+    """What a run sent."""
+
     total: float | None  # of the training, every message once
     telemetry: float | None  # fedvitals' own, beside it
     sent: float  # by clients
@@ -117,6 +129,8 @@ class TrafficPage:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
+    """Memory, traffic and machine of a run."""
+
     run: str
     memory: MemoryPage | None
     traffic: TrafficPage | None
@@ -124,6 +138,7 @@ class Costs:
 
 
 def costs(reader: Reader, run: str) -> Costs:
+    """Read memory, traffic and machine of a run, by its id."""
     return Costs(run, memory_page(reader, run), traffic_page(reader, run), machine_of(reader, run))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's layers against the cohort's: by how much each is larger or smaller than the median client's, by round.
+"""Compares a client's layers with the median client's, round by round.
 
 The statistics of a thousand clients and fifty layers are two megabytes a round. So the newest rounds are read, as many
 as fit into a budget, and the answer says how many those are.
@@ -32,6 +32,8 @@ RATIOS = {"sum_squares", "sum_magnitudes", "std", "l2", "rms", "absmax", "mean_m
 
 @dataclass(frozen=True, slots=True)
 class ClientLayers:
+    """A client's layers against the median client's."""
+
     family: str
     statistic: str
     families: list[str]
@@ -70,6 +72,7 @@ def client_layers(
     last: int | None = None,
     budget: int = BUDGET,
 ) -> ClientLayers:
+    """Read how a client's layers differ; ConfigError for a family or statistic that there is not."""
     families = families_of(reader, run)
     if family is not None and family not in families:
         raise ConfigError(unknown("family of layer statistics", family, families))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, step by step: a run's tape over all rounds, and the state of the federation at one of them."""
+"""Computes the pages of a run's tape: what is on it in all rounds, and the state of the federation at one of them."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ class ReplayIndex:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
+    """A layer of the model before and after a round."""
+
     name: str
     before: float | None  # norm; None: not finite
     after: float | None
@@ -90,6 +92,8 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
+    """A metric before and after a round."""
+
     name: str
     unit: str
     before: float | None
@@ -98,6 +102,8 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True)
 class ActionInForce:
+    """A correction that was in force in a round."""
+
     kind: str
     target: str | None
     why: str
@@ -106,6 +112,8 @@ class ActionInForce:
 
 @dataclass(frozen=True, slots=True)
 class FoundHere:
+    """A case that was found in a round."""
+
     key: str
     severity: str
     words: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the values of one layer's gradient were distributed, round by round.
+"""Computes how the values of one layer's gradient were distributed, round by round.
 
 Where histograms were stored (one bin for each sign and power of two) the shape is known. Elsewhere it is not, and it is
 not made up: mean, standard deviation, smallest and largest are all that can be shown.
@@ -24,6 +24,8 @@ WORTH = 0.002  # share of a round's values from which a size has a bin of its ow
 
 @dataclass(frozen=True, slots=True)
 class Ridge:
+    """The distribution in one round."""
+
     round: int
     heights: Numbers  # share of the values in each bin
     zeros: float | None  # share of exact zeros, which are in no bin
@@ -43,6 +45,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
+    """The distribution of a layer's gradient over the rounds."""
+
     run: str
     layer: str
     node: str | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who answered in a round, and how: each client's part in it, and one of them against the others, layer by layer."""
+"""Computes who answered in a round and how, and compares one of them with the others, layer by layer."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ class CameRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
+    """A client's update of one layer against the others'."""
+
     name: str
     norm: float | None
     median: float | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a client's time went, round by round, and how long the median client took meanwhile.
+"""Computes where a client's time went, round by round, and how long the median client took.
 
 Spans are found by round, not by node: of many clients, the newest rounds are read, and the answer says how many.
 """
@@ -29,6 +29,8 @@ LENGTH = {"real": "time.client", "virtual": "time.client_virtual"}
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
+    """One part of a client's time over the rounds."""
+
     name: str
     values: Numbers  # seconds
     waiting: bool  # the client itself does nothing in it
@@ -36,6 +38,8 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True)
 class ClientTimes:
+    """Where a client's time went."""
+
     clock: str
     rounds: list[int]
     parts: list[TimePart]  # in the order of a round
@@ -48,6 +52,7 @@ class ClientTimes:
 def client_times(
     reader: Reader, run: str, node: str, first: int | None = None, last: int | None = None, most: int = SPANS
 ) -> ClientTimes:
+    """Read where a client's time went in the newest rounds, or in those from `first` to `last`."""
     every = reader.history(run).rounds()
     wanted = [r for r in every if (first is None or r >= first) and (last is None or r <= last)]
     clients = clients_by_number(reader, run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a list tells of one run, by short walks: a store may hold thousands, and some are large."""
+"""Summarises one run for the list of runs by few reads: a store may hold thousands of runs."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Spark:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
+    """What the list tells of a run."""
+
     rounds: int
     planned: int | None
     last_record: float | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of a store, a page at a time: filtered, sorted, and each with what tells at a glance how it is.
+"""Computes the list of runs, a page at a time: filtered, sorted, each with its health at a glance.
 
 What a list tells of a run is looked up once and remembered until the run changes; what has not to be known to filter
 and to sort is looked up for the runs of the page only.
@@ -36,6 +36,8 @@ REMEMBERED = 20_000  # runs
 
 @dataclass(frozen=True, slots=True)
 class RunsAsked:
+    """Which runs are asked for, and in which order."""
+
     search: str = ""
     state: RunState | None = None
     health: State | None = None
@@ -48,6 +50,8 @@ class RunsAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
+    """One run in the list."""
+
     id: str
     name: str
     host: str
@@ -74,6 +78,8 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class RunsPage:
+    """A page of the list."""
+
     total: int  # that were asked for
     stored: int  # in the store
     running: int

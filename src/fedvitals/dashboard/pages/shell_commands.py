@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that do with a round what a page cannot: to be copied into a terminal, whatever things are called."""
+"""Writes the commands that replay, fork or bisect a round in a terminal, with names quoted for the shell."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ NEEDS = {"krum": " faulty=1", "multi_krum": " faulty=1"}  # what these rules can
 
 @dataclass(frozen=True, slots=True)
 class Command:
+    """A command and what it does."""
+
     what: str
     text: str
 
@@ -89,6 +91,7 @@ def _bisect(here: Here, cases: Sequence[Case]) -> Command | None:
 
 
 def what_if_command(run: str, store: Target, number: int, drop: Sequence[str], rule: str) -> str:
+    """Return the command that asks the same what-if question in a terminal."""
     plain = [node for node in drop if PLAIN.fullmatch(node)]
     parts = [f"drop {', '.join(plain)}"] if plain else []
     parts += [f"aggregator {rule}{NEEDS.get(rule, '')}"] if rule != "recorded" and PLAIN.fullmatch(rule) else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's vital signs over the rounds, the one in which it deviates most from its peers first.
+"""Computes a client's vital signs over the rounds, those in which it deviates most from its peers first.
 
 Its own values and its newest deviation are a few seeks each, also among a thousand clients; the cohort's band beside
 them comes from `views.series`, sign by sign.
@@ -31,6 +31,8 @@ FLOOR = 0.05  # of the median: spread that peers always have, so that rounding d
 
 @dataclass(frozen=True, slots=True)
 class ClientSign:
+    """One vital sign of a client."""
+
     series: Series
     value: float | None  # the newest; None: NaN or infinite
     median: float | None  # of all clients in that round

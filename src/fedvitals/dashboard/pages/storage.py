@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run takes in its store: told before it is deleted."""
+"""Measures what a run takes in its store, to be shown before it is deleted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _ROWS = {"metric": 75, "event": 400, "span": 390, "transfer": 75, "sketch": 150,
 
 @dataclass(frozen=True, slots=True)
 class Contents:
+    """What would go if the run were deleted."""
+
     id: str
     name: str
     rounds: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on a run's tape, round by round, in a few numbers each: what a scrubber over all rounds has to know.
+"""Indexes what is on a run's tape, a few numbers for each round, for the scrubber over all rounds.
 
 A round of a thousand clients is a third of a megabyte of digests. So each is read once, and only in part; what was read
 stays, since entries never change. What is stored whole does change, as a tape thins itself: that is asked anew.
@@ -45,11 +45,15 @@ class StateDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
+    """Of a client's answer, what the index needs."""
+
     mark: StateDigest | None = None
     used: bool = True
 
 
 class Noted(msgspec.Struct, frozen=True):
+    """Of the notes of a round, what the index needs."""
+
     actions: Any = None  # corrections in force, as the host wrote them
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of some rounds went: the profile as a page shows it, of as many rounds as can be read while one waits.
+"""Computes where the time of some rounds went, of as many rounds as can be read while a person waits.
 
 `views.profile` reads all of a run's Spans: half a million, of a thousand clients and five hundred rounds. Here it is
 the newest rounds, unless others are asked for, and the page says which. For all rounds there is `views.phases`.
@@ -49,6 +49,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
+    """Seconds of one part."""
+
     name: str
     seconds: float
     share: float
@@ -56,6 +58,8 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class RoundLine:
+    """One round and what it was bound by."""
+
     round: int
     seconds: float
     kind: str  # what it was bound by
@@ -64,6 +68,8 @@ class RoundLine:
 
 @dataclass(frozen=True, slots=True)
 class SlowTurn:
+    """A round in which a straggler took part."""
+
     round: int
     seconds: float
     peers: float
@@ -72,6 +78,8 @@ class SlowTurn:
 
 @dataclass(frozen=True, slots=True)
 class SlowNode:
+    """A straggler."""
+
     node: str
     rounds: int
     determined: int
@@ -101,6 +109,8 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class WaitedFor:
+    """A node that others waited for."""
+
     node: str
     seconds: float
     share: float
@@ -108,6 +118,8 @@ class WaitedFor:
 
 @dataclass(frozen=True, slots=True)
 class TimeCosts:
+    """Where the time of some rounds went."""
+
     run: str
     clock: str
     clocks: tuple[str, ...]
@@ -131,6 +143,8 @@ class TimeCosts:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
+    """What would have made these rounds shorter."""
+
     clock: str
     window: Window
     before: float | None  # seconds of a round as it was, the mean

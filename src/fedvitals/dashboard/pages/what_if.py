@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What if, at once: the round's whole updates from the tape, put together otherwise. Nothing is trained for it.
+"""Answers what-if questions about a round at once: its updates from the tape, aggregated otherwise, without training.
 
 Where the tape has not got all of a round's updates, the answer says so, with the command that computes them again.
 """
@@ -60,6 +60,8 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class ChangedLayer:
+    """A layer's step as it was, and as it would have been."""
+
     name: str
     recorded: float | None  # norm of the step that was taken
     changed: float | None  # of the step that would have been
@@ -69,6 +71,8 @@ class ChangedLayer:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
+    """A round's step as it was, and as it would have been."""
+
     run: str
     round: int
     ready: bool  # False: `why`, and `command` computes it

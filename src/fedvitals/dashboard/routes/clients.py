@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: the table of all, the page of one, the map of who behaves alike.
+"""Routes of clients: the table of all, the page of one, the map of updates.
 
 A client's name travels as a query parameter: it may hold slashes, dots and question marks, which a path does not keep.
 """

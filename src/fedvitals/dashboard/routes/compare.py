@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two to six runs side by side."""
+"""Route of the comparison of two to six runs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Remembered:
         self._figures: OrderedDict[tuple[str, str], Figures] = OrderedDict()
 
     def figures(self, reader: Reader, run: str, version: str) -> Figures:
+        """Return the figures of a run at this version, read once."""
         with self._lock:
             known = self._figures.get((run, version))
         if known is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's findings, each in full, and what people say of them: seen, or not to be heard of again."""
+"""Routes of a run's findings, and of what people say of them: acknowledged, muted."""
 
 from __future__ import annotations
 

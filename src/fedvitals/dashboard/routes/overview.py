@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overview of a run, and the signs over its rounds that other pages show as well."""
+"""Routes of the overview of a run, and of signs over its rounds that other pages show as well."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as they are stored: where every number of the pages leads in the end."""
+"""Route of records as they are stored."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ LARGEST = 2**53  # what JSON and a browser count exactly
 
 @dataclass(frozen=True, slots=True)
 class Records:
+    """A page of records of one kind."""
+
     kind: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, step by step: the tape of a run, one round of it, and what if it had been put together otherwise.
+"""Routes of a run's tape: its index, one round of it, and what-if questions.
 
 Read only, and nothing is trained here: what is not on the tape is left to the command line.
 """

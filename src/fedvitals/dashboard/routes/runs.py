@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of runs; tags, and deletion."""
+"""Routes of the list of runs, of tags, and of deletion."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ Text = Annotated[str, Query(max_length=200)]
 
 @dataclass(frozen=True, slots=True)
 class Tags:
+    """The tags of a run."""
+
     id: str
     tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
+    """What was deleted."""
+
     id: str
     name: str
     records: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands on the edge of every page: which run, how far, how many records lost, what measuring cost."""
+"""Routes of what every page shows at its edges: the store, and the state of a run."""
 
 from __future__ import annotations
 

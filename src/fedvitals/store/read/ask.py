@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""People's own SQL: read-only, on the same connection as everything else that reads."""
+"""Runs a person's own SQL on a store, read-only."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _REFUSALS = ("authoriz", "prohibited", "readonly", "read-only")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The rows of a person's statement."""
+
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     more: bool  # whether there was more than the limit allowed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer statistics of the federation as a whole, over all rounds: what the picture of the layers is made from."""
+"""Reads layer statistics of the federation as a whole, over all rounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of a run, out of SQL: the twin of `MemoryStore.history`, with the same answers."""
+"""Answers what was measured of a run from SQL, with the same answers as `MemoryStore.history`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One family's layers over the rounds, of the federation or of one node: [rounds × layers × columns].
+"""Reads one family's layer statistics over the rounds, of the federation or of one node: [rounds × layers × columns].
 
 Blocks hold all clients of some rounds. Of a run whose blocks are too many to read while a person waits, every so many
 are, the first and the last always; whoever asks is told how many rounds there were.
@@ -26,6 +26,8 @@ AT_ONCE = 100  # blocks in one statement
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerHistory:
+    """Layer statistics of one family, round by round."""
+
     family: str
     layers: tuple[str, ...]
     rounds: tuple[int, ...]  # ascending; those that were read

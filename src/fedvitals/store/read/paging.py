@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored run piece by piece: what is larger than memory can still be read, in order of arrival."""
+"""Reads a run page by page in order of arrival, so that it need not fit into memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line and the dashboard ask of a store. One function a question, one statement or two behind each."""
+"""Answers what several front ends ask of a run: its summary, metrics, layer statistics, events and records."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ _WHOLE = 'AND (m.node IS NOT NULL OR m."group" IS NULL) '
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
+    """What a list of runs shows of one run."""
+
     id: str
     name: str
     host: str

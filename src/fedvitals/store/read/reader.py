@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection that can only read: many at once, also while a training writes."""
+"""Opens stores read-only, for any number of readers, also while a training writes."""
 
 from __future__ import annotations
 
@@ -120,9 +120,11 @@ class Reader:
         return self._version != VERSION and self.database.rows("PRAGMA user_version") != [(self._version,)]
 
     def history(self, run: str) -> SqlHistory:
+        """Return the history of a run, by its id."""
         return SqlHistory(self.database, run, self.names)
 
     def close(self) -> None:
+        """Close the connection."""
         self.database.connection.close()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored run as plain tables, for files that other tools read: those of docs/schema.md, layer statistics unpacked."""
+"""Reads a run as plain tables, those of docs/schema.md with layer statistics unpacked, for export to other tools."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ PLACE = {"run": "text", "round": "integer", "node": "text", "step": "integer", "
 
 @dataclass(frozen=True, slots=True)
 class PlainTable:
+    """A table of a run, with its rows in batches."""
+
     name: str
     columns: Mapping[str, str]  # to «integer», «real», «text» or «blob»
     batches: Iterable[Sequence[Row]]

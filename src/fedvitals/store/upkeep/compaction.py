@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Older rounds of layer statistics, rewritten so that one layer is read without the others.
+"""Merges blocks of older rounds of layer statistics so that one layer can be read without the others.
 
 No layout is fast to write and fast to read at once: a round arrives as one row for all layers, and some rounds later
 it is merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read whole.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a store, in words, without changing anything; `mending` is for the rest."""
+"""Reports what is wrong with a store, without changing anything; `repair` changes it."""
 
 from __future__ import annotations
 
@@ -258,6 +258,7 @@ def _blobs(database: Database) -> Sign:
 
 
 def unfinished(database: Database) -> list[str]:
+    """Return the ids of the runs that have no end."""
     return [
         str(row[0])
         for row in database.rows(

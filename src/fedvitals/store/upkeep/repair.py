@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be repaired in a store, and what was done. Nothing is ever deleted that could still be read."""
+"""Repairs a store and says what was done. Nothing is deleted that could still be read."""
 
 from __future__ import annotations
 

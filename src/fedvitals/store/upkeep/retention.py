@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept and for how long: runs deleted on request, and old runs thinned until a store fits a budget.
+"""Deletes runs on request, and thins old runs until a store fits a budget.
 
 Names (`symbol`) and lists of layers stay: they are small, shared by runs, and remembered by whoever writes.
 """
@@ -39,6 +39,8 @@ _EVERYTHING = (
 
 @dataclass(frozen=True, slots=True)
 class Removed:
+    """What was removed of one run."""
+
     run: str
     name: str
     what: str  # "detail", "run"; or "tape" of a run that is gone

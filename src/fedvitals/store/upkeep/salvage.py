@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a damaged file that can still be read, in a new file beside it. The damaged one is not touched."""
+"""Copies the readable rows of a damaged file into a new file beside it, and leaves the damaged one as it is."""
 
 from __future__ import annotations
 

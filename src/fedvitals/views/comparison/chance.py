@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a difference between repeats is worth: an interval, seed by seed where both sides have the same seeds."""
+"""Computes confidence intervals of differences between repeats, seed by seed where both sides have the same seeds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two runs part: the first round in which they differ at all, beyond noise, and beyond what repeats differ by."""
+"""Finds the first round in which two runs differ: at all, beyond noise, and beyond what repeats differ by."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Differing:
 
 @dataclass(frozen=True, slots=True)
 class DivergencePoint:
+    """Where two sides begin to differ."""
+
     exact: Differing | None  # the first difference at all; None: equal as far as both go
     beyond_noise: Differing | None
     beyond_repeats: int | None
@@ -36,6 +38,7 @@ class DivergencePoint:
 
     @property
     def equal(self) -> bool:
+        """Whether they do not differ at all."""
         return self.exact is None and self.rounds[0] == self.rounds[1]
 
 

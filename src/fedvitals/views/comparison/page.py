@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison as a page shows it: what changed in words, courses over the rounds, differences, settings."""
+"""Computes a comparison as a page shows it: changes in words, values over the rounds, differences, settings."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ LONGEST = 2000  # characters of a setting
 
 @dataclass(frozen=True, slots=True)
 class PageSide:
+    """A run, or several repeats of it."""
+
     letter: str
     name: str
     runs: tuple[str, ...]
@@ -48,6 +50,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
+    """A diagram with a line for each side."""
+
     name: str
     title: str
     unit: str
@@ -58,6 +62,8 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PageChange:
+    """A difference, with its interval where there is one."""
+
     difference: float | None
     relative: float | None
     low: float | None
@@ -67,6 +73,8 @@ class PageChange:
 
 @dataclass(frozen=True, slots=True)
 class PageRow:
+    """One number of every side."""
+
     topic: str
     name: str
     unit: str
@@ -77,6 +85,8 @@ class PageRow:
 
 @dataclass(frozen=True, slots=True)
 class PageTrouble:
+    """An issue, and in how many runs of each side it was found."""
+
     issue: str
     title: str
     place: str
@@ -86,6 +96,8 @@ class PageTrouble:
 
 @dataclass(frozen=True, slots=True)
 class PageParting:
+    """Where a side begins to differ from the baseline."""
+
     letter: str  # the side that parts from the baseline
     equal: bool
     exact: int | None  # the first round that differs at all
@@ -96,6 +108,8 @@ class PageParting:
 
 @dataclass(frozen=True, slots=True)
 class PageSetting:
+    """A setting of every side."""
+
     name: str
     values: tuple[str | None, ...]
     differs: bool
@@ -103,6 +117,8 @@ class PageSetting:
 
 @dataclass(frozen=True, slots=True)
 class ComparePage:
+    """Everything that the page of a comparison shows."""
+
     sides: tuple[PageSide, ...]  # the baseline first
     words: tuple[str, ...]  # what changed, the weightiest first
     chance: str  # what may be concluded

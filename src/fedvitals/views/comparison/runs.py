@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs side by side: what changed from the first to the others, whether that can be chance, where they part, and why.
+"""Compares runs: what changed from the first to the others, whether that can be chance, where they diverge, and why.
 
 A *side* is one run, or several repeats of it: runs of one name and one configuration that differ by their seeds only.
 """
@@ -31,6 +31,8 @@ Value = Callable[[Figures], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Side:
+    """A run, or several repeats of it."""
+
     letter: str
     name: str
     runs: tuple[str, ...]  # the newest first
@@ -64,16 +66,21 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """A setting of every side."""
+
     name: str
     values: tuple[Any, ...]  # for each side
 
     @property
     def differs(self) -> bool:
+        """Whether the sides do not all have the same."""
         return any(repr(value) != repr(self.values[0]) for value in self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
+    """Everything that is known of runs side by side."""
+
     sides: tuple[Side, ...]
     opening: tuple[ComparisonRow, ...]  # round time, memory and number of issues
     rows: tuple[ComparisonRow, ...]
@@ -108,6 +115,7 @@ def sides_of(
 
 
 def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
+    """Compare sides, each the figures of its runs; the first is the baseline."""
     clock = "virtual" if all(f.virtual_seconds for side in sides for f in side) else "real"
     table = [_row(sides, *line) for line in _lines(clock)]
     rows = [row for row in table if any(value is not None for value in row.values)]
@@ -177,6 +185,7 @@ def settings_that_differ(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]
 
 
 def all_settings(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
+    """Return every setting of these groups of runs."""
     tables = [_settings(group) for group in groups]
     names = dict.fromkeys(name for table in tables for name in table)
     return tuple(Setting(name, tuple(table.get(name) for table in tables)) for name in names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between runs, as one would say it: by how much, whether by chance, where they part, and why."""
+"""Says in sentences what changed between runs, by how much, whether by chance, and why."""
 
 from __future__ import annotations
 
