@@ -44,7 +44,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The one shape of everything that went wrong."""
+    """The one shape of all errors."""
 
     error: Trouble
 
@@ -94,7 +94,7 @@ def _joint(cache: ReaderCache, runs: Sequence[str]) -> str:
 
 
 def encode(value: Any) -> bytes:
-    """JSON; NaN and infinity become null."""
+    """Encode as JSON; NaN and infinity become null."""
     return msgspec.json.encode(value, enc_hook=_plain)
 
 
@@ -118,7 +118,7 @@ def failure(status: int, message: str, hint: str | None = None, headers: Any = N
 
 
 def answer_failures(app: FastAPI) -> None:
-    """Let every error come out in the one shape."""
+    """Make the app answer every error in the same shape."""
 
     @app.exception_handler(StarletteHTTPException)
     def http(_: Request, error: StarletteHTTPException) -> Response:

@@ -23,7 +23,7 @@ ROUTES = (
 
 
 def create_app(store: str | Path | None = None, *, token: str | None = None, hosts: tuple[str, ...] = ()) -> FastAPI:
-    """The app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
+    """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
 
     With a `token` nothing is shown to who does not have it.
     """

@@ -23,7 +23,7 @@ StoreVersion = tuple[str, int, int]
 
 
 class ChangeTracker:
-    """Versions of runs: they rise when a run gets a record, ends, is marked or vanishes."""
+    """Versions of runs, which rise when a run gets a record, ends, is marked or deleted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,13 +75,13 @@ class ChangeTracker:
         return changed | {names[number] for number in numbers}
 
     def version(self, run: str | None) -> str:
-        """What a run is at, or the whole store."""
+        """Return the version of a run, or of the whole store (None)."""
         with self._lock:
             at = self._count if run is None else self._versions.get(run, 0)
             return f"{self._boot}.{self._epoch}.{at}"
 
     def versions(self) -> tuple[StoreVersion, dict[str, int]]:
-        """Where the store is at, and the last change of each run that had one."""
+        """Return the version of the store, and the last change of each run that had one."""
         with self._lock:
             return (self._boot, self._epoch, self._count), dict(self._versions)
 

@@ -10,7 +10,7 @@ PACKED = Path(__file__).with_name("example.db.xz")
 
 
 def unpack(folder: Path) -> Path:
-    """The example as a store in that folder."""
+    """Unpack the example as a store in that folder, and return its path."""
     target = folder / "example.db"
     target.write_bytes(lzma.decompress(PACKED.read_bytes()))
     return target

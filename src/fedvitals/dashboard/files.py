@@ -57,7 +57,7 @@ class Files:
         self._pages: dict[str, File] = {}
 
     def get(self, name: str) -> File | None:
-        """A file by its path in the folder, written plainly; None where there is none."""
+        """Return a file by its path in the folder; None where there is none, or where the path leads out of it."""
         kind = TYPES.get(PurePosixPath(name).suffix)
         if kind is None or PurePosixPath(name).is_absolute() or ".." in name or "\\" in name or "\x00" in name:
             return None
@@ -85,7 +85,7 @@ class Files:
         return known
 
     def modules(self, *names: str) -> list[str]:
-        """These and all that they import, and what that imports, without what waits for its moment («import()»)."""
+        """Return these modules and all that they import, directly or not; without those of «import()»."""
         modules: dict[str, None] = {}
         todo = list(names)
         while todo:
@@ -116,7 +116,7 @@ def _plain(path: PurePosixPath) -> str:
 
 
 def view_of(path: str) -> str:
-    """Which view the page will show at an address."""
+    """Return the view that the page will show at an address."""
     parts = [part for part in path.split("/") if part]
     if not parts:
         return "runs"

@@ -49,7 +49,7 @@ class ReaderCache:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        """A reader of the store for one request. One that failed is not used again."""
+        """Lend a reader of the store to one request. A reader that failed is not used again."""
         identity = self._identity()
         with self._lock:
             kept = [pair for pair in self._readers if pair[0] == identity]

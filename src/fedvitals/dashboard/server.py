@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int | None) -> socket.socket:
-    """A socket that listens; without a port, the usual one or the next that is free."""
+    """Return a socket that listens; without a port, on the usual one or the next that is free."""
     wanted = [port] if port is not None else [*range(PORT, PORT + NEXT), 0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in wanted:

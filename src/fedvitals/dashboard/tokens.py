@@ -35,7 +35,7 @@ class Tokens:
         return morsel is not None and morsel.value in self._sessions
 
     def wait_after(self, token: str, address: str) -> int | None:
-        """None: it is the token. Else the seconds after which one more try is allowed; 0: at once."""
+        """Try a token: None if it is right, else the seconds until one more try is allowed."""
         wait = self.wait(address)
         if wait:
             return wait
@@ -46,7 +46,7 @@ class Tokens:
         return self.wait(address)
 
     def wait(self, address: str) -> int:
-        """Seconds until this address may try again."""
+        """Return the seconds until this address may try again."""
         now = time.monotonic()
         for who in list(self._tries):
             tries = self._tries[who]
@@ -61,7 +61,7 @@ class Tokens:
         return 0
 
     def cookie(self, *, secure: bool) -> str:
-        """A Set-Cookie for who has shown the token. The token itself is not in it."""
+        """Return a Set-Cookie for somebody who has shown the token; the token itself is not in it."""
         session = secrets.token_urlsafe(32)
         self._sessions[session] = None
         while len(self._sessions) > SESSIONS:

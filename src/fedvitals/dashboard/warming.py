@@ -40,7 +40,7 @@ QUIET = 0.25  # seconds without a request after which we may work
 
 
 class Warming:
-    """One thread that reads ahead, a metric at a time, and stands back as soon as somebody asks for something."""
+    """A thread that reads ahead, one metric at a time, and pauses as soon as somebody asks for something."""
 
     def __init__(self, cache: ReaderCache) -> None:
         self._cache = cache
@@ -53,7 +53,7 @@ class Warming:
         self._done: dict[str, None] = {}  # in the order in which they were begun
 
     def asked(self, run: str | None) -> None:
-        """A request has come, or has been answered. Who asks for the list of runs is likely to open the newest."""
+        """Note a request, or its answer; whoever asks for the list of runs is likely to open the newest."""
         self._asked = time.monotonic()
         self.want(NEWEST if run is None else run)
 
@@ -117,7 +117,7 @@ class Warming:
                 work(reader)
 
     def close(self) -> None:
-        """Waits for the metric that is being read."""
+        """Stop, after the metric that is being read."""
         self._closed = True
         self._wanted.set()
         if self._thread is not None:

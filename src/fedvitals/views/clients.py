@@ -81,7 +81,7 @@ class ClientsPage:
 
 
 def open_and_past_cases(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
-    """The open cases of each client that has any, and those that are over; without muted ones. Worst first in all."""
+    """Return by client the open cases, and those that are over; without muted ones, the worst first."""
     muted = marked(reader, run).muted
     by_client: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
     for case in cases_of(reader, run):
@@ -92,12 +92,12 @@ def open_and_past_cases(reader: Reader, run: str) -> tuple[dict[str, list[Case]]
 
 
 def worst_cases(reader: Reader, run: str) -> dict[str, list[Case]]:
-    """The open cases of each client that has any, worst first; without those that are muted. Worst client first."""
+    """Return the open cases of each client that has any, the worst first; without muted ones. Worst client first."""
     return open_and_past_cases(reader, run)[0]
 
 
 def severities(reader: Reader, run: str) -> dict[str, str]:
-    """The severity of each client that has an open case, the worst client first."""
+    """Return the severity of each client that has an open case, the worst client first."""
     return {node: own[0].severity for node, own in worst_cases(reader, run).items()}
 
 
@@ -167,7 +167,7 @@ def _sums(*matrices: Matrix) -> dict[str, float]:
 
 
 def attended(reader: Reader, run: str) -> dict[str, list[int]]:
-    """The rounds of each client as `queries.attendance` has them, from the matrices that other pages use too."""
+    """Return the rounds of each client, as `queries.attendance` has them, from matrices that other pages use too."""
     rounds_of: dict[str, set[int]] = {}
     for name in ("steps", "update.norm"):
         matrix = metric_matrix(reader, run, name)
@@ -194,7 +194,7 @@ class Rosters:
         self._known: OrderedDict[str, tuple[str, Roster]] = OrderedDict()
 
     def roster(self, reader: Reader, run: str, version: str) -> Roster:
-        """`version` changes whenever a record or a mark of the run comes."""
+        """Return the roster of a run; `version` changes whenever a record or a mark of the run comes."""
         with self._lock:
             known = self._known.get(run)
         if known is None or known[0] != version:
@@ -289,7 +289,7 @@ def clients_page(
     limit: int = 100,
     offset: int = 0,
 ) -> ClientsPage:
-    """A page of the table. `health`: «ill» (any open case), a severity, «well», or «failed»."""
+    """Return a page of the table. `health`: «ill» (any open case), a severity, «well», or «failed»."""
     every = roster.rows
     chosen = [row for row in every if _matches(row, search, group, health)]
     order = WORST

@@ -66,7 +66,7 @@ class Evidence:
 
 
 def evidence_of(reader: Reader, run: str, case: Case, points: int = POINTS) -> Evidence:
-    """What the finding itself names comes first; then, as long as there is room, what tells most of such an issue."""
+    """Plot the signs that the finding names; then, while there is room, those that show such an issue best."""
     plots: dict[str, Plot] = {}
     for sign, row in named_signs(case):
         plot = _plot(reader, run, case, sign, points)

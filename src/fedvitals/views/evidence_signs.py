@@ -151,7 +151,7 @@ LAST_RESORT: dict[str, tuple[Sign, ...]] = {
 
 
 def sign_of(name: str, case: Case) -> Sign | None:
-    """What was measured behind a number of that name; None where nothing is known to be."""
+    """Return the sign behind a number of that name; None where none is known."""
     known = COMPARED[name][0] if name in COMPARED else NEAREST.get(name)
     if known is not None:
         return known
@@ -172,7 +172,7 @@ def _of_family(family: str, statistic: str, case: Case) -> Sign | None:
 
 
 def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
-    """The signs that the finding itself names with the number of each, the furthest from usual first."""
+    """Return the signs that the finding itself names with the number of each, the furthest from usual first."""
     rows = [dict(row) for row in numbers_of(case)]
     rows.sort(key=lambda row: -abs(row["score"]) if isinstance(row.get("score"), int | float) else 0.0)
     signs: dict[str, tuple[Sign, dict[str, object]]] = {}
@@ -186,14 +186,14 @@ def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
 
 
 def telling_signs(case: Case) -> list[Sign]:
-    """Those that tell most of such an issue."""
+    """Return the signs that show such an issue best."""
     bound = case.newest.evidence.get("bound_by")
     first = [Sign(f"bottleneck.{bound}")] if f"bottleneck.{bound}" in CATALOG else []
     return [*first, *TELLING.get(case.issue, ())]
 
 
 def last_resorts(case: Case) -> list[Sign]:
-    """Those of its family, then those of any, for want of anything nearer."""
+    """Return the signs of the issue's family, then those of any, for want of anything nearer."""
     return list(dict.fromkeys([*LAST_RESORT.get(case.known.family, ()), *LAST_RESORT["user"], Sign("steps")]))
 
 
@@ -224,7 +224,7 @@ WORDING = {
 
 
 def title_of(sign: Sign, layer: str | None) -> str:
-    """What it is, in words."""
+    """Name a sign in words."""
     if sign.events:
         return "how often: " + " or ".join(sign.events)
     if not sign.statistic:

@@ -189,7 +189,7 @@ def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FindingsAsked:
     """Which cases of a run."""
 
     where: Where = "all"
@@ -200,7 +200,7 @@ class Asked:
     offset: int = 0
 
 
-def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
+def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
     """Read a page of the list of findings; `asked`: which, and how many."""
     outline = outline_of(reader, run)
     cases = cases_of(reader, run, rounds=outline.rounds)
@@ -246,7 +246,7 @@ def _mentions(line: CaseCard, search: str) -> bool:
 
 
 def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
-    """Everything about one case; ConfigError where there is none of that key."""
+    """Read everything about one case; ConfigError where there is none of that key."""
     finding = finding_details(reader, run, key)
     parts = {part.name: getattr(finding, part.name) for part in fields(finding)}
     return FullFinding(**parts, evidence=evidence_of_key(reader, run, key))
@@ -319,7 +319,7 @@ def _failed(failure: Event | None) -> Failed | None:
 
 
 def trust_of(case: Case) -> Trust:
-    """How sure it is to be taken: by equality, by calibrated evidence, or by a rule's own word."""
+    """Say how a case's confidence came about: by equality, by calibrated evidence, or by a rule's own word."""
     known = ISSUES_BY_CODE.get(case.issue)
     rate = measured_rates().get(case.issue)
     if known is None:

@@ -15,7 +15,7 @@ LIVE = (DETECTOR, "taking a finding")  # failures of the detectors that looked d
 
 
 def gaps_of(reader: Reader, run: str, again: Sequence[Failure] | None = None) -> tuple[str, ...]:
-    """Why the run's findings may not be all, in words; empty when every detector saw everything.
+    """Say why the run's findings may be incomplete; empty when every detector saw everything.
 
     `again`: what failed when detectors looked at the store again, in place of what failed in those that looked live.
     What could not be measured or recorded is missing then as well.

@@ -35,7 +35,7 @@ def client_grid(
     first: int | None = None,
     last: int | None = None,
 ) -> Grid:
-    """One sign of the clients. «Worst»: who is in trouble now, who was, then who lies furthest from the others."""
+    """Return a sign of the clients. «Worst»: those in trouble now, those who were, then by distance from the others."""
     matrix = metric_matrix(reader, run, sign)
     known = CATALOG.get(sign)
     return make_grid(
@@ -69,7 +69,7 @@ def ordered(matrix: Matrix, sort: Sort, leading: Sequence[str] = ()) -> list[str
 
 
 def in_trouble(reader: Reader, run: str) -> list[str]:
-    """Clients by their worst case that is not muted: those in which it is there now, then those in which it is over."""
+    """Return clients by their worst case that is not muted: open cases first, then those that are over."""
     open_now, past = open_and_past_cases(reader, run)
     return list(dict.fromkeys([*open_now, *past]))
 

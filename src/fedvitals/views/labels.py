@@ -20,7 +20,7 @@ TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (pa
 
 
 def labels_of(reader: Reader, run: str) -> Mapping[str, str]:
-    """Node → «partition 3», as it told last; nothing of a run whose nodes told none."""
+    """Return the label of each node that told its partition: «partition 3», as it told last."""
     newest, any_label = newest_event_arrival(reader, PARTITION)  # no event since: no label since
     return remembered(reader, "labels", run, newest, lambda: _read(reader, run)) if any_label else {}
 
@@ -35,22 +35,22 @@ def _read(reader: Reader, run: str) -> dict[str, str]:
 
 
 def named(node: str, labels: Mapping[str, str]) -> str:
-    """The whole name and its label: «18418001853788474769 (partition 3)»."""
+    """Return the whole name and its label: «18418001853788474769 (partition 3)»."""
     return f"{node} ({labels[node]})" if node in labels else node
 
 
 def short(node: str) -> str:
-    """The last digits of a long number: «…474769»; any other name as it is."""
+    """Return the last digits of a long number, «…474769»; any other name as it is."""
     return f"…{node[-TAIL:]}" if len(node) >= LONG and node.isascii() and node.isdigit() else node
 
 
 def place_of(case: Case, labels: Mapping[str, str]) -> str:
-    """Where it is, in words, with the label of its node."""
+    """Say where a case is, with the label of its node."""
     return case.place if case.node is None else named(case.node, labels) + case.place[len(case.node) :]
 
 
 def node_of(asked: str, known: Collection[str], labels: Mapping[str, str]) -> str:
-    """The node that a person means: by its name, or by its label or last digits where only one node has these."""
+    """Return the node that a person means by its name, or by its label or last digits where only one node has these."""
     tail = f"…{asked.removeprefix('…')}"
     meant = [asked] if asked in known else [node for node in known if labels.get(node) == asked or short(node) == tail]
     if len(meant) != 1:

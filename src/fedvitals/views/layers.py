@@ -189,7 +189,7 @@ def layers_page(
 
 
 def flow_in_words(history: LayerHistory, layers: Sequence[LayerKnown], selected: int | None = None) -> str:
-    """What a colleague would say of the gradient in the newest round, or in the selected one. It does not judge."""
+    """Describe the gradient in the newest round, or in the selected one, without judging it."""
     weights = [i for i, layer in enumerate(layers) if layer.weight]
     if not history.rounds or not weights:
         return "No gradient of a layer was stored: there is nothing to say about its flow."
@@ -226,7 +226,7 @@ def _described(reader: Reader, run: str, layers: Sequence[str]) -> tuple[LayerKn
 
 
 def chosen_rounds(rounds: Sequence[int], selected: int | None, most: int = LINES) -> list[int]:
-    """At most so many, evenly spread; the first, the last and the selected one always."""
+    """Choose at most so many rounds, evenly spread: always the first, the last and the selected one."""
     if len(rounds) <= most:
         return list(rounds)
     places = {round(i * (len(rounds) - 1) / (most - 1)) for i in range(most)}

@@ -114,7 +114,7 @@ def throughput_of(reader: Reader, run: str, times: Sequence[RoundTime]) -> tuple
 
 
 def memory_of(reader: Reader, run: str) -> Memory | None:
-    """None where nothing was measured."""
+    """Read what the run held in memory; None where nothing was measured."""
     names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
     known = {name: values_of_everybody(reader, run, name) for name in names if _unit(name) == "bytes"}
     peaks = [peak for name, by_node in known.items() if (peak := _peak(name, by_node)) is not None]
@@ -138,7 +138,7 @@ def memory_of(reader: Reader, run: str) -> Memory | None:
 
 
 def growth(by_node: Mapping[str | None, ValuesByRound]) -> tuple[float, str | None] | None:
-    """From the first round to the last, of the node that grew the most, and its name; None of less than two rounds."""
+    """Return the largest growth of a node from its first to its last value, and the node; None of fewer than two."""
     ends = [(node, [v for v in by_round.values() if math.isfinite(v)]) for node, by_round in by_node.items()]
     growths = [(values[-1] - values[0], node) for node, values in ends if len(values) > 1]
     return max(growths, key=lambda growth_and_node: growth_and_node[0], default=None)
@@ -197,6 +197,6 @@ def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
 
 
 def operators_of(events: Iterable[Event]) -> tuple[Operators, ...]:
-    """Captures, the newest last; no more than a terminal or a script can make use of."""
+    """Return the captures, the newest last; no more than a terminal or a script can make use of."""
     captures = [Operators(e.where.node, e.where.round, e.data) for e in events if e.name == OPERATORS]
     return tuple(captures[-MOST_OPERATORS:])

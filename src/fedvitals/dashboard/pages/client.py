@@ -107,7 +107,7 @@ class ClientPage:
 
 
 def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRow]) -> ClientPage:
-    """ConfigError where the run has no such client. `everyone`: all clients, worst first."""
+    """Read the page of a client; ConfigError where there is none. `everyone`: all clients, worst first."""
     place = next((i for i, row in enumerate(everyone) if row.name == node), None)
     if place is None:
         raise ConfigError(f"The run {run} has no client '{node}'. The page of clients lists those that it has.")
@@ -138,7 +138,7 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
 
 
 def client_verdict(row: ClientRow, cases: Sequence[Case], facts: Facts) -> ClientVerdict:
-    """From its cases; without any that is open, from how it stands among its peers."""
+    """Judge a client by its cases; without an open one, by its distance from its peers."""
     name, detail = named(row.name, facts.labels), _detail(row, facts)
     own = judge(cases, facts) if cases else None
     if own is not None and own.state in ("ill", "watch"):
@@ -216,7 +216,7 @@ def _counts(event: Event) -> dict[str, int]:
 
 
 def events_of(reader: Reader, run: str, node: str, names: Sequence[str] = (), limit: int = EVENTS) -> list[ClientEvent]:
-    """Its newest events, the newest first; of some names where given."""
+    """Read a client's newest events, the newest first; of some names if given."""
     return [_event(event) for event in events_of_node(reader, run, node, names, limit=limit)]
 
 

@@ -146,7 +146,7 @@ def costs(reader: Reader, run: str) -> Costs:
 
 
 def memory_page(reader: Reader, run: str) -> MemoryPage | None:
-    """None where nothing was measured."""
+    """Read what the run held in memory; None where nothing was measured."""
     names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
     known = {name: metric_matrix(reader, run, name) for name in names}
     own = [name for name in names if name.removeprefix("memory.") not in (*SHARES, "batch")]
@@ -251,7 +251,7 @@ def _trend(name: str, rounds: Sequence[int], values: Sequence[float] | Reals) ->
 
 
 def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
-    """None where no transfer was told."""
+    """Read what the run sent; None where no transfer was told."""
     sent, received = metric_matrix(reader, run, "traffic.sent"), metric_matrix(reader, run, "traffic.received")
     others = _of_others(reader, run)
     total = traffic_total(reader, run)

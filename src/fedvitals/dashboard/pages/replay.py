@@ -163,7 +163,7 @@ class Before(msgspec.Struct, frozen=True):
 
 
 def replay_index(reader: Reader, store: Target, run: str) -> ReplayIndex:
-    """Which rounds are on the tape and how; where there is no tape, how to get one."""
+    """Return which rounds are on the tape and how; where there is no tape, how to get one."""
     try:
         index = opened(reader, store, run)
     except NoTapeError as error:
@@ -216,7 +216,7 @@ def replay_round(
     limit: int = 50,
     offset: int = 0,
 ) -> ReplayRound:
-    """The state at one round, who answered, and one of them against the others; ConfigError: not on the tape."""
+    """Return the state at one round, its answers, and one client against the others; ConfigError: not on the tape."""
     index = opened(reader, store, run)
     place = index.place(number)
     coverage, trouble, entry = index.coverages[place], index.rows[place].trouble, None

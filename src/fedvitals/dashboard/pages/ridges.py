@@ -63,7 +63,7 @@ class Distribution:
 def distribution(
     reader: Reader, run: str, layer: str | None = None, node: Node | None = None, selected: int | None = None
 ) -> Distribution:
-    """Of a layer's gradient; without a name, of the first layer. `note` says why where there is nothing to show."""
+    """Return the distribution of a layer's gradient (without a name, of the first); `note` says why it is empty."""
     sums = layer_history(reader, run, "gradient", node)
     chosen = layer or next(iter(sums.layers), "")
     nothing = Distribution(run, chosen, node, sums.layers, False, "", (), (), (), None, 0)

@@ -92,7 +92,7 @@ class Norms:
 
 
 def norms_of(reader: Reader, run: str, entry: Entry, names: Sequence[str], updates: Updates | None) -> Norms:
-    """What the monitor measured of the updates; else the updates themselves; else the models that were sent."""
+    """Return what the monitor measured of the updates; else the updates' norms; else those of the models sent."""
     measured = queries.layer_round(reader, run, "update", entry.round)
     there = {came.node for came in entry.came if came.mark is not None}
     nodes = [node for node in measured.nodes if node in there]
@@ -125,7 +125,7 @@ def _totals(nodes: Sequence[str], values: Array) -> dict[str, float]:
 
 
 def cohort_of(entry: Entry, norms: Norms, whole: Any, sort: str) -> list[CameRow]:
-    """All rows of a round, in order; `whole(digest)`: whether that is on the tape."""
+    """Return all rows of a round, in order; `whole(digest)`: whether that is on the tape."""
     total = sum(came.weight for came in entry.came if came.mark is not None and came.used)
     middle, usual = norms.median(), medians(norms.values) if len(norms.nodes) else np.empty(0)
     rows = [_row(came, norms, (middle, usual, total), whole) for came in entry.came]
@@ -180,13 +180,13 @@ def _row(came: Came, norms: Norms, usual: tuple[float | None, Array, float], who
 
 
 def losses_of(came: Came) -> Array:
-    """Of each local step of a training that came to an end; what is no whole number of floats is nothing."""
+    """Return the losses of each local step; empty where the bytes are no whole number of floats."""
     usable = came.mark is not None and len(came.losses) % 4 == 0
     return np.frombuffer(came.losses, "<f4") if usable else np.empty(0, "<f4")
 
 
 def client_diff(entry: Entry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str) -> ClientDiff:
-    """`updates`: all whole ones, or why they are not there."""
+    """Compare a client with its cohort; `updates`: all whole ones, or why they are not there."""
     came = entry.of(node)
     row = next((other for other in rows if other.node == node), None)
     cosines, whole, words = _cosines(updates, node)

@@ -53,7 +53,7 @@ class RunFacts:
 
 
 def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
-    """The facts of a run with these marks."""
+    """Read the facts of a run that has these marks."""
     rounds, last = rounds_and_last_record(reader, run)
     described, clients = run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
     total, outcomes = traffic_total(reader, run), newest_outcomes(reader, run, ("accuracy", "loss"))
@@ -65,7 +65,7 @@ def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
         clients=clients,
         accuracy=_finite(outcomes["accuracy"]),
         loss=_finite(outcomes["loss"]),
-        spark=course_of(reader, run, "accuracy") or course_of(reader, run, "loss"),
+        spark=sparkline_of(reader, run, "accuracy") or sparkline_of(reader, run, "loss"),
         bytes=None if total is None else total.bytes,
         findings=findings,
         verdict=verdict,
@@ -86,8 +86,8 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def course_of(reader: Reader, run: str, name: str) -> Spark | None:
-    """The federation's own values, else the median client's of some rounds; None where nothing was measured."""
+def sparkline_of(reader: Reader, run: str, name: str) -> Spark | None:
+    """Return the federation's own values, else the median client's of some rounds; None where nothing was measured."""
     history = reader.history(run)
     for node in (None, "server"):
         rounds, values = history.series(name, node)
@@ -110,7 +110,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def thinned(rounds: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
-    """At most `POINTS`: the smallest and the largest of each stretch, and the newest. None: not finite."""
+    """Reduce to `POINTS`: the smallest and largest of each stretch, and the newest; None for what is not finite."""
     places = list(range(len(rounds)))
     if len(places) > POINTS:
         stretches, newest = (POINTS - 1) // 2, places.pop()

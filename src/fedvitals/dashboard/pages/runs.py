@@ -108,7 +108,7 @@ class _Head:
 
 
 class RunList:
-    """Remembers what it has told of each run. One for all threads."""
+    """The list of runs, with what is remembered of each; for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

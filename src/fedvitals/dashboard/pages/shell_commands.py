@@ -45,7 +45,7 @@ class Here:
 
 
 def commands_of(here: Here, coverage: RoundCoverage, cases: Sequence[Case]) -> tuple[Command, ...]:
-    """What to do with this round, and with this client where one is chosen; nothing where nothing can be done."""
+    """Return what can be done with this round, and with the client that is chosen; nothing where nothing can."""
     if here.host == "flower":
         return _of_flower(here)
     if coverage.kind in (DIGESTS, DAMAGED):

@@ -44,7 +44,7 @@ class ClientSign:
 def client_signs(
     reader: Reader, run: str, node: str, points: int = 500, first: int | None = None, last: int | None = None
 ) -> list[ClientSign]:
-    """Every sign that the client told, the most deviating first."""
+    """Return every sign that the client told, the most deviating first."""
     own = [name for name in queries.metric_names(reader, run) if name.startswith("user.")][:OWN]
     asked = _Asked(reader, run, node, clients_by_number(reader, run), points, first, last)
     signs = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]

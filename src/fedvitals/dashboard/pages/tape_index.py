@@ -39,7 +39,7 @@ class NoTapeError(FedvitalsError):
 
 
 class StateDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Of a Mark, only which bits."""
+    """Of the mark of a state, only its digest."""
 
     digest: str
 
@@ -91,7 +91,7 @@ class RoundCoverage:
 
 
 def tape_of(store: Target, run: str) -> TapeReader:
-    """The run's tape; NoTapeError says why there is none."""
+    """Open the run's tape; NoTapeError says why there is none."""
     try:
         from fedvitals.replay.tape.reader import open_tape  # noqa: PLC0415 - needs torch
 
@@ -112,7 +112,7 @@ def tape_of(store: Target, run: str) -> TapeReader:
 
 
 def sign_of(store: Target, run: str) -> str:
-    """Differs as soon as something was written to the tape, or went from it: folders are looked at, not files."""
+    """Return what changes as soon as something is written to the tape or removed; looks at folders, not at files."""
     folder = spill_folder(store) / "tape" / Path(run).name
     times = [_when(folder / "tape.json"), _when(folder / "rounds"), _when(folder / "objects")]
     times += [_when(folder_of_objects) for folder_of_objects in sorted(folder.glob("objects/??"))]
@@ -137,7 +137,7 @@ class Index:
         self.rows: list[TapedRound] = []
 
     def look(self, tape: TapeReader, sign: str) -> tuple[list[TapedRound], list[RoundCoverage]]:
-        """What is there now: only rounds that are new since the last look are read."""
+        """Return what is on the tape now; only rounds that are new since the last look are read."""
         with self._lock:
             if sign != self._sign:
                 self.rows = [self._row(tape, number) for number in tape.rounds]
@@ -164,7 +164,7 @@ class Opened:
     sign: str
 
     def place(self, number: int) -> int:
-        """Of a round among all; ConfigError where the tape has not got it."""
+        """Return the place of a round among all; ConfigError where the tape does not have it."""
         place = bisect_left(self.rows, number, key=lambda row: row.round)
         if place == len(self.rows) or self.rows[place].round != number:
             ends = f"It has rounds {self.rows[0].round} to {self.rows[-1].round}." if self.rows else "It has none yet."
@@ -173,7 +173,7 @@ class Opened:
 
 
 def opened(reader: Reader, store: Target, run: str) -> Opened:
-    """Remembered between requests where the reader shares what it remembers; NoTapeError where there is no tape."""
+    """Open a tape with its index, remembered between requests; NoTapeError where there is no tape."""
     sign = sign_of(store, run)
     tape = remembered(reader, "tape", run, sign, lambda: tape_of(store, run))
     index = remembered(reader, "tape index", run, str(tape.folder), Index)
@@ -217,7 +217,7 @@ def _restored(actions: Any) -> int | None:
 
 
 def keys_of(digests: Sequence[str]) -> Keys:
-    """The first eight bytes of each: half a million of them are four megabytes, as texts they would be forty."""
+    """Return the first eight bytes of each digest: half a million take four megabytes instead of forty as texts."""
     if any(len(digest) != 32 for digest in digests):
         raise ValueError("A digest on the tape has not its 32 digits.")
     packed = np.frombuffer(bytes.fromhex("".join(digests)), np.uint64)

@@ -164,7 +164,7 @@ class _Looked(NamedTuple):
 def time_costs(
     reader: Reader, run: str, *, clock: str | None = None, first: int | None = None, last: int | None = None
 ) -> TimeCosts:
-    """The profile of the rounds from `first` to `last`, else of the newest."""
+    """Read the profile of the rounds from `first` to `last`, else of the newest."""
     asked = _asked(reader, run, clock, first, last)
     return remembered(reader, "time costs", asked.key, asked.sign, lambda: _time_costs(reader, asked))
 
@@ -200,7 +200,7 @@ def _time_costs(reader: Reader, asked: _Asked) -> TimeCosts:
 def changes(
     reader: Reader, run: str, *, clock: str | None = None, first: int | None = None, last: int | None = None
 ) -> Changes:
-    """What would have made these rounds shorter."""
+    """Compute what would have made these rounds shorter."""
     asked = _asked(reader, run, clock, first, last)
     return remembered(reader, "changes", asked.key, asked.sign, lambda: _changes(reader, asked))
 
@@ -256,7 +256,7 @@ def _look(reader: Reader, asked: _Asked) -> _Looked:
 
 
 def window_of(reader: Reader, run: str, first: int | None, last: int | None) -> Window:
-    """The newest of the rounds that are asked for, as many as can be read in a moment."""
+    """Choose the newest of the rounds that are asked for, as many as can be read in a moment."""
     every = reader.history(run).rounds()
     asked = [n for n in every if (first is None or n >= first) and (last is None or n <= last)]
     chosen = first is not None or last is not None

@@ -98,7 +98,7 @@ class WhatIf:
 def what_if(
     reader: Reader, store: Target, run: str, number: int, drop: Sequence[str] = (), rule: str = RECORDED
 ) -> WhatIf:
-    """A round's step without some clients, or by another rule, beside the one that was taken."""
+    """Compute a round's step without some clients, or by another rule, beside the one that was taken."""
     index = opened(reader, store, run)
     place = index.place(number)
     command = what_if_command(run, store, number, drop, rule)
@@ -118,13 +118,13 @@ def what_if(
 
 
 def updates_of(reader: Reader, run: str, index: Opened, entry: Entry) -> Updates:
-    """Those of one round are kept for the next question."""
+    """Read the updates of a round, which are kept for the next question."""
     key = (run, entry.round, index.sign)
     return remembered(reader, "tape updates", "one round", key, lambda: whole_updates(index.tape, entry))
 
 
 def whole_updates(tape: TapeReader, entry: Entry) -> Updates:
-    """LackingError says what the tape has not got."""
+    """Read the whole updates of a round; LackingError says what the tape does not have."""
     import torch  # noqa: PLC0415 - an extra
 
     used = [came for came in entry.came if came.mark is not None and came.used]

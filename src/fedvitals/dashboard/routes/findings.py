@@ -20,9 +20,9 @@ from fedvitals.views.briefs import marked
 from fedvitals.views.cases import case_key, case_of
 from fedvitals.views.evidence import Evidence
 from fedvitals.views.findings import (
-    Asked,
     FindingDetails,
     Findings,
+    FindingsAsked,
     Where,
     evidence_of_key,
     finding_details,
@@ -65,7 +65,7 @@ def findings(
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> Response:
     """Every trouble once, worst first. `search`: words that all must be in its issue, place or message."""
-    asked = Asked(state, severity, node, search, limit, offset)
+    asked = FindingsAsked(state, severity, node, search, limit, offset)
     return answer(request, run, lambda reader, run_id: findings_page(reader, run_id, asked))
 
 

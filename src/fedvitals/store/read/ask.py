@@ -29,7 +29,7 @@ class Answer:
 
 
 def query(reader: Reader, sql: str, limit: int | None = None) -> Answer:
-    """The rows that a person's statement finds; StoreError when it is wrong or would change anything."""
+    """Run a person's statement and return its rows; StoreError when it is wrong or would change anything."""
     database = reader.database
     ask = _ask_postgres if database.dialect.name == "postgresql" else _ask_sqlite
     try:

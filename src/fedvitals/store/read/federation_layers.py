@@ -40,7 +40,7 @@ class _ChangedError(Exception):
 
 
 def whole_layers(reader: Reader, run: str, family: str) -> Layers:
-    """Rounds, layers, and the newest matrix of each round [rounds, layers, columns], about the whole federation.
+    """Return rounds, layers, and each round's newest matrix [rounds, layers, columns] of the whole federation.
 
     Where nobody told the whole (a family of ratios, a cohort too small for its sum), it is put together from the
     nodes': sums by adding up, ratios by the median. Of many clients and rounds that is done for some rounds only.

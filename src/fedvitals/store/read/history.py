@@ -31,7 +31,7 @@ from fedvitals.store.symbols import Names
 
 
 def check_statistic(family: str, statistic: str) -> None:
-    """ConfigError, with what exists, when there is no such statistic."""
+    """Raise ConfigError, with the statistics that exist, if the family has no such statistic."""
     if family not in FAMILIES:
         raise ConfigError(unknown("family", family, FAMILIES))
     if statistic not in statistics_of(family):

@@ -39,7 +39,7 @@ class LayerHistory:
 def layer_history(
     reader: Reader, run: str, family: str, node: Node | None = None, *, most: int = BYTES
 ) -> LayerHistory:
-    """The newest matrix of each round, of single steps none; in the layers of the newest table.
+    """Read the newest matrix of each round, without those of single steps, for the layers of the newest table.
 
     Of the federation as a whole as `whole_layers` has it: where nobody told it, put together from the nodes'.
     """

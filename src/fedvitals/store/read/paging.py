@@ -30,7 +30,7 @@ KINDS: tuple[type[Record], ...] = (Metric, LayerStats, Transfer, Span, Event, Fi
 
 
 def pages(reader: Reader, run: str, table: Table, round_: int | None = None) -> Iterator[list[rows.Row]]:
-    """The rows of a table's view with all its columns, a page at a time; of one round where that is given."""
+    """Yield the rows of a table's view with all its columns, a page at a time; of one round if given."""
     columns = ", ".join(quoted(column.name) for column in table.columns)
     condition = "" if round_ is None else "AND round = ? "
     last = -1
@@ -47,7 +47,7 @@ def pages(reader: Reader, run: str, table: Table, round_: int | None = None) -> 
 
 
 def records_in_order(reader: Reader, run: str, round_: int | None = None) -> Iterator[Record]:
-    """The run, then its records of all KINDS, round by round as far as they arrived so."""
+    """Yield the run, then its records of all KINDS, round by round as far as they arrived so."""
     yield get_run(reader, run)
     streams = [records_of_kind(reader, run, kind, round_) for kind in KINDS]
     yield from heapq.merge(*streams, key=_round_of)
@@ -58,7 +58,7 @@ def _round_of(record: Any) -> int:
 
 
 def records_of_kind(reader: Reader, run: str, kind: type[R], round_: int | None = None) -> Iterator[R]:
-    """Every record of one type (but Run), in order of arrival; of one round where that is given."""
+    """Yield every record of one type (but Run), in order of arrival; of one round if given."""
     if kind is LayerStats:
         for page in layer_pages(reader, run, round_):
             yield from page  # type: ignore[misc]
@@ -70,7 +70,7 @@ def records_of_kind(reader: Reader, run: str, kind: type[R], round_: int | None 
 def layer_pages(
     reader: Reader, run: str, round_: int | None = None, families: Sequence[str] | None = None
 ) -> Iterator[list[LayerStats]]:
-    """Layer statistics, some blocks at a time; of one round and of some families where these are given.
+    """Yield layer statistics, some blocks at a time; of one round and of some families if given.
 
     Blocks of a run that is being written are put together anew meanwhile: of such a run, all are read at once.
     """

@@ -62,7 +62,7 @@ class LayerRound:
     matrix: Array
 
     def get(self, statistic: str) -> Array:
-        """One statistic of every node and layer, [nodes, layers]."""
+        """Return one statistic of every node and layer, [nodes, layers]."""
         return derive(self.family, self.matrix, statistic)
 
 
@@ -72,7 +72,7 @@ def _by_name(node: Node | None) -> tuple[Any, ...]:
 
 
 def list_runs(reader: Reader) -> list[RunSummary]:
-    """Every run, the newest first."""
+    """Return a summary of every run, the newest first."""
     runs = reader.database.rows(
         "SELECT id, name, host, topology, started, finished FROM run ORDER BY started DESC, id DESC"
     )
@@ -80,7 +80,7 @@ def list_runs(reader: Reader) -> list[RunSummary]:
 
 
 def summary_of(reader: Reader, run: str) -> RunSummary:
-    """One run of the list; ConfigError when there is none of that id."""
+    """Return the summary of one run; ConfigError when there is none of that id."""
     runs = reader.database.rows(
         "SELECT r.id, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
         "JOIN symbol AS s ON s.id = r.id WHERE s.text = ?",
@@ -164,7 +164,7 @@ def newest(reader: Reader, run: str, metric: str) -> float | None:
 
 
 def find_run(reader: Reader, text: str) -> str:
-    """The id of the run that a person means: an id, the newest run of a name, or the beginning of one id."""
+    """Return the id of the run that a person means by an id, a name (its newest run), or the beginning of an id."""
     runs = reader.database.rows(
         "SELECT s.text, r.name, r.id FROM run AS r JOIN symbol AS s ON s.id = r.id ORDER BY r.started DESC"
     )
@@ -184,7 +184,7 @@ def find_run(reader: Reader, text: str) -> str:
 
 
 def get_run(reader: Reader, run: str) -> Run:
-    """The run as it was last written; ConfigError when there is none of that id."""
+    """Return the run as it was last written; ConfigError when there is none of that id."""
     columns = ("id", *rows.RUN_COLUMNS, "source", "sequence")
     runs = reader.database.rows(f"SELECT {', '.join(columns)} FROM runs WHERE id = ?", (run,))  # noqa: S608
     if not runs:
@@ -193,7 +193,7 @@ def get_run(reader: Reader, run: str) -> Run:
 
 
 def layer_tables(reader: Reader) -> dict[str, LayerTable]:
-    """Every list of layers in the store, by its digest."""
+    """Return every list of layers in the store, by its digest."""
     layers = reader.database.rows(
         "SELECT digest.text, t.rows, name.text, l.shape, l.dtype FROM layer_table AS t "
         "JOIN symbol AS digest ON digest.id = t.id LEFT JOIN layer AS l ON l.layer_table = t.id "
@@ -210,14 +210,14 @@ def _number(reader: Reader, run: str) -> int:
 
 
 def metric_names(reader: Reader, run: str) -> list[str]:
-    """Every metric of which the run has a value."""
+    """Return every metric that the run has a value of, sorted."""
     number = _number(reader, run)
     sql = NAMES_OF_RUN + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"  # noqa: S608
     return sorted(row[0] for row in reader.database.rows(sql, (number, number)))
 
 
 def round_table(reader: Reader, run: str, round_index: int) -> RoundTable:
-    """Every node's newest value of every metric in that round."""
+    """Return every node's newest value of every metric in that round."""
     number = _number(reader, run)
     values = reader.database.rows(
         NAMES_OF_RUN + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
@@ -232,7 +232,7 @@ def round_table(reader: Reader, run: str, round_index: int) -> RoundTable:
 
 
 def newest_rounds(reader: Reader, run: str, count: int) -> dict[int, RoundTable]:
-    """The tables of the newest rounds, the newest first."""
+    """Return the tables of the newest rounds, the newest first."""
     rounds = reader.database.rows(
         "SELECT round FROM run_round WHERE run = ? ORDER BY round DESC LIMIT ?", (_number(reader, run), count)
     )
@@ -240,7 +240,7 @@ def newest_rounds(reader: Reader, run: str, count: int) -> dict[int, RoundTable]
 
 
 def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple[list[int], list[float]]]:
-    """Every metric of one node over the rounds (its newest value in each)."""
+    """Return every metric of one node over the rounds, its newest value in each."""
     number = _number(reader, run)
     whole, of_node = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
     values = reader.database.rows(
@@ -259,7 +259,7 @@ def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple
 def layer_matrix(
     reader: Reader, run: str, family: str, statistic: str, layer: str
 ) -> tuple[list[int], list[Node], Array]:
-    """One layer's statistic as [rounds × nodes]; ConfigError when the run has no such layer."""
+    """Return one layer's statistic as [rounds × nodes]; ConfigError when the run has no such layer."""
     history = reader.history(run)
     matrix = history.matrix(family, statistic, layer)
     if not matrix[0] and layer not in history.layers(family):
@@ -268,13 +268,13 @@ def layer_matrix(
 
 
 def layer_families(reader: Reader, run: str) -> list[str]:
-    """The families of which the run has layer statistics."""
+    """Return the families that the run has layer statistics of, sorted."""
     sql = "SELECT DISTINCT s.text FROM layer_block AS b JOIN symbol AS s ON s.id = b.family WHERE b.run = ?"
     return sorted(row[0] for row in reader.database.rows(sql, (_number(reader, run),)))
 
 
 def layer_round(reader: Reader, run: str, family: str, round_index: int) -> LayerRound:
-    """Every node's newest matrix of a family in that round."""
+    """Return every node's newest matrix of a family in that round."""
     blocks = reader.database.rows(
         "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.run = ? "
@@ -309,7 +309,7 @@ def layer_round(reader: Reader, run: str, family: str, round_index: int) -> Laye
 def events(
     reader: Reader, run: str, *, level: str | None = None, name: str | None = None, limit: int | None = None
 ) -> list[Event]:
-    """The newest events, of one level and one name where given; oldest first."""
+    """Return the newest events, the oldest first; of one level and one name if given."""
     wanted = {column: value for column, value in (("level", level), ("name", name)) if value is not None}
     condition = "".join(f" AND {column} = ?" for column in wanted)
     fetched = reader.database.rows(
@@ -320,7 +320,7 @@ def events(
 
 
 def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
-    """Every record of one type (but Run: see `get_run`), in order of arrival (layer statistics: block by block)."""
+    """Return every record of one type but Run in order of arrival (layer statistics: block by block)."""
     if kind is LayerStats:
         return _layer_stats(reader, run)  # type: ignore[return-value]
     fetched = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
@@ -328,7 +328,7 @@ def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
 
 
 def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = None) -> dict[Node | None, list[int]]:
-    """The rounds in which each node (or these) trained or sent an update, ascending; None: all rounds of the run."""
+    """Return the rounds in which each node (or these) trained or sent an update; under None, all rounds of the run."""
     if nodes is not None:
         # Of few nodes by one seek a round: all would be a walk of seconds.
         named = {node for node in nodes if node is not None}
@@ -349,12 +349,12 @@ def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = N
 
 
 def actions_of(reader: Reader, run: str) -> list[Action]:
-    """What was suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
+    """Return what was suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
     return list(records(reader, find_run(reader, run), Action))
 
 
 def truth_of(reader: Reader, run: str) -> list[Truth]:
-    """What was made ill in a run (its id, name, or the beginning of its id), as it was told. For trials only.
+    """Return the faults that were planted in a run, by its id, its name, or the beginning of its id. For trials only.
 
     A detector is given a `History`, which has no such question.
     """

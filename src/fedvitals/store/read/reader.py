@@ -108,7 +108,7 @@ def _layer(
 
 
 class Reader:
-    """An open store to read from; `queries` has what can be asked."""
+    """An open store to read from; the modules of `store.read` have what can be asked."""
 
     def __init__(self, database: Database, version: int = VERSION) -> None:
         self.database = database
@@ -137,7 +137,7 @@ class Reader:
 
 
 def read_sqlite(path: Path) -> Reader:
-    """A reader of the store in that file."""
+    """Open the store in that file for reading."""
     if not path.exists():
         raise StoreError(
             f"There is no store '{path}'. Name one with --store or FEDVITALS_STORE, go to the folder where it lies, "

@@ -35,7 +35,7 @@ class PlainTable:
 
 
 def plain_tables(reader: Reader, run: str, round_: int | None = None) -> Iterator[PlainTable]:
-    """Every table of the run, also those that are empty; of one round where that is given.
+    """Yield every table of the run, also those that are empty; of one round if given.
 
     Families with the nine sums are in `layer_statistics`; each other one has a table of its own, `layer_<family>`.
     """

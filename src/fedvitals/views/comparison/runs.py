@@ -92,7 +92,7 @@ class Comparison:
 
 
 def compare(reader: Reader, runs: Sequence[str], *, repeats: bool = False) -> Comparison:
-    """The comparison of at least two runs, each an id, the beginning of one, or a name."""
+    """Compare at least two runs, each an id, the beginning of one, or a name."""
     return compared(sides_of(reader, runs, repeats=repeats))
 
 
@@ -103,7 +103,7 @@ def sides_of(
     repeats: bool = False,
     figures: Callable[[Reader, str], Figures] = figures_of,
 ) -> list[list[Figures]]:
-    """The figures of the runs meant, repeats together. `figures`: from somebody who remembers them."""
+    """Read the figures of the runs meant, repeats together; `figures`: how those of one run are read."""
     groups = grouped([queries.get_run(reader, run) for run in chosen(reader, runs, repeats=repeats)])
     if len(groups) < 2:
         raise ConfigError(
@@ -133,7 +133,7 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
 
 
 def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool, most: int | None = None) -> list[str]:
-    """The ids that a person means. With `repeats`, of each one all runs of its name and configuration.
+    """Return the ids that a person means. With `repeats`, of each one all runs of its name and configuration.
 
     `most`: of each, at most so many, the newest and the one that was named.
     """
@@ -152,7 +152,7 @@ def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool, most: int | N
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:
-    """Repeats together, in the order in which they were named; each alone if otherwise there were only one side."""
+    """Group repeats, in the order in which they were named; each run alone if otherwise there were only one side."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(repr((run.name, configuration(run))), []).append(run)
@@ -160,12 +160,12 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def configuration(run: Run) -> list[tuple[str, Any]]:
-    """What makes two runs repeats of each other: everything about them but the seed and the versions."""
+    """Return what makes two runs repeats of each other: everything about them but the seed and the versions."""
     return sorted((name, repr(value)) for name, value in flattened(run.config).items() if not _is_seed(name))
 
 
 def flattened(config: Any, path: str = "") -> dict[str, Any]:
-    """Settings by their path: «experiment.local.lr». An experiment that stands there as TOML is read."""
+    """Return settings by their path: «experiment.local.lr». An experiment that stands there as TOML is read."""
     if isinstance(config, str) and path == "experiment":
         try:
             config = tomllib.loads(config)
@@ -180,7 +180,7 @@ def flattened(config: Any, path: str = "") -> dict[str, Any]:
 
 
 def settings_that_differ(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
-    """Configuration, seeds, versions, host and model, where the sides do not have the same."""
+    """Return configuration, seeds, versions, host and model where the sides do not have the same."""
     return tuple(setting for setting in all_settings(groups) if setting.differs)
 
 

@@ -13,7 +13,7 @@ NAMED = 3  # settings and clients in a sentence
 
 
 def in_words(comparison: Comparison) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Sentences on what changed, one for each side; where each parts from the first; what may be concluded."""
+    """Return sentences on what changed on each side, on where each diverges from the first, and on chance."""
     base = comparison.sides[0]
     sentences = [_what_changed(comparison, place, side) for place, side in enumerate(comparison.sides[1:])]
     cause = _cause(comparison)
