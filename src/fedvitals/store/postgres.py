@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in PostgreSQL: several trainings may write at once, and a server may go away and come back.
+"""Stores records in PostgreSQL, which several trainings may write at once and which may be away for a while.
 
 Everything lies in the schema «fedvitals» of the database, whose comment names the version of the tables.
 """
@@ -53,6 +53,7 @@ class Address:
         return f"Address({self.shown!r})"
 
     def hide(self, text: str) -> str:
+        """Return the text without the password."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
@@ -65,6 +66,7 @@ class Address:
 
 
 def address_of(url: str) -> Address:
+    """Take the address of a store apart."""
     secrets: set[str] = set()
 
     def mask(match: re.Match[str]) -> str:
@@ -222,6 +224,7 @@ class PostgresStore(Sink):
         return f"PostgresStore({self.address.shown!r})"
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Store a batch in one transaction."""
         if not records:
             return
         with self._turn:
