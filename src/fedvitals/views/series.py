@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 from fedvitals.store.read.reader import Reader
@@ -64,14 +64,6 @@ class Band:
 
 def json_numbers(values: npt.ArrayLike) -> Numbers:
     return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=float)]
-
-
-def unit_of(name: str) -> str:
-    return CATALOG[name].unit if name in CATALOG else ""
-
-
-def meaning_of(name: str) -> str:
-    return CATALOG[name].meaning if name in CATALOG else ""
 
 
 def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:

@@ -15,6 +15,7 @@ from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
 from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
+from fedvitals.plain_json import finite
 from fedvitals.protocols import History
 from fedvitals.records import Action, Run, is_client
 from fedvitals.store.marks import Mark, marks
@@ -238,8 +239,8 @@ def facts_of(reader: Reader, run: str) -> Facts:
     rounds, clients = history.rounds(), [node for node in history.nodes() if is_client(node)]
     return replace(
         facts_in_short(described, len(rounds), len(clients), marks(reader, run), gaps_of(reader, run)),
-        accuracy=_finite(queries.newest(reader, run, "accuracy")),
-        loss=_finite(queries.newest(reader, run, "loss")),
+        accuracy=finite(queries.newest(reader, run, "accuracy")),
+        loss=finite(queries.newest(reader, run, "loss")),
         samples=_samples(history, rounds, clients),
         actions=queries.records(reader, run, Action),
         labels=labels_of(reader, run),
@@ -258,10 +259,6 @@ def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark], ga
         acknowledged=frozenset(mark.target for mark in told if mark.kind == "acknowledged"),
         gaps=gaps,
     )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _samples(history: History, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:

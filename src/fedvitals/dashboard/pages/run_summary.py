@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from fedvitals.diagnosis.issues.table import SEVERITIES
+from fedvitals.plain_json import finite
 from fedvitals.records import Run, is_client
 from fedvitals.store.marks import Mark
 from fedvitals.store.read import queries
@@ -66,10 +67,10 @@ def facts_of(reader: Reader, run: str, told: Sequence[Mark] = ()) -> RunFacts:
     return RunFacts(
         rounds=rounds,
         planned=planned_rounds(described),
-        last_record=last if last is not None and math.isfinite(last) else None,
+        last_record=finite(last),
         clients=clients,
-        accuracy=_finite(queries.newest(reader, run, "accuracy")),
-        loss=_finite(queries.newest(reader, run, "loss")),
+        accuracy=finite(queries.newest(reader, run, "accuracy")),
+        loss=finite(queries.newest(reader, run, "loss")),
         spark=course_of(reader, run, "accuracy") or course_of(reader, run, "loss"),
         bytes=None if total is None else total.bytes,
         findings=findings,
@@ -87,10 +88,6 @@ def _judged(
     facts = facts_in_short(run, rounds, clients, told, gaps_of(reader, run.id))
     counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
     return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _read(config: str) -> dict[str, Any]:

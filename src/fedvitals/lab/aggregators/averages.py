@@ -241,7 +241,8 @@ def stored_moment(memory: Memory, name: str, server: Tensor, weights: int, initi
     return kept.to(torch.float64, copy=True)
 
 
-def positive(what: str, value: float) -> None:
+def require_positive(what: str, value: float) -> None:
+    """Raise ConfigError unless the value is finite and above 0."""
     require(math.isfinite(value) and value > 0, what, value, "finite and above 0")
 
 
