@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fedvitals.catalog import CATALOG, LEVELS
+from fedvitals.catalog import CATALOG, LEVELS, unit_of
 from fedvitals.diagnosis.cases import Case, cases
 from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, Outlier, rank_outlier_clients, rank_outlier_layers
 from fedvitals.protocols import History
@@ -101,7 +101,7 @@ def detectors_of(run: Run) -> int:
 
 def vital_sign(history: History, name: str) -> Sign:
     """The federation's own values, else the server's, else each round's median over the clients."""
-    unit = CATALOG[name].unit if name in CATALOG else ""
+    unit = unit_of(name)
     for node in (None, "server"):
         rounds, values = history.series(name, node)
         if rounds:

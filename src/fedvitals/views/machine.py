@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from fedvitals.analysis.timeline import RoundTime
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import unit_of
 from fedvitals.records import Event, is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import ValuesByRound, values_of_everybody
@@ -155,7 +155,7 @@ def _by_client(by_node: Mapping[str | None, ValuesByRound]) -> list[Grown]:
 
 
 def _unit(name: str) -> str:
-    return CATALOG[name].unit if name in CATALOG else "bytes"
+    return unit_of(name, "bytes")
 
 
 def _largest(by_round: ValuesByRound) -> float:
@@ -191,7 +191,7 @@ def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
         every = [(v, node, n) for node, c in by_node.items() for n, v in c.items() if math.isfinite(v)]
         if every:
             extreme, node, number = (min if name in ROOM else max)(every, key=lambda measured: measured[0])
-            unit = CATALOG[name].unit if name in CATALOG else ""
+            unit = unit_of(name)
             machine.append(Machine(name, unit, fmean(v for v, _, _ in every), extreme, node, number))
     return tuple(machine)
 

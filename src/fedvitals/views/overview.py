@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, statistics_of
 from fedvitals.store.read import queries
@@ -164,8 +164,7 @@ def _outcomes(reader: Reader, run: str, names: Collection[str], known: SeriesByN
 
 
 def _sign(name: str) -> SignLine:
-    known = CATALOG.get(name)
-    return SignLine(name, known.unit if known else "", known.meaning if known else "", name in VITAL_SIGNS)
+    return SignLine(name, unit_of(name), meaning_of(name), name in VITAL_SIGNS)
 
 
 def _order(name: str) -> tuple[int, int, str]:

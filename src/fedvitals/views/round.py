@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fedvitals.analysis.bottleneck import judge_round
 from fedvitals.analysis.critical_path import Link, Path, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.errors import ConfigError
 from fedvitals.records import Span, is_client, natural
 from fedvitals.store.read import queries
@@ -308,5 +308,4 @@ def round_table(
 
 
 def _column(name: str) -> RoundColumn:
-    known = CATALOG.get(name)
-    return RoundColumn(name, known.unit if known else "", known.meaning if known else "")
+    return RoundColumn(name, unit_of(name), meaning_of(name))

@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 from fedvitals.store.read.metrics import series_of
@@ -67,16 +67,6 @@ class Band:
 def json_numbers(values: npt.ArrayLike) -> Numbers:
     """Return the values for JSON: None for those that are not finite."""
     return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=float)]
-
-
-def unit_of(name: str) -> str:
-    """Return the metric's unit; empty where the catalogue does not know it."""
-    return CATALOG[name].unit if name in CATALOG else ""
-
-
-def meaning_of(name: str) -> str:
-    """Return what the metric means; empty where the catalogue does not know it."""
-    return CATALOG[name].meaning if name in CATALOG else ""
 
 
 def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:

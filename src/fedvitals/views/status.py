@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedvitals import __version__
-from fedvitals.catalog import CATALOG, LEVELS
+from fedvitals.catalog import LEVELS, meaning_of, unit_of
+from fedvitals.plain_json import finite
 from fedvitals.records import Run
 from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store.read import queries
@@ -97,7 +97,7 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
     described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
     rounds = reader.history(run).rounds()
     series = series_of(reader, run, ("time.round", "monitor.cost"), (None,))
-    last_record = _finite(rounds_and_last_record(reader, run)[1])
+    last_record = finite(rounds_and_last_record(reader, run)[1])
     times, costs = (series.get((name, None), ([], []))[1] for name in ("time.round", "monitor.cost"))
     level, sent = privacy_level(described), traffic_total(reader, run)
     return Status(
@@ -107,7 +107,7 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
         host=described.host,
         topology=described.topology,
         seed=described.seed,
-        started=_finite(described.started),
+        started=finite(described.started),
         finished=described.finished,
         seconds=summary.seconds,
         last_record=last_record,
@@ -116,9 +116,9 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
         clients=summary.clients,
-        accuracy=_finite(summary.accuracy),
-        loss=_finite(summary.loss),
-        round_seconds=_finite(times[-1]) if times else None,
+        accuracy=finite(summary.accuracy),
+        loss=finite(summary.loss),
+        round_seconds=finite(times[-1]) if times else None,
         bytes=None if sent is None else sent.bytes,
         telemetry_bytes=None if sent is None else sent.telemetry,
         findings=summary.findings,
@@ -175,9 +175,4 @@ def privacy_level(run: Run) -> int:
 
 
 def _known(name: str) -> Known:
-    measure = CATALOG.get(name)
-    return Known(name, "" if measure is None else measure.unit, "" if measure is None else measure.meaning)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return Known(name, unit_of(name), meaning_of(name))

@@ -16,6 +16,7 @@ from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
 from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
+from fedvitals.plain_json import finite
 from fedvitals.records import Action, Run
 from fedvitals.store.marks import Mark
 from fedvitals.store.read import queries
@@ -251,8 +252,8 @@ def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Se
     outcomes = newest_outcomes(reader, run, ("accuracy", "loss"), known.outcomes)
     return replace(
         facts_in_short(known.settings, len(known.rounds), len(clients), known.marks, gaps_of(reader, run)),
-        accuracy=_finite(outcomes["accuracy"]),
-        loss=_finite(outcomes["loss"]),
+        accuracy=finite(outcomes["accuracy"]),
+        loss=finite(outcomes["loss"]),
         samples={} if cases == [] else _samples(reader, run, known.rounds, clients),
         actions=[] if cases == [] else queries.records(reader, run, Action),
         labels=labels_of(reader, run),
@@ -271,10 +272,6 @@ def facts_in_short(run: Run, rounds: int, clients: int, marks: Sequence[Mark], g
         acknowledged=frozenset(mark.target for mark in marks if mark.kind == "acknowledged"),
         gaps=gaps,
     )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:

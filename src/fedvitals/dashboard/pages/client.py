@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError
 from fedvitals.records import FAILURES as FAILED
@@ -23,7 +23,6 @@ from fedvitals.views.briefs import Brief, brief, marked
 from fedvitals.views.cases import cases_of, concerns, traceback_of
 from fedvitals.views.clients import FAR, ClientRow
 from fedvitals.views.labels import named
-from fedvitals.views.series import meaning_of, unit_of
 from fedvitals.views.units import number
 from fedvitals.views.verdict import WARM, Facts, facts_of, judge
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from fedvitals.diagnosis.issues.table import SEVERITIES
+from fedvitals.plain_json import finite
 from fedvitals.records import Run, is_client
 from fedvitals.store.marks import Mark
 from fedvitals.store.read.metrics import has_metric, newest_outcomes
@@ -61,10 +62,10 @@ def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
     return RunFacts(
         rounds=rounds,
         planned=planned_rounds(described),
-        last_record=last if last is not None and math.isfinite(last) else None,
+        last_record=finite(last),
         clients=clients,
-        accuracy=_finite(outcomes["accuracy"]),
-        loss=_finite(outcomes["loss"]),
+        accuracy=finite(outcomes["accuracy"]),
+        loss=finite(outcomes["loss"]),
         spark=sparkline_of(reader, run, "accuracy") or sparkline_of(reader, run, "loss"),
         bytes=None if total is None else total.bytes,
         findings=findings,
@@ -80,10 +81,6 @@ def _judged(
     facts = facts_in_short(run, rounds, clients, marks, gaps_of(reader, run.id))
     counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
     return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def sparkline_of(reader: Reader, run: str, name: str) -> Spark | None:

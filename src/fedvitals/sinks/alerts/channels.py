@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -68,6 +69,14 @@ def check_text(what: str, text: object) -> str:
     if not isinstance(text, str) or not text or not text.isprintable():
         raise ConfigError(f"{what} is one line of text, got something else. Check the line ends and quotes.")
     return text
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a connection failed, for a message to people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    words = getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}{': ' if words else ''}{words}"
 
 
 @contextlib.contextmanager

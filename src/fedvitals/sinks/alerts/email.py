@@ -15,7 +15,16 @@ from email.message import EmailMessage
 from email.utils import formatdate
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError, check_text, hard_limit, identity
+from fedvitals.sinks.alerts.channels import (
+    DOUBT,
+    LATER,
+    REFUSED,
+    DeliveryError,
+    check_text,
+    hard_limit,
+    identity,
+    reason_of,
+)
 from fedvitals.sinks.alerts.message import Message
 from fedvitals.transport.http_server import LOOPBACK
 
@@ -82,7 +91,7 @@ class Email:
             if handed_over:
                 raise DeliveryError(DOUBT, f"{self.host} got the message and gave no answer ({kind}).") from None
             outcome = REFUSED if isinstance(error, smtplib.SMTPNotSupportedError) else LATER
-            raise DeliveryError(outcome, f"{self.host} cannot be reached ({_reason(error)}).") from None
+            raise DeliveryError(outcome, f"{self.host} cannot be reached ({reason_of(error)}).") from None
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[smtplib.SMTP]:
@@ -133,10 +142,3 @@ class Email:
         words = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
         outcome = REFUSED if code >= 500 else LATER
         raise DeliveryError(outcome, f"{self.host} answered {code}: {words}")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    words = getattr(error, "strerror", None) or str(error)
-    return f"{type(error).__name__}{': ' if words else ''}{words}"

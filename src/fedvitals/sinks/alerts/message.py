@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fedvitals import plain_json
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import unit_of
 from fedvitals.errors import RecordError
 
 FIRING, RESOLVED = "firing", "resolved"
@@ -164,7 +164,7 @@ def _cut(text: str) -> str:
 
 def value_text(value: float, metric: str) -> str:
     """Return a value in its metric's unit, as people write it."""
-    unit = CATALOG[metric].unit if metric in CATALOG else ""
+    unit = unit_of(metric)
     if math.isnan(value):
         return "not a number"
     if unit == "share" and math.isfinite(value):

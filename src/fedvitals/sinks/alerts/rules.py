@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, unit_of
 from fedvitals.errors import ConfigError, unknown
 
 SEVERITIES = ("note", "warning", "critical")  # the worst last
@@ -176,11 +176,6 @@ def parse(text: str) -> Condition | FindingCondition:
     condition = replace(condition, rounds=_rounds(line, "for"))
     line.end()
     return condition
-
-
-def unit_of(metric: str) -> str:
-    """Return the metric's unit in the catalogue; "" for a metric of the user."""
-    return CATALOG[metric].unit if metric in CATALOG else ""
 
 
 class _Line:

@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from fedvitals.errors import ConfigError
-from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError, check_text, hard_limit, identity
+from fedvitals.sinks.alerts.channels import (
+    DOUBT,
+    LATER,
+    REFUSED,
+    DeliveryError,
+    check_text,
+    hard_limit,
+    identity,
+    reason_of,
+)
 from fedvitals.sinks.alerts.message import Message, as_json, for_discord, for_slack
 
 ANSWER = 4096  # bytes of an answer that are read
@@ -96,7 +105,7 @@ class Webhook:
             if whole:
                 why = f"{host} took the message and gave no answer within {self.seconds:g} s ({type(error).__name__})."
                 raise DeliveryError(DOUBT, why) from None
-            raise DeliveryError(LATER, f"{host} cannot be reached ({_reason(error)}).") from None
+            raise DeliveryError(LATER, f"{host} cannot be reached ({reason_of(error)}).") from None
         if 200 <= status < 300:
             return None
         if status in SAME_METHOD and onward:
@@ -156,10 +165,3 @@ def _wait(retry_after: str | None) -> float | None:
         if retry_after is not None and retry_after.isascii() and retry_after.isdigit()
         else None
     )
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    words = getattr(error, "strerror", None) or str(error)
-    return f"{type(error).__name__}{': ' if words else ''}{words}"
