@@ -52,14 +52,14 @@ from fedvitals.transport.sender import Sender, as_seen
 from fedvitals.transport.wire.payload import decode
 
 if TYPE_CHECKING:
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
 
 
 class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
     def __init__(
-        self, chart: Chart, kit: Kit, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
+        self, chart: Chart, kit: AnyInstruments, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
     ) -> None:
         self._chart, self._kit, self.policy, self._ledger = chart, kit, policy, ledger
         self._lock = threading.Lock()

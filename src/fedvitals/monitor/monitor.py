@@ -34,7 +34,7 @@ from fedvitals.monitor.clients import Clients
 from fedvitals.monitor.lifecycle import check_parts, close_at_exit
 from fedvitals.monitor.rounds import Rounds
 from fedvitals.monitor.workers import WorkerObserver
-from fedvitals.probes.backends import instruments, measured_apart
+from fedvitals.probes.backends import flatten_and_sum_each, make_instruments
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Detector, Node, Recorder, Sink, Stack
 from fedvitals.records import Action, AnyName, Record, Run, Truth, Where, as_round_index, node_name
@@ -92,7 +92,7 @@ class Monitor:
         check_parts(sinks, capture, tape)
         self._wanted = (privacy, cohort, tracebacks)  # of privacy
         self._policy = policy_for(host, *self._wanted)
-        self._kit = instruments(probes, update_memory)
+        self._kit = make_instruments(probes, update_memory)
         self._detectors = choose(detectors, false_alarms)
         self._cure = policy_of(cure)
         described = Run(
@@ -317,7 +317,7 @@ class Monitor:
 
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._chart.attempt, here=self._clients.at)
-        for node, vector, rows in self._guard("updates()", lambda: measured_apart(named, attempt)) or ():
+        for node, vector, rows in self._guard("updates()", lambda: flatten_and_sum_each(named, attempt)) or ():
             attempt("updates()", functools.partial(take, node, vector, rows), node)
         excluded = [action.target for action in answers if action.target is not None]
         self._guard("taping updates", lambda: self._chart.loop.sent(number, named, excluded))

@@ -32,7 +32,7 @@ from fedvitals.transport.timing import new_span_id
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
@@ -53,7 +53,9 @@ class OpenScope:
 class Rounds:
     """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
 
-    def __init__(self, chart: Chart, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
+    def __init__(
+        self, chart: Chart, kit: AnyInstruments, arrivals: Arrivals, ledger: Ledger | None, least: int
+    ) -> None:
         self._chart, self._kit, self._arrivals, self._ledger, self._least = chart, kit, arrivals, ledger, least
         self._record = chart.record
         self.open: OpenScope | None = None

@@ -28,7 +28,7 @@ import numpy as np
 
 from fedvitals.monitor.chart import Chart
 from fedvitals.monitor.clients import Clients
-from fedvitals.probes.backends import WorkerKit
+from fedvitals.probes.backends import WorkerInstruments
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Stack
@@ -56,7 +56,7 @@ class _Desk:
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.parcel = Parcel(worker.policy, worker.known)
-        self.kit = WorkerKit(worker.preset)
+        self.kit = WorkerInstruments(worker.preset)
         run = Run(worker.run, worker.name)
         self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
         self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, **worker.profiling())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedvitals.kernels import sums
 from fedvitals.probes import samples
-from fedvitals.probes.view import View, undisturbed
+from fedvitals.probes.view import View, evaluation_without_gradients
 from fedvitals.stats import HEALTH_COLUMNS, Array, empty_sums, merge_sums
 
 # Output values that a bounded activation hardly leaves: where its slope has fallen under 1 % of the largest.
@@ -69,7 +69,7 @@ def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
         def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) and output else output
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() >= 2:
-                charge(lambda: seen.setdefault(index, []).append(_measured(tensor, module)))
+                charge(lambda: seen.setdefault(index, []).append(_measure_output(tensor, module)))
 
         return hook
 
@@ -78,7 +78,7 @@ def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
     def take() -> Mapping[str, Any]:
         for handle in handles:
             handle.remove()
-        return _summed(seen, len(modules)) if seen else {}
+        return _merge_outputs(seen, len(modules)) if seen else {}
 
     return take
 
@@ -91,27 +91,27 @@ def activations(view: View) -> Mapping[str, Any]:
     """
     if view.data is None:
         return {}
-    x, _ = samples.read(view.data, samples.spread(samples.size(view.data), 64, 0))
-    take = prepare(view, lambda measure: measure())
+    x, _ = samples.read(view.data, samples.spread_indices(samples.size(view.data), 64, 0))
+    remove_hooks = prepare(view, lambda measure: measure())
     try:
-        with undisturbed(view.model):
+        with evaluation_without_gradients(view.model):
             view.model(x)
     finally:
-        found = take()
-    return found
+        rows = remove_hooks()
+    return rows
 
 
 activations.prepare = prepare  # type: ignore[attr-defined]
 
 
-def _summed(seen: Mapping[int, list[tuple[Array, Array]]], count: int) -> Mapping[str, Any]:
+def _merge_outputs(seen: Mapping[int, list[tuple[Array, Array]]], count: int) -> Mapping[str, Any]:
     """One row a module; a module that ran twice is merged, one that did not run is neutral."""
     values, units = empty_sums(count), np.zeros((count, len(HEALTH_COLUMNS)))
-    for index, found in seen.items():
-        values[index] = merge_sums(np.stack([v for v, _ in found]))
-        units[index] = np.sum([u for _, u in found], axis=0)
+    for index, measurements in seen.items():
+        values[index] = merge_sums(np.stack([v for v, _ in measurements]))
+        units[index] = np.sum([u for _, u in measurements], axis=0)
     return {"activation": values, "activation.health": units}
 
 
-def _measured(tensor: Tensor, module: nn.Module) -> tuple[Array, Array]:
+def _measure_output(tensor: Tensor, module: nn.Module) -> tuple[Array, Array]:
     return np.asarray(torch.as_tensor(sums([tensor.detach()])).cpu())[0], health(tensor, module)

@@ -18,13 +18,13 @@ import numpy as np
 from fedvitals.probes import numpy_updates
 from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.numpy_updates import ArrayInstruments
-from fedvitals.probes.presets import Preset, named, resolve
+from fedvitals.probes.presets import Preset, preset_without_torch, resolve
 from fedvitals.stats import Array
 
 if TYPE_CHECKING:
     from fedvitals.probes.instruments import Instruments
 
-    Kit = Instruments | ArrayInstruments
+    AnyInstruments = Instruments | ArrayInstruments
 
 
 def torch_is_loaded() -> bool:
@@ -42,16 +42,16 @@ def torch_is_installed() -> bool:
         return False
 
 
-def instruments(probes: Any, update_memory: int) -> Kit:
+def make_instruments(probes: Any, update_memory: int) -> AnyInstruments:
     """What measures a run by these probes. Without torch, probes cannot run: updates are measured by NumPy alone."""
     if not torch_is_installed():
-        return ArrayInstruments(named(probes), update_memory)
+        return ArrayInstruments(preset_without_torch(probes), update_memory)
     from fedvitals.probes.instruments import Instruments  # noqa: PLC0415 - imports torch
 
     return Instruments(resolve(probes), update_memory)
 
 
-class WorkerKit:
+class WorkerInstruments:
     """Torch's instruments in a worker process, made for the first model that is watched.
 
     Many clients have no such model, nor torch. Called, it gives the instruments.
@@ -85,25 +85,25 @@ class WorkerKit:
         kit.norms.clear()  # a client's last round may have been in another process: the parent compares
 
 
-def measured(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Array]]:
+def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Array]]:
     """Each update as one vector, with its nine sums per layer."""
     if not torch_is_loaded():
-        return [*numpy_updates.measured(updates)]
-    from fedvitals.probes.updates import measured as by_torch  # noqa: PLC0415 - imports torch
+        return [*numpy_updates.flatten_and_sum(updates)]
+    from fedvitals.probes.updates import flatten_and_sum as by_torch  # noqa: PLC0415 - imports torch
 
     return [*by_torch(updates)]
 
 
-def measured_apart(updates: Mapping[str, Sequence[Any]], attempt: Attempt) -> list[tuple[str, Any, Array]]:
-    """As `measured`; where that fails, those updates that can be read, each tried by itself."""
+def flatten_and_sum_each(updates: Mapping[str, Sequence[Any]], attempt: Attempt) -> list[tuple[str, Any, Array]]:
+    """As `flatten_and_sum`; where that fails, those updates that can be read, each tried by itself."""
     try:
-        return measured(updates)
+        return flatten_and_sum(updates)
     except Exception:  # noqa: BLE001 - because of somebody, and the attempts below say who that is
-        found = [attempt("updates()", partial(measured, {node: own}), node) for node, own in updates.items()]
-        return [one for own in found for one in own or ()]
+        measured = [attempt("updates()", partial(flatten_and_sum, {node: own}), node) for node, own in updates.items()]
+        return [entry for own in measured for entry in own or ()]
 
 
 def as_array(values: Any) -> Array:
     """Numbers of any library as float64; tensors come to the CPU."""
-    found = values.detach().cpu() if hasattr(values, "detach") else values
-    return np.asarray(found, dtype=np.float64)
+    on_cpu = values.detach().cpu() if hasattr(values, "detach") else values
+    return np.asarray(on_cpu, dtype=np.float64)

@@ -37,7 +37,7 @@ class ClipWatch:
                 self._suspect(owned)
             return None
         versions = self._versions(owned)
-        before, found = self._reference
+        before, unclipped_sums = self._reference
         changed = [i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if new > old >= 0]
         if not changed:
             if not self.confirmed:
@@ -45,7 +45,7 @@ class ClipWatch:
                 self._cleared = True
             return None
         self.confirmed = True
-        rows = np.asarray(torch.as_tensor(found).cpu())
+        rows = np.asarray(torch.as_tensor(unclipped_sums).cpu())
         mine = [i for i, version in enumerate(versions) if version >= 0]
         return float(np.sqrt(rows[mine, SUM_SQUARES].sum()))
 

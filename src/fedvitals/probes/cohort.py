@@ -20,9 +20,9 @@ from fedvitals.records import LayerStats
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
 
 if TYPE_CHECKING:
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
     from fedvitals.probes.numpy_updates import ArrayUpdate
-    from fedvitals.probes.updates import Update
+    from fedvitals.probes.updates import ClientUpdate
 
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
 Counts = npt.NDArray[np.int64]  # [layers] of clients
@@ -90,9 +90,9 @@ class Cohort:
             differing = self._replace_others(sent)
             agreeing = self._agreeing(sent)
         # Strangers, those whose level keeps it from us, senders, and those who told of other layers.
-        untold = [node for node in sent if node not in agreeing and node not in differing]
-        found: list[tuple[Key, Results]] = []
-        for node in (*untold, *differing):
+        unreported = [node for node in sent if node not in agreeing and node not in differing]
+        results_by_key: list[tuple[Key, Results]] = []
+        for node in (*unreported, *differing):
             results = Results(matrices=[("update", sent[node], None)], tables=self._tables.get(node, {}))
             own = [*self._own_updates(node), *(claim.matrix for claim in claims.get(node, ()))]
             if node not in differing:
@@ -100,8 +100,8 @@ class Cohort:
             distance = max(differing.get(node, 0.0), _contradiction(own, sent[node]))
             if distance > ROUNDING or not any(rows.shape == sent[node].shape for rows in own):
                 results.take({"update.differs": distance} if own and not math.isnan(distance) else {})
-            found.append(((node, self._groups.get(node)), results))
-        return found
+            results_by_key.append(((node, self._groups.get(node)), results))
+        return results_by_key
 
     def _own_updates(self, node: str) -> list[Array]:
         """The sums of its update that were measured where the client trained, in this process or a worker of ours."""
@@ -123,9 +123,9 @@ class Cohort:
 
     def _replace_others(self, sent: Mapping[str, Array]) -> dict[str, float]:
         """Whose own sums of their update are of another one, and by how much; what was sent takes their place."""
-        told = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
+        own_updates = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
         places: dict[tuple[int, ...], list[tuple[list[tuple[str, Array]], int, str]]] = defaultdict(list)
-        for own in told:
+        for own in own_updates:
             for i, (node, rows) in enumerate(own):
                 # Of other layers than the client's it would be nothing that could be told in its place.
                 if node in sent and sent[node].shape == rows.shape:
@@ -150,29 +150,31 @@ class Cohort:
             self._sent[sender] += size
             self._received[receiver] += size
 
-    def close(self, kit: Kit, model: Any, least: int, attempt: Attempt = unguarded) -> list[tuple[Key, Results]]:
+    def close(
+        self, instruments: AnyInstruments, model: Any, least: int, attempt: Attempt = unguarded
+    ) -> list[tuple[Key, Results]]:
         """Everything that is known only now: cosines and duplicates, groups, the whole, the global model, traffic.
 
         `least`: the fewest clients whose sum may be told where they may not be told one by one. `attempt`: runs each
         step by itself, so that one that fails costs nothing else.
         """
-        found: list[tuple[Key, Results]] = []
+        results: list[tuple[Key, Results]] = []
 
         def step(doing: str, work: Callable[[], list[tuple[Key, Results]]], node: str | None = None) -> None:
-            found.extend(attempt(doing, work, node) or ())
+            results.extend(attempt(doing, work, node) or ())
 
-        for update in kit.updates.close_round(attempt):
-            step("measuring an update", partial(self._of_update, update, kit), update.node)
+        for update in instruments.updates.close_round(attempt):
+            step("measuring an update", partial(self._of_update, update, instruments), update.node)
         for kind, members in self._by_members():
-            step(f"adding up '{kind[0]}'", partial(_merged, kind, members, least))
+            step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
         for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
             for node, size in traffic.items():
                 step("adding up traffic", partial(self._of_traffic, name, node, size), node)
-        step("counting clients", partial(self._of_whole, kit))
+        step("counting clients", partial(self._of_whole, instruments))
         if model is not None:
-            step("measuring the global model", lambda: [(("server", None), kit.model_results(model))])
-        return found
+            step("measuring the global model", lambda: [(("server", None), instruments.model_results(model))])
+        return results
 
     def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[tuple[str, Array]]]]]:
         """What is to be added up, by family; of one family, the layers that most clients have come last.
@@ -183,47 +185,47 @@ class Cohort:
         return sorted(self._matrices.items(), key=lambda item: (families[item[0][0]], sum(map(len, item[1].values()))))
 
     def _of_groups(self) -> list[tuple[Key, Results]]:
-        found: list[tuple[Key, Results]] = []
+        results_by_key: list[tuple[Key, Results]] = []
         for group, (signed, absolute) in self._difference.items():
             if group not in self.measured_edges:
                 results = Results(clients=len(self._differing[group]))
                 results.take({"weight.difference": signed, "weight.difference_absolute": absolute})
-                found.append(((group, group), results))
-        return found
+                results_by_key.append(((group, group), results))
+        return results_by_key
 
     def _of_traffic(self, name: str, node: str, size: int) -> list[tuple[Key, Results]]:
         results = Results()
         results.take({name: size})
         return [((node, self._groups.get(node)), results)]
 
-    def _of_whole(self, kit: Kit) -> list[tuple[Key, Results]]:
+    def _of_whole(self, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         whole = Results()
         whole.take({"clients": len(self._groups), "clients.failed": self.failed})
-        if kit.updates.approximate and not self._approximate_before:
+        if instruments.updates.approximate and not self._approximate_before:
             text = "Updates exceed update_memory: cosines are estimated from sketches, standard error 0.06."
             whole.remarks.append(("updates.approximate", text, {}))
-        whole.remarks += kit.remarks()
+        whole.remarks += instruments.remarks()
         return [((None, None), whole)]
 
-    def _of_update(self, update: Update | ArrayUpdate, kit: Kit) -> list[tuple[Key, Results]]:
+    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         results = Results(tables=self._tables.get(update.node, {}))
         results.take(update.metrics)
         if update.alignment is not None:
             results.matrices.append(("update.alignment", update.alignment, None))
         if update.peers is not None:
             results.matrices.append(("update.peers", update.peers, None))
-        if update.sketch is not None and not kit.preset.brief:
+        if update.sketch is not None and not instruments.preset.brief:
             results.sketch = update.sketch
         return [((update.node, self._groups.get(update.node)), results)]
 
 
-def _contradiction(told: Sequence[Array], sent: Array) -> float:
+def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:
     """By how much a client's own sums of its update differ from those of the update that it sent; 0 without any.
 
     NaN if its layers are not among those that were sent, and nothing can be compared.
     """
     distances = []
-    for own in told:
+    for own in own_sums:
         there = _same_layers(own, sent)
         distances.append(float(_distances(own[None], sent[there][None])[0]) if there is not None else math.nan)
     known = [distance for distance in distances if not math.isnan(distance)]
@@ -278,46 +280,50 @@ def _distances(own: Array, got: Array) -> Array:
     return worst
 
 
-def _merged(kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int) -> list[tuple[Key, Results]]:
+def _merge_groups(
+    kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int
+) -> list[tuple[Key, Results]]:
     """client + client = edge; edge + edge = round; each with the number of clients that it speaks for."""
     family, _, tables = kind
     with np.errstate(all="ignore"):  # what clients say may be infinite
-        sums = {group: merge(family, [matrix for _, matrix in found]) for group, found in members.items()}
+        sums = {group: merge(family, [matrix for _, matrix in matrices]) for group, matrices in members.items()}
         whole = merge(family, [*sums.values()])
-    clients = speaking_for({group: contributors(found) for group, found in members.items()}, least)
-    found = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
+    clients = clients_per_sum({group: clients_per_layer(matrices) for group, matrices in members.items()}, least)
+    matrices = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
     return [
         (key, Results(matrices=[(family, matrix, None)], tables=dict(tables), clients=number))
-        for key, matrix, number in (*found, ((None, None), whole, clients[None]))
+        for key, matrix, number in (*matrices, ((None, None), whole, clients[None]))
     ]
 
 
-def contributors(found: Sequence[tuple[str, Array]]) -> Counts:
+def clients_per_layer(matrices: Sequence[tuple[str, Array]]) -> Counts:
     """How many clients stand behind each layer: one that froze a layer, or gave the same twice, adds nobody to it."""
     rows: dict[str, npt.NDArray[np.bool_]] = {}
-    for node, matrix in found:
+    for node, matrix in matrices:
         there = (np.isfinite(matrix) & (matrix != 0)).any(axis=1)
         rows[node] = rows[node] | there if node in rows else there
     return np.asarray(np.stack([*rows.values()]).sum(axis=0))
 
 
-def speaking_for(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:
+def clients_per_sum(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:
     """Of how many clients each sum tells, per group and (None) of the round, where all those of `least` are told.
 
     The fewest behind any of its layers. The round less the groups that are told is a sum, too: where that would leave
     fewer than `least`, the smallest of these groups counts as so few, until what is left is of enough, or of none.
     """
-    counts: dict[str | None, int] = {group: _fewest(found) for group, found in groups.items() if group is not None}
+    counts: dict[str | None, int] = {
+        group: _smallest_count(per_layer) for group, per_layer in groups.items() if group is not None
+    }
     total = np.asarray(np.stack([*groups.values()]).sum(axis=0))
-    told = sorted((group for group, count in counts.items() if count >= least), key=lambda group: counts[group])
-    while told:
-        rest = total - np.stack([groups[group] for group in told]).sum(axis=0)
-        if not rest.any() or _fewest(rest) >= least:
+    shown = sorted((group for group, count in counts.items() if count >= least), key=lambda group: counts[group])
+    while shown:
+        rest = total - np.stack([groups[group] for group in shown]).sum(axis=0)
+        if not rest.any() or _smallest_count(rest) >= least:
             break
-        counts[told.pop(0)] = _fewest(rest)
-    return {None: _fewest(total), **counts}
+        counts[shown.pop(0)] = _smallest_count(rest)
+    return {None: _smallest_count(total), **counts}
 
 
-def _fewest(counts: Counts) -> int:
+def _smallest_count(counts: Counts) -> int:
     """The smallest count that is not zero: a layer without anybody tells of nobody."""
     return int(counts[counts > 0].min()) if counts.any() else 0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedvitals.errors import ConfigError
-from fedvitals.probes.view import undisturbed
+from fedvitals.probes.view import evaluation_without_gradients
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
@@ -112,15 +112,15 @@ def differential_scores(
     `false_alarms`: how often, per round, a healthy cohort may have somebody accused, if the logarithms of its clients'
     disagreements are normal. With fewer than four clients nobody is.
     """
-    return judged([*states], random_answers(module, states, shape, inputs=inputs, seed=seed), false_alarms)
+    return score_answers([*states], random_answers(module, states, shape, inputs=inputs, seed=seed), false_alarms)
 
 
-def judged(nodes: Sequence[Node], answers: Tensor, false_alarms: float = 0.01) -> Differential:
+def score_answers(nodes: Sequence[Node], answers: Tensor, false_alarms: float = 0.01) -> Differential:
     """The same of answers [clients, inputs, neurons]."""
     if len(nodes) < _FEWEST:
         return Differential(dict.fromkeys(nodes, 0.0), math.inf, ())
-    scores = standing_out(np.log(disagreement(answers)))
-    limit = largest_of_healthy(len(nodes), false_alarms)
+    scores = robust_scores(np.log(disagreement(answers)))
+    limit = healthy_limit(len(nodes), false_alarms)
     worst_first = sorted(zip(-scores, nodes, strict=True))
     accused = tuple(node for score, node in worst_first if -score > limit)
     return Differential(dict(zip(nodes, scores.tolist(), strict=True)), limit, accused)
@@ -139,7 +139,7 @@ def disagreement(answers: Tensor, threshold: float = 0.003) -> Array:
     return 1.0 + np.asarray(against.sum(1))
 
 
-def standing_out(values: Array) -> Array:
+def robust_scores(values: Array) -> Array:
     """How far each of [..., clients] lies above the median of the *others*, in robust standard deviations of theirs."""
     clients = values.shape[-1]
     others = np.stack([np.delete(values, i, axis=-1) for i in range(clients)], axis=-2)
@@ -149,7 +149,7 @@ def standing_out(values: Array) -> Array:
 
 
 @cache
-def largest_of_healthy(clients: int, rate: float) -> float:
+def healthy_limit(clients: int, rate: float) -> float:
     """The score that the largest of a healthy cohort exceeds at this rate, by simulation of normal cohorts.
 
     The robust spread of few clients is often far too small, so that their limit is far higher than that of many.
@@ -159,7 +159,7 @@ def largest_of_healthy(clients: int, rate: float) -> float:
     random = np.random.default_rng(0)
     draws = max(200, _DRAWS // clients)
     largest = np.concatenate([
-        standing_out(random.standard_normal((draws // 10, clients))).max(axis=-1) for _ in range(10)
+        robust_scores(random.standard_normal((draws // 10, clients))).max(axis=-1) for _ in range(10)
     ])  # fmt: skip
     return float(np.quantile(largest, 1 - rate))
 
@@ -179,17 +179,17 @@ def random_answers(
     """What each client's neurons answer, [clients, inputs, neurons]: the layers' outputs, cut off at 0."""
     x = _random_inputs(module, shape, inputs, torch.Generator().manual_seed(seed))
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    found = []
-    with undisturbed(module), _listening(module) as heard:
+    answers = []
+    with evaluation_without_gradients(module), _recorded_outputs(module) as outputs:
         for flat in states.values():
             functional_call(module, _unflattened(tensors, flat), (x.to(flat.device),))
-            found.append(torch.cat([answer.reshape(len(x), -1) for answer in heard], 1).clamp_min_(0).cpu())
-            heard.clear()
-    return torch.stack(found)
+            answers.append(torch.cat([answer.reshape(len(x), -1) for answer in outputs], 1).clamp_min_(0).cpu())
+            outputs.clear()
+    return torch.stack(answers)
 
 
 @contextmanager
-def _listening(module: nn.Module) -> Iterator[list[Tensor]]:
+def _recorded_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
     heard: list[Tensor] = []
 
     def hear(_: nn.Module, __: object, answer: Tensor | tuple[Tensor, ...]) -> None:
@@ -206,10 +206,10 @@ def _listening(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _unflattened(tensors: Sequence[tuple[str, Tensor]], flat: Tensor) -> dict[str, Tensor]:
-    found, offset = {}, 0
+    tensors_by_name, offset = {}, 0
     for name, like in tensors:
         if offset + like.numel() > len(flat):
             break
-        found[name] = flat[offset : offset + like.numel()].view(like.shape).to(like.dtype)
+        tensors_by_name[name] = flat[offset : offset + like.numel()].view(like.shape).to(like.dtype)
         offset += like.numel()
-    return found
+    return tensors_by_name

@@ -43,10 +43,10 @@ def differentiable(model: nn.Module, x: Tensor, *, twice: bool = False) -> Itera
             outputs = model(inputs)
         else:
             inputs, outputs = _from_embedding(model, x)
-        yield Differentiable(inputs, classified(outputs, len(x)))
+        yield Differentiable(inputs, require_class_outputs(outputs, len(x)))
 
 
-def classified(outputs: Any, samples: int) -> Tensor:
+def require_class_outputs(outputs: Any, samples: int) -> Tensor:
     """The outputs, if they are one row of numbers per sample; else a plain word on what is supported."""
     if isinstance(outputs, Tensor) and outputs.shape == (samples, *outputs.shape[1:]) and outputs.dim() == 2:
         return outputs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedvitals.probes import samples
 from fedvitals.probes.allowance import Allowance
-from fedvitals.probes.view import View, undisturbed
+from fedvitals.probes.view import View, evaluation_without_gradients
 
 # Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
 MOST, FEWEST = 64, 8
@@ -40,33 +40,33 @@ class Fit:
     def before(self, view: View) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
         """Metrics of the received model, and the samples for `after` (None: not this time)."""
         total = samples.size(view.data)
-        found: dict[str, float] = {"samples": total}
+        metrics: dict[str, float] = {"samples": total}
         if view.loss is None or not total or not self._allowance.due(view.node):
-            return found, None
-        x, y = samples.read(view.data, samples.spread(total, self._count, (view.round or 0) * self._count))
+            return metrics, None
+        x, y = samples.read(view.data, samples.spread_indices(total, self._count, (view.round or 0) * self._count))
         x, y = _to_device(view.model, x, y)
         output, losses = predict(view.model, view.loss, x, y)
-        found |= {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
+        metrics |= {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
         if len(y) > 1:
-            found["fit.loss_p90"] = sorted(losses)[math.ceil(0.9 * len(y)) - 1]
+            metrics["fit.loss_p90"] = sorted(losses)[math.ceil(0.9 * len(y)) - 1]
         if is_classifier(output, y):
             labels, guesses = y.tolist(), output.argmax(1).tolist()
-            found["fit.accuracy_before"] = accuracy(labels, guesses)
-            found["fit.confusion"], pair = confusion(labels, guesses)
+            metrics["fit.accuracy_before"] = accuracy(labels, guesses)
+            metrics["fit.confusion"], pair = confusion(labels, guesses)
             if pair is not None:
-                found["fit.confused_label"], found["fit.confused_guess"] = pair
-            found["fit.confident_wrong"] = float(confidently_wrong(output, y).double().mean())
-        return found, (x, y)
+                metrics["fit.confused_label"], metrics["fit.confused_guess"] = pair
+            metrics["fit.confident_wrong"] = float(confidently_wrong(output, y).double().mean())
+        return metrics, (x, y)
 
     def after(self, view: View, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
         """Metrics of the trained model on the same samples."""
         x, y = batch
         assert view.loss is not None  # noqa: S101 - `before` gave no batch otherwise
         output, losses = predict(view.model, view.loss, x, y)
-        found = {"fit.loss_after": math.fsum(losses) / len(y)}
+        metrics = {"fit.loss_after": math.fsum(losses) / len(y)}
         if is_classifier(output, y):
-            found["fit.accuracy_after"] = accuracy(y.tolist(), output.argmax(1).tolist())
-        return found
+            metrics["fit.accuracy_after"] = accuracy(y.tolist(), output.argmax(1).tolist())
+        return metrics
 
     def settle(self, cost: float, training: float) -> None:
         """Book a client-round: what fit cost (0: it was left out) and how long the training took."""
@@ -84,7 +84,7 @@ def predict(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor
 ) -> tuple[Tensor, list[float]]:
     """Outputs and per-sample losses in evaluation mode; nothing of the model or the random stream is changed."""
-    with undisturbed(model):
+    with evaluation_without_gradients(model):
         output = model(x.clone())  # a model may work on its input in place, and `after` needs it as it was
         return output, per_sample(loss, output, y).tolist()
 

@@ -15,7 +15,7 @@ import torch
 
 from fedvitals.kernels import sums
 from fedvitals.probes import samples
-from fedvitals.probes.view import View, modes_kept
+from fedvitals.probes.view import View, evaluation_mode
 
 BATCH = 64
 
@@ -30,12 +30,12 @@ def full_gradient(view: View) -> Mapping[str, Any]:
         return {}
     device = wanted[0].device
     averages = [torch.zeros_like(p) for p in wanted]
-    with modes_kept(view.model), torch.enable_grad():
+    with evaluation_mode(view.model), torch.enable_grad():
         for first in range(0, total, BATCH):
             x, y = samples.read(view.data, range(first, min(first + BATCH, total)))
             loss = view.loss(view.model(x.to(device)), y.to(device))
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            for average, gradient in zip(averages, found, strict=True):
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+            for average, gradient in zip(averages, gradients, strict=True):
                 if gradient is not None:
                     average.add_(gradient, alpha=len(y) / total)
     by_parameter = dict(zip(map(id, wanted), averages, strict=True))

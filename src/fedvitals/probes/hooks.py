@@ -41,13 +41,13 @@ class StepCounter:
         self.steps = 0
         self._ids = {id(p) for p in parameters}
         self._mine: dict[int, tuple[Optimizer, int]] = {}  # steps so far; negative: acts on other parameters
-        self._forget = tell_of_steps(self)
+        self._forget = register_step_hooks(self)
 
     def remove(self) -> None:
         self._forget()
         self._mine.clear()
 
-    def meet(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         known = self._mine.get(id(optimizer))
         if known is None:
             own = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -62,7 +62,7 @@ class StepCounter:
 
 
 @dataclass(slots=True)
-class _Met:
+class _KnownOptimizer:
     """An optimiser that was met in a scope."""
 
     optimizer: Optimizer  # a strong reference: a freed optimiser's id could come back as another one's
@@ -85,9 +85,9 @@ class StepHooks:
         self._ids = {id(p) for p in parameters}
         self._measure = measure
         self._unscaled = unscaled
-        self._known: dict[int, _Met] = {}
+        self._known: dict[int, _KnownOptimizer] = {}
         self._handles: list[Any] = []
-        self._forget: tuple[Callable[[], None], ...] = (tell_of_steps(self), tell_of_scalers(self))
+        self._forget: tuple[Callable[[], None], ...] = (register_step_hooks(self), register_scaler_hooks(self))
 
     def remove(self) -> None:
         for forget in self._forget:
@@ -99,7 +99,7 @@ class StepHooks:
         # A cycle, of whoever measures and these hooks, would keep the user's model until garbage is collected.
         self._forget, self._measure, self._unscaled = (), _measure_nothing, None
 
-    def meet(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Before a step of any optimiser: measure, if it acts on our parameters.
 
         Hooks of all optimisers, as this one, run before an optimiser's own, among which the user's may clip. Where an
@@ -126,11 +126,11 @@ class StepHooks:
         """Those that stepped on these parameters."""
         return [known.optimizer for known in self._known.values() if known.owned is not None]
 
-    def _look_at(self, optimizer: Optimizer) -> _Met:
+    def _look_at(self, optimizer: Optimizer) -> _KnownOptimizer:
         """What is known of an optimiser, at its first step here or when it has been given new parameters."""
         acted_on = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._ids
         owned = [p if id(p) in acted_on else None for p in self._parameters] if acted_on else None
-        known = self._known.setdefault(id(optimizer), _Met(optimizer, 0, None))
+        known = self._known.setdefault(id(optimizer), _KnownOptimizer(optimizer, 0, None))
         known.groups, known.owned = len(optimizer.param_groups), owned
         return known
 
@@ -150,7 +150,7 @@ class StepHooks:
             return (args[0], measured_closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": measured_closure}
 
-    def _count(self, known: _Met, skipped: bool | Tensor = False) -> None:
+    def _count(self, known: _KnownOptimizer, skipped: bool | Tensor = False) -> None:
         if known.owned is not None:
             known.steps += 1
             self._measure(known.optimizer, known.owned, known.steps - 1, skipped)
@@ -173,41 +173,41 @@ class StepHooks:
 
 
 _lock = threading.Lock()
-_met: list[StepHooks | StepCounter] = []  # who is told of optimiser steps
+_registered: list[StepHooks | StepCounter] = []  # who is told of optimiser steps
 _handle: list[Any] = []  # of the one hook that tells them
 
 
-def tell_of_steps(hooks: StepHooks | StepCounter) -> Callable[[], None]:
+def register_step_hooks(hooks: StepHooks | StepCounter) -> Callable[[], None]:
     """Call `hooks.meet` before each step of any optimiser; returns the function that ends it.
 
     torch has one table of such hooks for the process, and fails in the user's own `step` if it changes while another
     thread walks it. So there is one hook in it for all scopes, from the first that opens to the last that closes.
     """
     with _lock:
-        if not _met:
-            _handle.append(register_optimizer_step_pre_hook(_meet_all))
-        _met.append(hooks)
+        if not _registered:
+            _handle.append(register_optimizer_step_pre_hook(_call_all))
+        _registered.append(hooks)
 
     def forget() -> None:
         with _lock:
-            if hooks in _met:
-                _met.remove(hooks)
-                if not _met:
+            if hooks in _registered:
+                _registered.remove(hooks)
+                if not _registered:
                     _handle.pop().remove()
 
     return forget
 
 
-def _meet_all(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _call_all(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     changed = None
-    for hooks in tuple(_met):
-        result = hooks.meet(optimizer, args, kwargs)
+    for hooks in tuple(_registered):
+        result = hooks.on_step(optimizer, args, kwargs)
         if result is not None:  # a wrapped closure, which the next scope may wrap again
             changed = args, kwargs = result
     return changed
 
 
-def tell_of_scalers(hooks: StepHooks) -> Callable[[], None]:
+def register_scaler_hooks(hooks: StepHooks) -> Callable[[], None]:
     """Tell `hooks` after each `step` and `unscale_` of any GradScaler; returns the function that ends it.
 
     GradScaler has no hooks of its own. Its two methods are replaced while any scope is open and put back after the

@@ -17,7 +17,7 @@ from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
-from fedvitals.probes.updates import Updates
+from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
 from fedvitals.probes.weights import check_initialisation, starts_at_zero, weights
 from fedvitals.records import LayerTable
@@ -30,7 +30,7 @@ class Instruments:
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
         self.fit = Fit(preset.fit_percent)
-        self.updates = Updates(brief=preset.brief, memory=update_memory)
+        self.updates = UpdateTracker(brief=preset.brief, memory=update_memory)
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
         self.allowances = [Allowance(planned.percent) for planned in preset.probes]
@@ -89,18 +89,18 @@ class Instruments:
         return self._tables[key]
 
 
-def tables_of(kit: Instruments, view: View) -> dict[str, LayerTable]:
+def tables_of(instruments: Instruments, view: View) -> dict[str, LayerTable]:
     """The layer tables of a model: parameters, all of them as one, buffers, and the modules whose output is watched."""
     weights, dtype = sum(p.numel() for p in view.parameters), view.parameters[0].dtype if view.parameters else None
     whole = torch.empty(weights, dtype=dtype, device="meta")
     tables = {
-        "parameter": kit.table("parameter", view.named_parameters),
-        "model": kit.table("model", [("model", whole)]),
+        "parameter": instruments.table("parameter", view.named_parameters),
+        "model": instruments.table("model", [("model", whole)]),
     }
     buffers = view.named_buffers
     if buffers:
-        tables["buffer"] = kit.table("buffer", buffers)
-    if kit.watches_modules:
+        tables["buffer"] = instruments.table("buffer", buffers)
+    if instruments.watches_modules:
         modules = [(name, torch.empty(0)) for name, _ in watched_modules(view.model)]
-        tables["module"] = kit.table("module", modules)
+        tables["module"] = instruments.table("module", modules)
     return tables

@@ -29,10 +29,10 @@ from fedvitals.probes.peer_columns import (
     RUN_OF_SIGNS,
     SIGNS,
     STEP,
-    Layout,
-    Piece,
-    signs_skipped,
-    spread,
+    LayerSlice,
+    PeerLayout,
+    sign_stride,
+    spread_rows,
 )
 from fedvitals.stats import SUM_SQUARES, Array
 
@@ -41,7 +41,7 @@ NUMBERS_AT_ONCE = 1 << 20  # of all updates, as float64
 NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
 
 
-class PastModels:
+class PastArrayModels:
     """The global models with which the last rounds began, if so many fit into `memory` bytes."""
 
     def __init__(self, memory: int) -> None:
@@ -65,12 +65,12 @@ class PastModels:
         return np.stack(past[::-1]) - now
 
 
-def peer_rows(vectors: Sequence[Values], sums: Array, layout: Layout, models: PastModels) -> Array:
+def peer_rows(vectors: Sequence[Values], sums: Array, layout: PeerLayout, models: PastArrayModels) -> Array:
     """[clients, PEER_COLUMNS] of updates that are finite and of equal layout; `sums`: [clients, layers, 9].
 
     A client that sent nothing but zeros has no direction: it counts for nobody, and its own row is NaN.
     """
-    rows = spread(sums)
+    rows = spread_rows(sums)
     norms = np.sqrt(sums[..., SUM_SQUARES].sum(axis=1))
     whole = _products(vectors, slice(0, vectors[0].size))
     with np.errstate(all="ignore"):
@@ -92,12 +92,12 @@ def peer_rows(vectors: Sequence[Values], sums: Array, layout: Layout, models: Pa
 
 def _products(vectors: Sequence[Values], place: slice) -> Array:
     """[clients, clients] of the inner products of a stretch of all updates."""
-    found = np.zeros((len(vectors), len(vectors)))
+    products = np.zeros((len(vectors), len(vectors)))
     width = max(1024, NUMBERS_AT_ONCE // len(vectors))
     for first in range(place.start, place.stop, width):
         piece = np.stack([vector[first : min(first + width, place.stop)] for vector in vectors]).astype(np.float64)
-        found += piece @ piece.T
-    return found
+        products += piece @ piece.T
+    return products
 
 
 def _cosines(products: Array) -> Array:
@@ -111,11 +111,11 @@ def _to_others(cosines: Array) -> Array:
     known = np.nan_to_num(cosines)
     with_others = known.sum(axis=1) - np.diag(known)
     squares = known.sum() - 2 * known.sum(axis=1) + np.diag(known)
-    found = np.where(squares > NOTHING, with_others / np.sqrt(squares), np.nan)
-    return np.asarray(np.where(np.diag(known) > 0, np.clip(found, -1, 1), np.nan))
+    cosines_to_others = np.where(squares > NOTHING, with_others / np.sqrt(squares), np.nan)
+    return np.asarray(np.where(np.diag(known) > 0, np.clip(cosines_to_others, -1, 1), np.nan))
 
 
-def _to_classes(vectors: Sequence[Values], head: Piece) -> Array:
+def _to_classes(vectors: Sequence[Values], head: LayerSlice) -> Array:
     """[clients, 3]: mean and least cosine of the head's rows (one a class) to the others' rows; their entropy."""
     own = np.stack([vector[head.place] for vector in vectors]).astype(np.float64).reshape(len(vectors), head.rows, -1)
     norms = np.sqrt((own**2).sum(axis=(1, 2)))
@@ -150,16 +150,16 @@ def _to_models(rows: Array, vectors: Sequence[Values], norms: Array, models: Arr
 
 def _agreement(vectors: Sequence[Values]) -> Array:
     """Of each client's signs, the share that equals the sign of the sum of the others' signs, zeros left out."""
-    every = signs_skipped(len(vectors), vectors[0].size)
+    every = sign_stride(len(vectors), vectors[0].size)
     whole = vectors[0].size if every == 1 else vectors[0].size // RUN_OF_SIGNS * RUN_OF_SIGNS
     width = whole if every == 1 else RUN_OF_SIGNS
     parts = [vector[:whole].reshape(-1, max(1, width))[::every] for vector in vectors]
     signs = np.sign(np.stack([part.reshape(-1) for part in parts])).astype(np.int8)
     total = signs.sum(axis=0, dtype=np.int64)
-    found = np.full(len(vectors), np.nan)
+    agreement = np.full(len(vectors), np.nan)
     for i, own in enumerate(signs):
         others = np.sign(total - own)
         counted = (own != 0) & (others != 0)
         if counted.any():
-            found[i] = float((own == others)[counted].mean())
-    return found
+            agreement[i] = float((own == others)[counted].mean())
+    return agreement

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.probes.attempts import Attempt, unguarded
-from fedvitals.probes.numpy_peers import PastModels, peer_rows
-from fedvitals.probes.peer_columns import Layout, layout_of
+from fedvitals.probes.numpy_peers import PastArrayModels, peer_rows
+from fedvitals.probes.peer_columns import PeerLayout, layout_of
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.records import Layer, LayerTable
@@ -72,14 +72,14 @@ class FlatArrays(list[Values]):
         self.vector = vector
 
 
-def measured(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Values, Array]]:
+def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Values, Array]]:
     """Each update as one vector of its own, with its nine sums per layer."""
-    found = []
+    measured = []
     for node, update in updates.items():
         arrays = [np.asarray(array) for array in update]
         vector = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.zeros(0, np.float32)
-        found.append((node, vector, sums(arrays)))
-    return found
+        measured.append((node, vector, sums(arrays)))
+    return measured
 
 
 @dataclass(slots=True)
@@ -112,8 +112,8 @@ class ArrayUpdates:
 
     def __init__(self, *, brief: bool, memory: int) -> None:
         self._brief, self._memory, self._held = brief, memory, 0
-        self._models = PastModels(memory // 4)
-        self._layouts: dict[tuple[int, ...], Layout] = {}  # by the sizes of the layers
+        self._models = PastArrayModels(memory // 4)
+        self._layouts: dict[tuple[int, ...], PeerLayout] = {}  # by the sizes of the layers
         self._round: dict[str, ArrayUpdate] = {}
         self._previous: dict[str, ArrayUpdate] = {}
         self._lock = threading.Lock()
@@ -186,18 +186,18 @@ class ArrayUpdates:
         total = np.sum(np.stack(vectors), axis=0, dtype=np.float64)
         for update, vector in zip(cohort, vectors, strict=True):
             if len(cohort) > 1:
-                _tell(update, "update.cosine_mean", 0, vector, total - vector)
+                _store_cosines(update, "update.cosine_mean", 0, vector, total - vector)
             previous = self._previous.get(update.node)
             if self._brief or previous is None or previous.vector is None or not previous.finite:
                 continue
             if previous.sizes == update.sizes:
-                _tell(update, "update.cosine_previous", 1, vector, previous.vector)
+                _store_cosines(update, "update.cosine_previous", 1, vector, previous.vector)
         if not self._brief:
             sums_of_all = np.stack([update.rows for update in cohort])
-            layout = self._layouts.get(cohort[0].sizes, Layout())
+            layout = self._layouts.get(cohort[0].sizes, PeerLayout())
             for update, row in zip(cohort, peer_rows(vectors, sums_of_all, layout, self._models), strict=True):
                 update.peers = row[None]
-        for update, copies in zip(cohort, _copies(vectors), strict=True):
+        for update, copies in zip(cohort, _count_copies(vectors), strict=True):
             if copies and update.squares > 0:
                 update.metrics["update.duplicates"] = float(copies)
 
@@ -206,7 +206,7 @@ class ArrayUpdates:
             self._held -= old.vector.nbytes
 
 
-def _tell(update: ArrayUpdate, name: str, column: int, own: Values, other: Values) -> None:
+def _store_cosines(update: ArrayUpdate, name: str, column: int, own: Values, other: Values) -> None:
     """Put cosines down: of the whole as a metric, of the layers in their column of the alignment."""
     ends = np.cumsum(update.sizes)[:-1]
     pairs = zip(np.split(own, ends), np.split(other, ends), strict=True)
@@ -227,7 +227,7 @@ def _cosine(dot: float, squares: float, other_squares: float) -> float:
     return float(np.clip(dot / math.sqrt(product), -1, 1)) if 0 < product < math.inf else math.nan
 
 
-def _copies(vectors: Sequence[Values]) -> list[int]:
+def _count_copies(vectors: Sequence[Values]) -> list[int]:
     """For each vector the number of others that have the same bits."""
     contents = [vector.tobytes() for vector in vectors]
     groups: dict[int, list[bytes]] = defaultdict(list)
@@ -280,5 +280,5 @@ class ArrayInstruments:
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
         """Once: that torch is missing, and what that costs."""
-        told, self._remarked = self._remarked, True
-        return [] if told else [("updates.numpy", REMARK, {})]
+        already_reported, self._remarked = self._remarked, True
+        return [] if already_reported else [("updates.numpy", REMARK, {})]

@@ -31,16 +31,16 @@ from fedvitals.probes.peer_columns import (
     RUN_OF_SIGNS,
     SIGNS,
     STEP,
-    Layout,
-    Piece,
+    LayerSlice,
+    PeerLayout,
     layout_of,
-    signs_skipped,
-    spread,
+    sign_stride,
+    spread_rows,
 )
 from fedvitals.probes.view import flatten
 from fedvitals.stats import SUM_SQUARES, Array
 
-__all__ = ["Layout", "Models", "Peers", "as_rows", "from_sketches", "layout_of", "signs_skipped", "spread"]
+__all__ = ["PastModels", "PeerLayout", "Peers", "as_matrix", "from_sketches", "layout_of", "sign_stride", "spread_rows"]
 
 CANDIDATE = 0.8  # sketch cosine from which a pair is compared exactly
 CANDIDATES = 4  # of each client, at most; one each where updates are so large that four would take long:
@@ -53,7 +53,7 @@ _CANCELLED = 1e-3
 _NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
 
 
-class Models:
+class PastModels:
     """The global models with which the last rounds began, if so many fit into `memory` bytes."""
 
     def __init__(self, memory: int) -> None:
@@ -85,10 +85,10 @@ class Peers:
     Who sent nothing but zeros has no direction: it counts for nobody, and its own row is NaN.
     """
 
-    def __init__(self, vectors: Sequence[Tensor], sums: Array, layout: Layout, models: Models) -> None:
+    def __init__(self, vectors: Sequence[Tensor], sums: Array, layout: PeerLayout, models: PastModels) -> None:
         """`sums`: the nine sums, [clients, layers, 9]; of one layer where layers are not known."""
-        self._vectors, self._matrix = vectors, as_rows(vectors)
-        self._rows = spread(sums)
+        self._vectors, self._matrix = vectors, as_matrix(vectors)
+        self._rows = spread_rows(sums)
         self._head = layout.head
         squares = sums[..., SUM_SQUARES]
         self._norms = np.sqrt(squares.sum(axis=1))
@@ -108,7 +108,7 @@ class Peers:
                 self._to_models(to_models)
             if self._head is not None:
                 self._to_classes(self._head, torch.cat(heads))
-        every = signs_skipped(len(self._vectors), self._vectors[0].numel())
+        every = sign_stride(len(self._vectors), self._vectors[0].numel())
         if self._matrix is None:
             signs = torch.stack([chosen_coordinates(vector, every).sign() for vector in self._vectors])
         else:
@@ -138,18 +138,18 @@ class Peers:
         squares = dict.fromkeys(self._compared, 0.0)
         to_models = np.zeros((0 if self._models is None else len(self._models), clients))
         heads: list[Tensor] = []
-        found: list[tuple[list[int], Tensor, Tensor]] = []
+        pieces: list[tuple[list[int], Tensor, Tensor]] = []
         for stretch in self._stretches():
             own = self._at(stretch)
             columns = [c for c, (place, _) in self._compared.items() if place.start <= stretch.start < place.stop]
             units = torch.stack([factors[column] for column in columns]).to(own) @ own
             against = units if self._models is None else torch.cat([units, self._models[:, stretch]])
             # In this order: the other one takes twice as long.
-            found.append((columns, against @ own.T, units.square().sum(1)))
+            pieces.append((columns, against @ own.T, units.square().sum(1)))
             if HEAD in columns:
                 heads.append(units[columns.index(HEAD)])
-        fetched = _all_home([part for _, *pair in found for part in pair])
-        for (columns, *_), products, totals in zip(found, fetched[::2], fetched[1::2], strict=True):
+        fetched = _all_to_host([part for _, *pair in pieces for part in pair])
+        for (columns, *_), products, totals in zip(pieces, fetched[::2], fetched[1::2], strict=True):
             for column, row, total in zip(columns, products, totals, strict=False):
                 dots[column] += row
                 squares[column] += float(total)
@@ -176,34 +176,34 @@ class Peers:
         """Cosines to the sum of the others' unit vectors: that is the sum of all less one's own, of length 1."""
         own = dots / norms
         squares = square - 2 * own + 1
-        found = np.where(norms > 0, (own - 1) / np.sqrt(squares), np.nan)
+        cosines = np.where(norms > 0, (own - 1) / np.sqrt(squares), np.nan)
         for i in np.flatnonzero((squares < _CANCELLED) & (norms > 0)).tolist():
             others = self._others(place, norms, without=i)
             dot, left = float(self._vectors[i][place] @ others), _square(others)
-            found[i] = dot / norms[i] / math.sqrt(left) if left > _NOTHING else np.nan
-        return np.clip(found, -1, 1)
+            cosines[i] = dot / norms[i] / math.sqrt(left) if left > _NOTHING else np.nan
+        return np.clip(cosines, -1, 1)
 
     def _to_models(self, dots: Array) -> None:
         """Along the last step of the global model, and back to where it was some rounds ago."""
         assert self._models is not None  # noqa: S101 - asked by the caller
-        lengths = _home(torch.linalg.vector_norm(self._models, dim=1))[:, None]
+        lengths = _to_host(torch.linalg.vector_norm(self._models, dim=1))[:, None]
         cosines = np.clip(np.where(lengths > 0, dots / self._norms / lengths, np.nan), -1, 1)
         self._rows[:, STEP] = -cosines[0]
         self._rows[:, BACK] = np.fmax.reduce(cosines, axis=0)
 
-    def _to_classes(self, head: Piece, total: Tensor) -> None:
+    def _to_classes(self, head: LayerSlice, total: Tensor) -> None:
         """Each row of the head, which is one class's, against the others' rows for that class."""
         norms = self._compared[HEAD][1]
         own = self._at(head.place).unflatten(1, (head.rows, -1))
         total = total.view(head.rows, -1)
-        sizes = _home(torch.linalg.vector_norm(own, dim=2))  # of each row
-        dots = _home(torch.bmm(own.transpose(0, 1), total[..., None])[..., 0].T) / norms[:, None]
+        sizes = _to_host(torch.linalg.vector_norm(own, dim=2))  # of each row
+        dots = _to_host(torch.bmm(own.transpose(0, 1), total[..., None])[..., 0].T) / norms[:, None]
         mine = (sizes / norms[:, None]) ** 2
-        left = _home(total.double().square().sum(1)) - 2 * dots + mine
+        left = _to_host(total.double().square().sum(1)) - 2 * dots + mine
         cosines = np.where((mine > 0) & (left > _NOTHING), (dots - mine) / np.sqrt(mine * left), np.nan)
         for i in np.flatnonzero((left < _CANCELLED * mine).any(axis=1)).tolist():
             rest = self._others(head.place, norms, without=i).view(head.rows, -1)
-            dot, square = _home((own[i] * rest).sum(1)), _home(rest.double().square().sum(1))
+            dot, square = _to_host((own[i] * rest).sum(1)), _to_host(rest.double().square().sum(1))
             cosines[i] = np.where((mine[i] > 0) & (square > _NOTHING), dot / sizes[i] / np.sqrt(square), np.nan)
         self._tell_classes(np.clip(cosines, -1, 1), sizes)
 
@@ -254,21 +254,21 @@ def agreement(signs: Tensor) -> Array:
     against_plus, against_minus = (total <= 0).to(signs), (total >= 0).to(signs)
     differences = torch.stack([with_plus - with_minus, against_plus - against_minus]) @ signs.T
     sums = torch.stack([with_plus + with_minus, against_plus + against_minus]) @ signs.abs().T
-    agree, against = _home((sums + differences) / 2)
+    agree, against = _to_host((sums + differences) / 2)
     with np.errstate(invalid="ignore"):
         return np.asarray(agree / (agree + against))
 
 
 def from_sketches(sums: Array, sketches: Array) -> Array:
     """[clients, PEER_COLUMNS] where the updates themselves are not held."""
-    rows, cosines = spread(sums), cosines_of(sketches)
+    rows, cosines = spread_rows(sums), cosines_of(sketches)
     with np.errstate(divide="ignore", invalid="ignore"):
         units = np.nan_to_num(sketches / np.linalg.norm(sketches, axis=1, keepdims=True))
         others = units.sum(axis=0) - units
         squares = (others**2).sum(axis=1)
-        found = (units * others).sum(axis=1) / np.sqrt(squares)
+        to_others = (units * others).sum(axis=1) / np.sqrt(squares)
     usable = (squares > _NOTHING) & units.any(axis=1)
-    rows[:, COSINE] = np.where(usable, np.clip(found, -1, 1), np.nan)
+    rows[:, COSINE] = np.where(usable, np.clip(to_others, -1, 1), np.nan)
     rows[:, NEAREST] = nearest(cosines, {})
     rows[~units.any(axis=1)] = np.nan
     return rows
@@ -279,11 +279,11 @@ def cosines_of(sketches: Array) -> Array:
     norms = np.linalg.norm(sketches, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         units = sketches / norms[:, None]
-        found: Array = np.clip(np.triu(units @ units.T, 1), -1, 1)
-    found += found.T
-    found[np.isnan(found)] = -np.inf
-    np.fill_diagonal(found, -np.inf)
-    return found
+        cosines: Array = np.clip(np.triu(units @ units.T, 1), -1, 1)
+    cosines += cosines.T
+    cosines[np.isnan(cosines)] = -np.inf
+    np.fill_diagonal(cosines, -np.inf)
+    return cosines
 
 
 def candidates(cosines: Array, most: int) -> list[tuple[int, int]]:
@@ -295,25 +295,25 @@ def candidates(cosines: Array, most: int) -> list[tuple[int, int]]:
     if few < 1 or cosines.max() <= CANDIDATE:
         return []
     best = np.argsort(-cosines, axis=1, kind="stable")[:, :few]
-    found: dict[tuple[int, int], None] = {}
+    pairs: dict[tuple[int, int], None] = {}
     for rank in range(few):
         for i, j in enumerate(best[:, rank].tolist()):
-            if cosines[i, j] > CANDIDATE and (rank == 0 or len(found) < most):
-                found[min(i, j), max(i, j)] = None
-    return [*found]
+            if cosines[i, j] > CANDIDATE and (rank == 0 or len(pairs) < most):
+                pairs[min(i, j), max(i, j)] = None
+    return [*pairs]
 
 
 def nearest(cosines: Array, exact: dict[tuple[int, int], float]) -> Array:
     """Each client's largest cosine to another: exact where it has candidates, else as the sketches say."""
-    found = np.full(len(cosines), -np.inf)
+    largest = np.full(len(cosines), -np.inf)
     for pair, cosine in exact.items():
         for i in pair:
-            found[i] = max(found[i], cosine)
-    found = np.where(np.isinf(found), cosines.max(axis=1, initial=-np.inf), found)
-    return np.where(np.isinf(found), np.nan, found)
+            largest[i] = max(largest[i], cosine)
+    largest = np.where(np.isinf(largest), cosines.max(axis=1, initial=-np.inf), largest)
+    return np.where(np.isinf(largest), np.nan, largest)
 
 
-def as_rows(vectors: Sequence[Tensor]) -> Tensor | None:
+def as_matrix(vectors: Sequence[Tensor]) -> Tensor | None:
     """The vectors as [clients, D] without a copy, where they are the rows of one matrix; else None."""
     first, size = vectors[0], vectors[0].numel()
     storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
@@ -329,17 +329,17 @@ def _inverse(norms: Array) -> Array:
         return np.where(norms > 0, 1 / norms, 0.0)
 
 
-def _home(values: Tensor) -> Array:
+def _to_host(values: Tensor) -> Array:
     return values.double().cpu().numpy()
 
 
-def _all_home(tensors: Sequence[Tensor]) -> list[Array]:
+def _all_to_host(tensors: Sequence[Tensor]) -> list[Array]:
     """Each of them, from a device by one copy."""
     if not tensors or tensors[0].is_cpu:
-        return [_home(values) for values in tensors]
+        return [_to_host(values) for values in tensors]
     flat = torch.cat([values.flatten() for values in tensors]).cpu()
     parts = flat.split([values.numel() for values in tensors])
-    return [_home(part.view(values.shape)) for part, values in zip(parts, tensors, strict=True)]
+    return [_to_host(part.view(values.shape)) for part, values in zip(parts, tensors, strict=True)]
 
 
 def _square(vector: Tensor) -> float:

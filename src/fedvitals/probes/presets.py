@@ -89,7 +89,7 @@ def check_name(name: str) -> None:
         raise ConfigError(unknown("preset", name, NAMES))
 
 
-def named(probes: Any) -> Preset:
+def preset_without_torch(probes: Any) -> Preset:
     """What the user passed as `probes=`, where no probe can run because torch is not installed."""
     if isinstance(probes, str):
         check_name(probes)

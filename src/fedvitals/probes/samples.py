@@ -50,7 +50,7 @@ def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
             if isinstance(data.dataset, TensorDataset):
                 return read(data.dataset, indices)
             collate = data.collate_fn if data.batch_sampler is not None else default_collate
-            with all_random_streams_kept(data):
+            with preserved_random_streams(data):
                 return _pair(collate([data.dataset[i] for i in indices]))
         case TensorDataset():
             return _pair([tensor[torch.as_tensor(indices)] for tensor in data.tensors])
@@ -59,11 +59,11 @@ def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         case list() | tuple():
             return _from_batches(data, indices)
         case _:
-            with all_random_streams_kept(data):
+            with preserved_random_streams(data):
                 return _pair(default_collate([data[i] for i in indices]))
 
 
-def spread(total: int, wanted: int, turn: int) -> list[int]:
+def spread_indices(total: int, wanted: int, turn: int) -> list[int]:
     """`wanted` places spread evenly over `total`, others at each turn, so that over the rounds all are seen."""
     wanted = min(total, wanted)
     if not wanted:
@@ -73,7 +73,7 @@ def spread(total: int, wanted: int, turn: int) -> list[int]:
 
 
 @contextmanager
-def all_random_streams_kept(data: Any) -> Iterator[None]:
+def preserved_random_streams(data: Any) -> Iterator[None]:
     """torch's, Python's and numpy's random streams, and those inside `data`, stand afterwards where they stood."""
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     own = [(stream, _state_of(stream)) for stream in streams_in(data)]
@@ -89,21 +89,23 @@ def all_random_streams_kept(data: Any) -> Iterator[None]:
 
 def streams_in(data: Any, most: int = 500) -> list[Stream]:
     """Random generators that a data set holds itself, or its transforms, or data sets inside it."""
-    found: list[Stream] = []
+    streams: list[Stream] = []
     seen: set[int] = set()
     waiting = [data]
     while waiting and len(seen) < most:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, Tensor | np.ndarray | str | bytes | type | ModuleType):
+        candidate = waiting.pop()
+        if id(candidate) in seen or isinstance(candidate, Tensor | np.ndarray | str | bytes | type | ModuleType):
             continue
-        seen.add(id(thing))
-        if isinstance(thing, Stream):
-            found.append(thing)
-        elif isinstance(thing, list | tuple | dict):
-            waiting += (thing.values() if isinstance(thing, dict) else thing) if len(thing) <= 32 else ()
+        seen.add(id(candidate))
+        if isinstance(candidate, Stream):
+            streams.append(candidate)
+        elif isinstance(candidate, list | tuple | dict):
+            waiting += (
+                (candidate.values() if isinstance(candidate, dict) else candidate) if len(candidate) <= 32 else ()
+            )
         else:
-            waiting += getattr(thing, "__dict__", {}).values()
-    return found
+            waiting += getattr(candidate, "__dict__", {}).values()
+    return streams
 
 
 def _state_of(stream: Stream) -> Any:

@@ -30,7 +30,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.probes import samples
 from fedvitals.probes.deflation import by_decomposition, by_squaring
 from fedvitals.probes.differentiate import Differentiable, differentiable
-from fedvitals.probes.view import View, modes_kept
+from fedvitals.probes.view import View, evaluation_mode
 
 IMAGES = 16
 MOST_OUTPUTS = 4096  # of a model whose last layer helps to estimate: 128 MB of products
@@ -52,10 +52,10 @@ class scale:  # noqa: N801 - reads as its sibling probes, which are functions
         return "scale"
 
     def __call__(self, view: View) -> Mapping[str, Any]:
-        found = inputs_of(view, self.images)
-        if found is None:
+        inputs = inputs_of(view, self.images)
+        if inputs is None:
             return {}
-        x, from_batch = found
+        x, from_batch = inputs
         parts = [gradient_scale(view.model, part, seed=seed_of(view), exact=self.exact) for part in x.split(64)]
         gsc, sensitivity = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         return {
@@ -70,7 +70,7 @@ class scale:  # noqa: N801 - reads as its sibling probes, which are functions
 
 def gradient_scale(model: nn.Module, x: Tensor, *, seed: int = 0, exact: bool = False) -> tuple[Tensor, Tensor]:
     """GSC and sensitivity of each sample, [samples] in float64. The model is left as it was."""
-    with modes_kept(model), differentiable(model, x) as graph:
+    with evaluation_mode(model), differentiable(model, x) as graph:
         squares = exact_squares(graph) if exact else estimated_squares(graph, last_weight(model, graph), seed)
         jacobian = (squares.clamp_min(0) / graph.inputs[0].numel()).sqrt()
         top, bottom = _norms(graph.outputs), _norms(graph.inputs)
@@ -119,8 +119,8 @@ def last_weight(model: nn.Module, graph: Differentiable) -> Tensor | None:
     count = graph.outputs.shape[1]
     if count > MOST_OUTPUTS:
         return None
-    found = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == count]
-    return found[-1] if found and bool(torch.isfinite(found[-1]).all()) else None
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == count]
+    return weights[-1] if weights and bool(torch.isfinite(weights[-1]).all()) else None
 
 
 def summary(name: str, values: Tensor) -> dict[str, float]:
@@ -129,8 +129,8 @@ def summary(name: str, values: Tensor) -> dict[str, float]:
     if not len(finite):
         return {}
     spread = float(finite.std()) if len(finite) > 1 else math.nan
-    found = {name: float(finite.mean()), f"{name}_median": float(finite.median()), f"{name}_spread": spread}
-    return {**found, f"{name}_error": spread / math.sqrt(len(finite))}
+    metrics = {name: float(finite.mean()), f"{name}_median": float(finite.median()), f"{name}_spread": spread}
+    return {**metrics, f"{name}_error": spread / math.sqrt(len(finite))}
 
 
 def inputs_of(view: View, images: int | str) -> tuple[Tensor, bool] | None:
@@ -138,7 +138,7 @@ def inputs_of(view: View, images: int | str) -> tuple[Tensor, bool] | None:
     if view.data is not None:
         total = samples.size(view.data)
         wanted = total if images == "all" else min(int(images), total)
-        x, _ = samples.read(view.data, samples.spread(total, wanted, (view.round or 0) * wanted))
+        x, _ = samples.read(view.data, samples.spread_indices(total, wanted, (view.round or 0) * wanted))
         device = next((p.device for p in view.parameters), x.device)
         return x.to(device), False
     if view.last_input is None:

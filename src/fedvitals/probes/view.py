@@ -79,7 +79,7 @@ def table_of(rows: str, tensors: Iterable[tuple[str, Tensor]]) -> LayerTable:
     return LayerTable(rows, tuple(Layer(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors))
 
 
-class Flat(list[Tensor]):
+class FlatTensors(list[Tensor]):
     """Tensors that lie one after the other in `vector`, nobody else's: to make one vector of them copies nothing."""
 
     def __init__(self, vector: Tensor, shapes: Sequence[Sequence[int]]) -> None:
@@ -92,7 +92,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Copies of all tensors in one vector: float64 if any of them is, else float32 (halves gain precision)."""
     if not tensors:
         return torch.zeros(0)
-    whole = getattr(tensors, "vector", None)  # a `Flat`, or the like of a host's
+    whole = getattr(tensors, "vector", None)  # a `FlatTensors`, or the like of a host's
     if isinstance(whole, Tensor):
         return whole
     kinds = {t.dtype for t in tensors}
@@ -109,7 +109,7 @@ def split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """A stretch in evaluation mode, after which every module's mode and torch's random streams are as before."""
     modes = [(module, module.training) for module in model.modules()]
     state = torch.get_rng_state()
@@ -127,7 +127,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def evaluation_without_gradients(model: nn.Module) -> Iterator[None]:
     """The same, without gradients."""
-    with modes_kept(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         yield

@@ -17,18 +17,18 @@ from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array,
 
 def weights(view: View) -> Mapping[str, Any]:
     """The nine sums of every parameter and, apart, of every buffer (batch norm's running statistics)."""
-    found = sums([p.detach() for p in view.parameters])
-    result = {"weight": found, **whole_model(found)}
+    rows = sums([p.detach() for p in view.parameters])
+    result = {"weight": rows, **whole_model(rows)}
     buffers = view.named_buffers
     if buffers:
         result["buffer"] = sums([b for _, b in buffers])
     return result
 
 
-def whole_model(found: Any) -> dict[str, Any]:
+def whole_model(rows: Any) -> dict[str, Any]:
     return {
-        "weight.norm": found[:, SUM_SQUARES].sum() ** 0.5,
-        "weight.nonfinite": found[:, NANS].sum() + found[:, INFS].sum(),
+        "weight.norm": rows[:, SUM_SQUARES].sum() ** 0.5,
+        "weight.nonfinite": rows[:, NANS].sum() + rows[:, INFS].sum(),
     }
 
 
@@ -62,15 +62,15 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
     matrices = _trained_matrices(model)
     if not matrices:
         return []
-    found = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
-    std, rms, mean = (derive("weight", found, name) for name in ("std", "rms", "mean"))
+    rows = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
+    std, rms, mean = (derive("weight", rows, name) for name in ("std", "rms", "mean"))
     without_gain = _without_gain(model)
     meant = set(starts_at_zero(model))
     remarks = []
     for i, (name, parameter) in enumerate(matrices):
         gain = float(rms[i]) * (parameter[0].numel() ** 0.5)
-        if found[i, NANS] or found[i, INFS]:
-            remarks.append((name, f"{int(found[i, NANS] + found[i, INFS])} values are NaN or Inf"))
+        if rows[i, NANS] or rows[i, INFS]:
+            remarks.append((name, f"{int(rows[i, NANS] + rows[i, INFS])} values are NaN or Inf"))
         elif name in meant:
             continue
         elif std[i] <= 1e-6 * max(rms[i], 1e-30):

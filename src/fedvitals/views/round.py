@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.analysis.bottleneck import judge_round
-from fedvitals.analysis.critical_path import Link, Path, critical_path
+from fedvitals.analysis.critical_path import CriticalPath, PathLink, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError
@@ -200,7 +200,7 @@ def lengths_of(reader: Reader, run: str, clock: str) -> dict[int, float]:
     return {number: value for number, value in zip(rounds, values, strict=True) if math.isfinite(value)}
 
 
-def _ordered(time: RoundTime, path: Path, sort: str) -> list[NodeTime]:
+def _ordered(time: RoundTime, path: CriticalPath, sort: str) -> list[NodeTime]:
     """The server, the edges, then clients: whoever is on the path and the slowest first, or by name."""
     if sort == "name":
         return list(time.nodes.values())
@@ -212,7 +212,7 @@ def _ordered(time: RoundTime, path: Path, sort: str) -> list[NodeTime]:
     )
 
 
-def _lane(one: NodeTime, path: Path, whom: Mapping[str, str]) -> Lane:
+def _lane(one: NodeTime, path: CriticalPath, whom: Mapping[str, str]) -> Lane:
     links = [(link.began, link.began + link.seconds) for link in path.links if link.node == one.node]
     parts = tuple(
         LanePart(
@@ -231,7 +231,7 @@ def _covered(began: float, seconds: float, links: Iterable[tuple[float, float]])
     return sum(max(0.0, min(began + seconds, end) - max(began, start)) for start, end in links)
 
 
-def _path_parts(path: Path, time: RoundTime) -> list[LanePart]:
+def _path_parts(path: CriticalPath, time: RoundTime) -> list[LanePart]:
     """The chain, link by link, each with the node whose work it is."""
     found = []
     for link in path.links:
@@ -242,7 +242,7 @@ def _path_parts(path: Path, time: RoundTime) -> list[LanePart]:
     return found
 
 
-def _whose(link: Link) -> str:
+def _whose(link: PathLink) -> str:
     return link.node if link.shared < 2 else f"{link.node} and {link.shared - 1} more in turns"
 
 

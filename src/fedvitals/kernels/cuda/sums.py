@@ -118,7 +118,8 @@ def launch(
         if len(partition.lengths):
             block = min(max(32, 1 << (partition.most - 1).bit_length()), 512) if partition.most else 32
             kernels.combine[(len(partition.lengths),)](
-                partials, partition.count, partition.items_of, partition.lengths, rows, rows if slot is None else slot, slots,
+                partials, partition.count, partition.items_of, partition.lengths, rows,
+                rows if slot is None else slot, slots,
                 SLOTTED=slot is not None, BLOCK=block, num_warps=max(1, block // 128),
             )  # fmt: skip
 

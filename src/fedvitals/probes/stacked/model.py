@@ -60,17 +60,17 @@ class StackModel:
 
     def tensors(self, clients: slice = slice(None)) -> dict[str, Tensor]:
         """Parameters and buffers by name, with a leading axis of clients; of their own type."""
-        found, offset = {}, 0
+        tensors, offset = {}, 0
         states = self.states.detach()[clients]
         for name, like in (*self.parameters, *self.buffers):
             part = states[:, offset : offset + like.numel()].view(len(states), *like.shape)
-            found[name] = part.to(like.dtype)
+            tensors[name] = part.to(like.dtype)
             offset += like.numel()
-        return found
+        return tensors
 
     def buffer_tensors(self) -> list[Tensor]:
-        found = self.tensors()
-        return [found[name] for name, _ in self.buffers]
+        tensors = self.tensors()
+        return [tensors[name] for name, _ in self.buffers]
 
     def together(self, device: torch.device) -> int:
         """How many input values fit into memory at a time. Asked once, so that all portions of a round are alike."""
@@ -96,10 +96,10 @@ class StackModel:
         if self.forward is not None and not twice:
             return self.by_host(self.states.detach()[clients], x)
 
-        def one(state: dict[str, Tensor], samples: Tensor) -> Any:
+        def client_forward(state: dict[str, Tensor], samples: Tensor) -> Any:
             return functional_call(self.module, state, (samples,))
 
-        return vmap(one, randomness="different")(self.tensors(clients), x)
+        return vmap(client_forward, randomness="different")(self.tensors(clients), x)
 
     def by_host(self, states: Tensor, x: Tensor) -> Tensor:
         """The same by the host's own way. Where it computes in halves, losses and projections still need float32."""
@@ -120,6 +120,6 @@ class StackModel:
 
     def with_states(self, states: Tensor) -> StackModel:
         """The same models with their numbers elsewhere."""
-        found = copy.copy(self)
-        found.states = states
-        return found
+        model = copy.copy(self)
+        model.states = states
+        return model

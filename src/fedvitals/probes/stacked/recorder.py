@@ -23,7 +23,7 @@ from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, STATISTICS, Array
 
 _COLUMNS = len(STATISTICS)
 _TOGETHER = 1 << 22  # values on a device that wait to be counted; as many as are counted in one go
-_FIRST_ROOM = 32  # steps that the first block of memory holds; each further one is as large as all before
+_FIRST_BLOCK_STEPS = 32  # steps that the first block of memory holds; each further one is as large as all before
 
 # IEEE 754 in 32 bits: a sign, 8 bits of exponent, 23 of mantissa
 _FIELDS, _MANTISSA, _BIAS, _MAGNITUDE = 256, 23, 127, 0x7FFFFFFF
@@ -58,7 +58,7 @@ class StackRecorder:
             self._blocks.clear()
             self._free = 0
         if not self._free:
-            self._make_room()
+            self._allocate_block()
         if self._point_at(gradients) and self._kernel is not None:
             place = len(self._blocks[-1]) - self._free
             self._call[2] = self._blocks[-1][place].ctypes.data
@@ -66,14 +66,14 @@ class StackRecorder:
         elif gradients.is_cpu:
             self._odd[len(self.steps)] = sums(self._layers(gradients), clients=True)
         else:
-            self._put_by(gradients)
+            self._defer(gradients)
         self._free -= 1
         self.steps.append(step)
 
     def take(self) -> Array:
         """[steps, clients, layers, 9], on the host; the only moment at which a device is waited for."""
         self._count()
-        rows = np.concatenate(self._blocks)[: len(self.steps)] if self._blocks else self._room(0)
+        rows = np.concatenate(self._blocks)[: len(self.steps)] if self._blocks else self._new_block(0)
         on_device = {place: odd for place, odd in self._odd.items() if isinstance(odd, Tensor)}
         if on_device:
             rows[[*on_device]] = torch.stack([*on_device.values()]).cpu().numpy()
@@ -82,7 +82,7 @@ class StackRecorder:
                 rows[place] = odd
         return rows
 
-    def _put_by(self, gradients: Tensor) -> None:
+    def _defer(self, gradients: Tensor) -> None:
         """On a device our kernel measures at once. Without it a copy is kept, and steps go together: there, what torch
         starts costs more than what it computes.
         """
@@ -100,8 +100,8 @@ class StackRecorder:
     def _count(self) -> None:
         if self._waiting:
             stacked = torch.cat([*self._waiting.values()])
-            found = torch.as_tensor(sums(self._layers(stacked), clients=True))
-            self._odd.update(zip(self._waiting, found.split(self._clients), strict=True))
+            rows = torch.as_tensor(sums(self._layers(stacked), clients=True))
+            self._odd.update(zip(self._waiting, rows.split(self._clients), strict=True))
             self._waiting.clear()
 
     def _layers(self, gradients: Tensor) -> list[Tensor | None]:
@@ -124,12 +124,12 @@ class StackRecorder:
             self._address = here
         return True
 
-    def _room(self, steps: int) -> Array:
+    def _new_block(self, steps: int) -> Array:
         return np.empty((steps, self._clients, len(self._sizes), _COLUMNS))
 
-    def _make_room(self) -> None:
-        self._free = max(_FIRST_ROOM, len(self.steps)) if self._keep else 1
-        self._blocks.append(self._room(self._free))
+    def _allocate_block(self) -> None:
+        self._free = max(_FIRST_BLOCK_STEPS, len(self.steps)) if self._keep else 1
+        self._blocks.append(self._new_block(self._free))
 
 
 class HostSums:
@@ -154,10 +154,10 @@ class HostSums:
             self._noted.append(step)
 
     def take(self) -> Array:
-        rows = self._home()
+        rows = self._to_host()
         return rows if self._every else rows[self.steps]
 
-    def _home(self) -> Array:
+    def _to_host(self) -> Array:
         """One copy from the device, when first asked for."""
         if self._rows is None:
             self._rows = np.asarray(torch.as_tensor(self._sums()).detach().cpu(), dtype=np.float64)
@@ -179,8 +179,8 @@ class StackHistogram:
         head = (patterns >> _MANTISSA) & (2 * _FIELDS - 1)
         # Zeros share a field with the smallest numbers: they are counted with NaN and infinity, which is left out.
         head = head.where(patterns & _MAGNITUDE != 0, _FIELDS - 1)
-        found = count_values((head + self._begin(head.device)).view(-1), self._shape[0] * self._shape[1] * 2 * _FIELDS)
-        self._counts = found if self._counts is None else self._counts + found
+        counts = count_values((head + self._begin(head.device)).view(-1), self._shape[0] * self._shape[1] * 2 * _FIELDS)
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def _begin(self, device: torch.device) -> Tensor:
         """[clients, weights]: where the counts of a value's layer begin."""

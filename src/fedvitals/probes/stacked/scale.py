@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.probes.deflation import Direction, by_decomposition, by_squaring
-from fedvitals.probes.differentiate import classified
+from fedvitals.probes.differentiate import require_class_outputs
 from fedvitals.probes.scale import ratio, scale
 from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.stacked.signs import DeviceSigns, HostSigns, Signs
-from fedvitals.probes.view import modes_kept
+from fedvitals.probes.view import evaluation_mode
 from fedvitals.stats import Array
 
 _SAMPLES = 64  # of each client at a time, as without a stack: a random stream begins anew with each portion
@@ -36,12 +36,12 @@ def stacked_scale(
 
     `samples`: who computes them, such as a `ScaleGraph`; else `scale_samples`.
     """
-    found = scale_summaries((samples or scale_samples)(model, x, seeds, exact=probe.exact))
-    rows = dict(zip(found, torch.stack([*found.values()]).cpu().numpy(), strict=True))  # home in one copy
+    summaries = scale_summaries((samples or scale_samples)(model, x, seeds, exact=probe.exact))
+    rows = dict(zip(summaries, torch.stack([*summaries.values()]).cpu().numpy(), strict=True))  # home in one copy
     for name in ("scale.gsc", "scale.sensitivity"):
         nothing = np.isnan(rows[name])
-        for told in (name, f"{name}_median", f"{name}_spread", f"{name}_error"):
-            rows[told] = np.ma.masked_array(rows[told], nothing)
+        for metric in (name, f"{name}_median", f"{name}_spread", f"{name}_error"):
+            rows[metric] = np.ma.masked_array(rows[metric], nothing)
     return rows
 
 
@@ -51,8 +51,8 @@ def scale_samples(model: StackModel, x: Tensor, seeds: Sequence[int], *, exact: 
     On a GPU the seeds together make one stream of signs (`stack_signs`): there need not be one for each client.
     """
     signs = DeviceSigns(seeds, x.device) if x.is_cuda else HostSigns(seeds)
-    with modes_kept(model.module):
-        return measured(model, x, signs, exact=exact)
+    with evaluation_mode(model.module):
+        return measure_scale(model, x, signs, exact=exact)
 
 
 def scale_summaries(samples: Tensor) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def scale_summaries(samples: Tensor) -> dict[str, Tensor]:
     }
 
 
-def measured(model: StackModel, x: Tensor, signs: Signs, *, exact: bool) -> Tensor:
+def measure_scale(model: StackModel, x: Tensor, signs: Signs, *, exact: bool) -> Tensor:
     """`scale_samples` with these signs, of a module that is in evaluation mode."""
     if not x.is_floating_point():
         raise ConfigError(f"Gradient scale of stacked clients cannot differentiate by {x.dtype} inputs.")
@@ -87,7 +87,9 @@ def _portion(model: StackModel, x: Tensor, part: slice, signs: Signs, *, exact: 
     with torch.enable_grad():
         inputs = x.detach().clone().requires_grad_()
         outputs = model.apply(inputs, part)
-        classified(outputs.flatten(0, 1) if isinstance(outputs, Tensor) else outputs, x.shape[0] * x.shape[1])
+        require_class_outputs(
+            outputs.flatten(0, 1) if isinstance(outputs, Tensor) else outputs, x.shape[0] * x.shape[1]
+        )
         squares = (
             _exact(inputs, outputs)
             if exact
@@ -141,8 +143,8 @@ def deflated(inputs: Tensor, outputs: Tensor, gram: Tensor, direction: Direction
 def _last_weight(model: StackModel, part: slice, count: int) -> Tensor | None:
     """[clients, outputs, features] of the last linear layer with as many outputs as the model."""
     linear = ((n, m) for n, m in model.module.named_modules() if isinstance(m, nn.Linear))
-    found = [f"{name}.weight".lstrip(".") for name, module in linear if module.out_features == count]
-    return model.tensors(part).get(found[-1]) if found else None
+    names = [f"{name}.weight".lstrip(".") for name, module in linear if module.out_features == count]
+    return model.tensors(part).get(names[-1]) if names else None
 
 
 def _summaries(name: str, values: Tensor) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fedvitals.probes.stacked.model import StackModel
-from fedvitals.probes.stacked.scale import measured, scale_samples
-from fedvitals.probes.stacked.signs import KeptSigns
-from fedvitals.probes.view import modes_kept
+from fedvitals.probes.stacked.scale import measure_scale, scale_samples
+from fedvitals.probes.stacked.signs import BufferedSigns
+from fedvitals.probes.view import evaluation_mode
 
 _WARM_UP = 3
 _MOST = 4  # graphs, each of which keeps memory for all its activations; other shapes go the ordinary way
@@ -60,11 +60,11 @@ class _Recording:
 
     def __init__(self, model: StackModel, x: Tensor, *, exact: bool) -> None:
         self._model, self._x = model.with_states(model.states.detach().clone()), x.detach().clone()
-        self._signs = KeptSigns(x.device)
+        self._signs = BufferedSigns(x.device)
         self._graph = torch.cuda.CUDAGraph()
         self._model.together(x.device)  # asked before, since the driver need not answer while it records
         now, side = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
-        with modes_kept(model.module):
+        with evaluation_mode(model.module):
             side.wait_stream(now)
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UP):
@@ -77,7 +77,7 @@ class _Recording:
 
     def _measure(self, *, exact: bool) -> Tensor:
         self._signs.rewind()
-        return measured(self._model, self._x, self._signs, exact=exact)
+        return measure_scale(self._model, self._x, self._signs, exact=exact)
 
     def replay(self, model: StackModel, x: Tensor, seeds: Sequence[int]) -> Tensor:
         self._model.states.copy_(model.states.detach())

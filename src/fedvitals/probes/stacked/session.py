@@ -45,11 +45,13 @@ from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 class StackSession:
     """Begins when it is made; `step` before each optimiser step; `finish` gives the clients' results in their order."""
 
-    def __init__(self, kit: Instruments, fit: StackFit, stack: Stack, number: int | None, report: Report) -> None:
+    def __init__(
+        self, instruments: Instruments, fit: StackFit, stack: Stack, round_index: int | None, report: Report
+    ) -> None:
         began = time.perf_counter()
-        self._kit, self._fit, self._stack, self._report = kit, fit, stack, report
+        self._instruments, self._fit, self._stack, self._report = instruments, fit, stack, report
         self._model = StackModel(stack)
-        self._view = View(stack.module, round_index=number)
+        self._view = View(stack.module, round_index=round_index)
         self._results = [Results() for _ in stack.nodes]
         self._steps = 0
         self._step_began = self._step_seconds = 0.0
@@ -61,9 +63,9 @@ class StackSession:
         host = None if stack.sums is None else HostSums(stack.sums, every=True)
         self._recorder = next(((i, p, self._recorder_of(p, host)) for i, p in self._at_steps(gradients)), None)
         self._histogram = next(((i, p, StackHistogram(*size)) for i, p in self._at_steps(gradient_histogram)), None)
-        plan = enumerate(kit.preset.probes)
+        plan = enumerate(instruments.preset.probes)
         self._scaled = [(i, p, p.probe) for i, p in plan if isinstance(p.probe, scale) and p.when is not at_exit]
-        closing = any(p.probe is last_gradient for p in kit.preset.probes)
+        closing = any(p.probe is last_gradient for p in instruments.preset.probes)
         self._closing = (host or StackRecorder(*size, keep=stack.steps is not None)) if closing else None
         self._host = host
         self._own_numbers: Tensor | None = None  # of steps, where the gradients lie
@@ -72,8 +74,8 @@ class StackSession:
         self.cost = self._began - began
 
     def _at_steps(self, probe: Any) -> list[tuple[int, Planned]]:
-        found = enumerate(self._kit.preset.probes)
-        return [(i, planned) for i, planned in found if planned.probe is probe and planned.when is not at_exit]
+        planned_probes = enumerate(self._instruments.preset.probes)
+        return [(i, planned) for i, planned in planned_probes if planned.probe is probe and planned.when is not at_exit]
 
     def _recorder_of(self, planned: Planned, host: HostSums | None) -> StackRecorder | HostSums:
         if host is None or self._stack.sums is None:
@@ -86,7 +88,7 @@ class StackSession:
         self._step_seconds, self._step_began = now - self._step_began, now
         try:
             gradients = gradients.detach()
-            if self._kit.preset.difference_each_step and step == self._steps > 0:
+            if self._instruments.preset.difference_each_step and step == self._steps > 0:
                 self._difference()
             self._steps = max(self._steps, step + 1)
             if self._closing is not None:
@@ -108,25 +110,25 @@ class StackSession:
         """The clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is brief."""
         ended = time.perf_counter()
         training = ended - self._began - self.cost
-        kit, model = self._kit, self._model
+        instruments, model = self._instruments, self._model
         if self._host is not None:  # who records by himself need not call us at each step
             self._guarded("the host's sums", self._count_host_steps)
         own = self._own_steps()
         self._put("steps", [float(count) for count in own])
-        if self._steps and not kit.preset.brief:
+        if self._steps and not instruments.preset.brief:
             self._put("time.step", [(ended - self._began) / sum(own)] * model.clients)
-        if any(planned.when is not at_exit for planned in kit.preset.probes):
+        if any(planned.when is not at_exit for planned in instruments.preset.probes):
             self._view.step = max(0, self._steps - 1)  # else nobody counts along with a client that trains alone
-        if kit.preset.difference_each_step and self._steps:
+        if instruments.preset.difference_each_step and self._steps:
             self._guarded("weight differences", self._tell_differences)
         self._guarded("merging gradients", self._merge)
-        for index, planned in enumerate(kit.preset.probes):
+        for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
                 self._run_at_exit(index, planned, training)
         update = model.matrix.detach() - self._before
         rows = None
-        if not kit.preset.brief:
-            rows = model.trained_rows(_home(sums(model.layers(update), clients=True)))
+        if not instruments.preset.brief:
+            rows = model.trained_rows(_to_host(sums(model.layers(update), clients=True)))
             self._move(rows)
         update = model.trained_columns(update)
         if self._batch is not None:
@@ -139,7 +141,7 @@ class StackSession:
 
     def _measure(self, step: int, index: int, planned: Planned, work: Callable[[], None]) -> None:
         """Do it if its schedule grants this step, and book what it cost."""
-        started, costs = time.perf_counter(), self._kit.costs
+        started, costs = time.perf_counter(), self._instruments.costs
         if planned.when is always or planned.when(
             Moment(self._view.round, None, step, self._step_seconds, costs[index])
         ):
@@ -152,8 +154,12 @@ class StackSession:
 
     def _own_steps(self) -> list[int]:
         """How many steps each client took so far."""
-        given = self._stack.steps
-        return [self._steps] * self._model.clients if given is None else [min(self._steps, own) for own in given]
+        steps_of_clients = self._stack.steps
+        return (
+            [self._steps] * self._model.clients
+            if steps_of_clients is None
+            else [min(self._steps, own) for own in steps_of_clients]
+        )
 
     def _last_steps(self) -> list[int]:
         return [max(0, count - 1) for count in self._own_steps()]
@@ -193,11 +199,15 @@ class StackSession:
                 results.metrics.append((name, value, step))
 
     def _took(self, step: int | None) -> list[bool]:
-        given = self._stack.steps
-        return [True] * self._model.clients if step is None or given is None else [step < own for own in given]
+        steps_of_clients = self._stack.steps
+        return (
+            [True] * self._model.clients
+            if step is None or steps_of_clients is None
+            else [step < own for own in steps_of_clients]
+        )
 
-    def _put_all(self, found: Mapping[str, Array], step: int | None = None) -> None:
-        for name, values in found.items():
+    def _put_all(self, metrics: Mapping[str, Array], step: int | None = None) -> None:
+        for name, values in metrics.items():
             absent = name in CATALOG and CATALOG[name].rare  # NaN says that this client has none
             self._put(name, [None if absent and math.isnan(value) else value for value in values.tolist()], step)
 
@@ -234,7 +244,7 @@ class StackSession:
         with np.errstate(divide="ignore", invalid="ignore"):
             relative = np.abs(whole[1:] - whole[:-1]) / whole[:-1]
         change = np.where(whole[1:] == whole[:-1], 0.0, relative)
-        known = self._kit.norms
+        known = self._instruments.norms
         for i, member in enumerate(members):
             results, node = self._results[member], self._stack.nodes[member]
             for family, matrix in merged.items():
@@ -256,12 +266,12 @@ class StackSession:
 
     def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
         """Run a probe of the end, if it is its round and the whole stack's training has paid for it."""
-        allowance, spent = self._kit.allowances[index], 0.0
+        allowance, spent = self._instruments.allowances[index], 0.0
         if (self._view.round or 0) % planned.rounds == 0 and allowance.due(None):
             started = time.perf_counter()
             self._guarded(f"the probe '{name_of(planned)}'", functools.partial(self._run, planned))
             spent = time.perf_counter() - started
-            self._kit.costs[index] += spent
+            self._instruments.costs[index] += spent
         allowance.settle(spent, training)
 
     def _run(self, planned: Planned) -> None:
@@ -291,7 +301,7 @@ class StackSession:
         if self._stack.loss is None:
             return
         x, y = (torch.as_tensor(part).to(self._model.states.device) for part in self._stack.samples(self._fewest()))
-        rows = [_home(part) for part in stacked_full_gradient(self._model, x, y, self._stack.loss)]
+        rows = [_to_host(part) for part in stacked_full_gradient(self._model, x, y, self._stack.loss)]
         self._put_matrices("gradient.full", self._model.trained_rows(np.concatenate(rows)))
 
     def _fewest(self) -> int:
@@ -309,23 +319,23 @@ class StackSession:
 
     def _weights(self) -> None:
         model = self._model
-        rows = model.trained_rows(_home(sums(model.layers(model.matrix.detach()), clients=True)))
+        rows = model.trained_rows(_to_host(sums(model.layers(model.matrix.detach()), clients=True)))
         self._put_matrices("weight", rows)
         self._put("weight.norm", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
         self._put("weight.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
         if model.buffers:
-            self._put_matrices("buffer", _home(sums(model.buffer_tensors(), clients=True)))
+            self._put_matrices("buffer", _to_host(sums(model.buffer_tensors(), clients=True)))
 
     def _nonlinearity(self, images: int) -> None:
         x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
-        found = stacked_nonlinearity(self._model, x, self._seeds())
-        self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in found.tolist()])
+        coefficients = stacked_nonlinearity(self._model, x, self._seeds())
+        self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in coefficients.tolist()])
 
     def _move(self, rows: Array) -> None:
         """How far the weights moved: `weights.movement` for all clients."""
         self._put_matrices("update", rows)
         drift = np.sqrt(rows[..., SUM_SQUARES].sum(axis=1))
-        initial, now = self._kit.initial, self._model.trained_columns(self._model.matrix.detach())
+        initial, now = self._instruments.initial, self._model.trained_columns(self._model.matrix.detach())
         norms = [torch.linalg.vector_norm(self._model.trained_columns(self._before), dim=1)]
         if initial is not None and initial.shape == now.shape[1:]:
             norms.append(torch.linalg.vector_norm(now - initial.to(now.device), dim=1))
@@ -343,16 +353,16 @@ class StackSession:
         labels = self._stack.labels
         if labels is not None:
             self._put("samples", [float(len(own)) for own in labels])
-        found, self._batch = self._fit.received(self._stack, self._model)
-        self._put_all(found)
-        if labels is not None and not self._kit.preset.brief:
+        metrics, self._batch = self._fit.received(self._stack, self._model)
+        self._put_all(metrics)
+        if labels is not None and not self._instruments.preset.brief:
             self._tell_labels(labels)
         if self._batch is not None:
             self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
         """Which labels each client holds: when first seen, and again when a look every few rounds finds a change."""
-        known = self._kit.labels
+        known = self._instruments.labels
         for node, own, results in zip(self._stack.nodes, labels, self._results, strict=True):
             if (self._view.round or 0) % LABEL_ROUNDS and node in known:
                 continue
@@ -378,9 +388,9 @@ class StackSession:
             self._report(error, what)
 
 
-def unmeasured(kit: Instruments) -> list[str]:
+def unmeasured(instruments: Instruments) -> list[str]:
     """The preset's probes that need a module of the client's own, by name: stacked clients do without them."""
-    return [name_of(planned) for planned in kit.preset.probes if not _measured(planned)]
+    return [name_of(planned) for planned in instruments.preset.probes if not _measured(planned)]
 
 
 def _measured(planned: Planned) -> bool:
@@ -396,5 +406,5 @@ def name_of(planned: Planned) -> str:
     return str(getattr(planned.probe, "__name__", type(planned.probe).__name__))
 
 
-def _home(rows: Array | Tensor) -> Array:
+def _to_host(rows: Array | Tensor) -> Array:
     return rows.cpu().numpy() if isinstance(rows, Tensor) else rows

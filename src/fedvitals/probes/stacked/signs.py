@@ -49,7 +49,7 @@ class DeviceSigns:
         return _fill(outputs.new_empty(times, *outputs.shape), self._stream)
 
 
-class KeptSigns:
+class BufferedSigns:
     """The same signs as `DeviceSigns`, in buffers that stay where they are: a recorded graph reads what is in them."""
 
     def __init__(self, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from fedvitals.diagnosis.history_cutoff import Horizon, Until
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import kinds_of
 from fedvitals.lab.faults.table import FAULTS
-from fedvitals.probes.differential import largest_of_healthy
+from fedvitals.probes.differential import healthy_limit
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores
@@ -313,7 +313,7 @@ def _differential_accused(said: Said) -> list[Node]:
     scores = said.get(DIFFERENTIAL, {})
     if len(scores) < 4:
         return []
-    limit = largest_of_healthy(len(scores), DIFFERENTIAL_ALARMS)
+    limit = healthy_limit(len(scores), DIFFERENTIAL_ALARMS)
     return [node for node, score in scores.items() if score > limit]
 
 

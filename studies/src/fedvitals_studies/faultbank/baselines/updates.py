@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedvitals.probes.differential import elimination_order, judged, random_answers, states_of, votes_of
+from fedvitals.probes.differential import elimination_order, random_answers, score_answers, states_of, votes_of
 from fedvitals.protocols import Node
 
 Said = dict[str, dict[Node, float]]  # by method, by client
@@ -69,7 +69,7 @@ class UpdateBaselines:
         for culprits in range(1, order.shape[1] + 1):
             votes = votes_of([*states], order, culprits)
             found[f"{FEDDEBUG}.{culprits}"] = {node: float(count) for node, count in votes.items() if count}
-        ours = judged([*states], answers)
+        ours = score_answers([*states], answers)
         found[DIFFERENTIAL] = {node: min(score, BROKEN) for node, score in ours.scores.items()}
         return found
 
