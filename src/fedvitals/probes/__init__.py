@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one moment of training to numbers: plain functions of a `View`, each tested against a slow, obvious twin."""
+"""Probes: functions from a `View` of one moment of training to numbers, each tested against a slow reference."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruments of a run: torch's where torch is installed, NumPy's where it is not.
+"""Choose the instruments of a run: torch's if torch is installed, else NumPy's.
 
-Nothing in here imports torch by itself. A process in which nobody has imported it, such as the client of a federation
+Nothing here imports torch by itself, so a process in which nobody has imported it, such as the client of a federation
 of scikit-learn models, does without.
 """
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def torch_is_loaded() -> bool:
-    """Whether somebody in this process has imported torch."""
+    """Return whether torch has been imported in this process."""
     return sys.modules.get("torch") is not None
 
 
 def torch_is_installed() -> bool:
-    """Whether torch could be imported here. Importing it takes more than a second, asking does not."""
+    """Return whether torch could be imported, without the second that importing it takes."""
     if "torch" in sys.modules:
         return torch_is_loaded()
     try:
@@ -43,7 +43,9 @@ def torch_is_installed() -> bool:
 
 
 def make_instruments(probes: Any, update_memory: int) -> AnyInstruments:
-    """What measures a run by these probes. Without torch, probes cannot run: updates are measured by NumPy alone."""
+    """Return the instruments of a run with these probes. Without torch, updates are measured by NumPy and no probe
+    runs.
+    """
     if not torch_is_installed():
         return ArrayInstruments(preset_without_torch(probes), update_memory)
     from fedvitals.probes.instruments import Instruments  # noqa: PLC0415 - imports torch
@@ -52,9 +54,9 @@ def make_instruments(probes: Any, update_memory: int) -> AnyInstruments:
 
 
 class WorkerInstruments:
-    """Torch's instruments in a worker process, made for the first model that is watched.
+    """Torch's instruments in a worker process, created for the first model that is watched.
 
-    Many clients have no such model, nor torch. Called, it gives the instruments.
+    Many clients have no such model, nor torch. Calling it returns the instruments.
     """
 
     def __init__(self, preset: Preset | str) -> None:
@@ -64,7 +66,7 @@ class WorkerInstruments:
         self._made: Instruments | None = None
 
     def know(self, initial: bytes | None, trained: frozenset[str]) -> None:
-        """What the parent process knows of the run by now."""
+        """Set what the parent process knows about the run: the initial model and the layers that train."""
         self._initial, self._trained = self._initial or initial, self._trained | trained
 
     def __call__(self) -> Instruments:
@@ -75,7 +77,7 @@ class WorkerInstruments:
         return self._made
 
     def prepare(self) -> None:
-        """Before a client trains: it begins with the run's first model, and without what another left behind."""
+        """Reset the instruments before a client trains: the run's initial model, and nothing from other clients."""
         import torch  # noqa: PLC0415 - the model that is watched has imported it
 
         kit = self()
@@ -86,7 +88,7 @@ class WorkerInstruments:
 
 
 def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Array]]:
-    """Each update as one vector, with its nine sums per layer."""
+    """Return each update as (node, one vector, its nine sums per layer)."""
     if not torch_is_loaded():
         return [*numpy_updates.flatten_and_sum(updates)]
     from fedvitals.probes.updates import flatten_and_sum as by_torch  # noqa: PLC0415 - imports torch
@@ -95,7 +97,7 @@ def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any
 
 
 def flatten_and_sum_each(updates: Mapping[str, Sequence[Any]], attempt: Attempt) -> list[tuple[str, Any, Array]]:
-    """As `flatten_and_sum`; where that fails, those updates that can be read, each tried by itself."""
+    """Like `flatten_and_sum`; if that fails, try each update separately and return those that can be read."""
     try:
         return flatten_and_sum(updates)
     except Exception:  # noqa: BLE001 - because of somebody, and the attempts below say who that is
@@ -104,6 +106,6 @@ def flatten_and_sum_each(updates: Mapping[str, Sequence[Any]], attempt: Attempt)
 
 
 def as_array(values: Any) -> Array:
-    """Numbers of any library as float64; tensors come to the CPU."""
+    """Return numbers of any library as a float64 array; tensors are copied to the CPU."""
     on_cpu = values.detach().cpu() if hasattr(values, "detach") else values
     return np.asarray(on_cpu, dtype=np.float64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The average gradient over a client's whole data set, per layer: the paper's Figures 21 to 29.
 
-From its nine sums derive both readings of «average»: the signed mean and the mean magnitude. Of a softmax head the
-signed mean is 0 by construction, so the two tell different stories (docs/metrics.md). Costs about as much as training
-on the whole set once: it runs on a schedule of its own.
+Both readings of «average» derive from its nine sums: the signed mean and the mean magnitude. For a softmax head the
+signed mean is 0 by construction, so the two differ (docs/metrics.md). It costs about as much as training on the whole
+set once, so it has its own schedule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ BATCH = 64
 
 
 def full_gradient(view: View) -> Mapping[str, Any]:
-    """The nine sums of every layer's gradient, averaged over all samples; in evaluation mode, `.grad` untouched."""
+    """Return the nine sums of every layer's gradient, averaged over all samples; in evaluation mode, `.grad`
+    untouched.
+    """
     if view.data is None or view.loss is None:
         return {}
     total = samples.size(view.data)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Being called before every optimiser step on a model's parameters, whoever made the optimiser, without a trace after.
+"""Hooks before every optimiser step on a model's parameters, whoever created the optimiser; removed without a trace.
 
 The hook sees what the optimiser is about to use: after clipping, after unscaling. Three cases need more than a hook:
 
 - a closure (LBFGS): the gradients exist only after the closure ran, so the closure is wrapped;
-- `GradScaler`: a step whose gradients are not finite never reaches the optimiser, so the scaler's `step` is watched
+- `GradScaler`: a step whose gradients are not finite never reaches the optimiser, so the scaler's `step` is wrapped
   while a scope is open, and the skipped step is reported;
 - clipping: the unclipped gradient is gone by the time the hook runs. A gradient that was changed in place has a raised
-  version counter; once that is seen, one more hook looks at the gradients at the end of the backward pass.
+  version counter; once that is seen, one more hook measures the gradients at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ The last is a bool, or a tensor of one where only the device knows."""
 
 
 def _measure_nothing(_optimizer: Optimizer, _owned: Owned, _step: int, _skipped: Any) -> None:
-    """For hooks that were removed while another thread was calling them."""
+    """Do nothing, for hooks that were removed while another thread was calling them."""
 
 
 class StepCounter:
-    """Counts the steps on a model's parameters, for those who measure nothing at them: one hook, and quick."""
+    """Counts the optimiser steps on a model's parameters without measuring anything."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.steps = 0
@@ -57,13 +57,13 @@ class StepCounter:
         self.steps = max(self.steps, steps)  # two optimisers of one model step together
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that stepped on these parameters."""
+        """Return the optimisers that stepped on these parameters."""
         return [optimizer for optimizer, steps in self._mine.values() if steps >= 0]
 
 
 @dataclass(slots=True)
 class _KnownOptimizer:
-    """An optimiser that was met in a scope."""
+    """An optimiser that stepped while a scope was open."""
 
     optimizer: Optimizer  # a strong reference: a freed optimiser's id could come back as another one's
     groups: int  # of parameters, when it was looked at
@@ -73,7 +73,7 @@ class _KnownOptimizer:
 
 
 class StepHooks:
-    """Hooks for the length of one scope. `measure` is called on the thread that trains."""
+    """Hooks for the duration of one scope. `measure` is called on the thread that trains."""
 
     def __init__(
         self,
@@ -100,10 +100,11 @@ class StepHooks:
         self._forget, self._measure, self._unscaled = (), _measure_nothing, None
 
     def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Before a step of any optimiser: measure, if it acts on our parameters.
+        """Measure before a step of any optimiser, if it acts on our parameters.
 
-        Hooks of all optimisers, as this one, run before an optimiser's own, among which the user's may clip. Where an
-        optimiser has any, ours is added to it, last; torch walks the hooks lazily and reaches it in this very step.
+        Hooks for all optimisers, like this one, run before an optimiser's own, among which the user's may clip. Where
+        an optimiser has any, ours is added to it, last; torch iterates the hooks lazily and reaches it in this same
+        step.
         """
         known = self._known.get(id(optimizer))
         if known is None or known.groups != len(optimizer.param_groups):
@@ -123,11 +124,11 @@ class StepHooks:
         return None
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that stepped on these parameters."""
+        """Return the optimisers that stepped on these parameters."""
         return [known.optimizer for known in self._known.values() if known.owned is not None]
 
     def _look_at(self, optimizer: Optimizer) -> _KnownOptimizer:
-        """What is known of an optimiser, at its first step here or when it has been given new parameters."""
+        """Return what is known about an optimiser, at its first step here or after it was given new parameters."""
         acted_on = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._ids
         owned = [p if id(p) in acted_on else None for p in self._parameters] if acted_on else None
         known = self._known.setdefault(id(optimizer), _KnownOptimizer(optimizer, 0, None))
@@ -160,13 +161,13 @@ class StepHooks:
         return 0 if known is None else known.steps
 
     def scaler_unscaled(self, optimizer: Optimizer) -> None:
-        """After `GradScaler.unscale_`: the gradients are the true ones now, and not yet clipped."""
+        """Handle `GradScaler.unscale_`: the gradients are now the true ones, and not yet clipped."""
         known = self._known.get(id(optimizer)) or self._look_at(optimizer)
         if self._unscaled is not None and known.owned is not None:
             self._unscaled()
 
     def scaler_stepped(self, optimizer: Optimizer, steps_before: int) -> None:
-        """After `GradScaler.step`: an optimiser that was not reached skipped its step; its gradients still stand."""
+        """Handle `GradScaler.step`: an optimiser that was not reached skipped its step; its gradients still exist."""
         known = self._known.get(id(optimizer)) or self._look_at(optimizer)
         if known.owned is not None and known.steps == steps_before:
             self._count(known, skipped=True)
@@ -178,10 +179,10 @@ _handle: list[Any] = []  # of the one hook that tells them
 
 
 def register_step_hooks(hooks: StepHooks | StepCounter) -> Callable[[], None]:
-    """Call `hooks.meet` before each step of any optimiser; returns the function that ends it.
+    """Call `hooks.on_step` before each step of any optimiser; returns the function that ends it.
 
     torch has one table of such hooks for the process, and fails in the user's own `step` if it changes while another
-    thread walks it. So there is one hook in it for all scopes, from the first that opens to the last that closes.
+    thread iterates it. So there is one hook in it for all scopes, from the first that opens to the last that closes.
     """
     with _lock:
         if not _registered:
@@ -208,10 +209,10 @@ def _call_all(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def register_scaler_hooks(hooks: StepHooks) -> Callable[[], None]:
-    """Tell `hooks` after each `step` and `unscale_` of any GradScaler; returns the function that ends it.
+    """Notify `hooks` after each `step` and `unscale_` of any GradScaler; returns the function that ends it.
 
-    GradScaler has no hooks of its own. Its two methods are replaced while any scope is open and put back after the
-    last: the list of watchers lives on the replacement, so scopes on several threads may close in any order.
+    GradScaler has no hooks of its own. Its two methods are replaced while any scope is open and restored after the
+    last: the list of watchers is stored on the replacement, so scopes on several threads may close in any order.
     """
     scaler: Any = torch.amp.GradScaler
     with _lock:

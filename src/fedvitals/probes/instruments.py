@@ -25,7 +25,7 @@ from fedvitals.stats import FAMILIES
 
 
 class Instruments:
-    """What a run keeps between its client-rounds: the plan, the allowances, the updates, what was learnt."""
+    """The state that a run keeps between its client-rounds: preset, allowances, updates, and what was learnt."""
 
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
@@ -44,32 +44,36 @@ class Instruments:
         self._tables: dict[Any, LayerTable] = {}
 
     def view(self, model: nn.Module, **about: Any) -> View:
-        """A view of the layers of a model that train in it or in any other model of this run seen so far."""
+        """Return a view of the layers of a model that train in it or in any other model of this run seen so far."""
         view = View(model, trained=self.trained, **about)
         self.trained |= {name for name, parameter in view.named_parameters if parameter.requires_grad}
         return view
 
     def parameters(self, model: nn.Module) -> list[Tensor]:
-        """The parameters of a global model that are measured."""
+        """Return the parameters of a global model that are measured."""
         return self.view(model).parameters
 
     def tables(self, model: nn.Module) -> list[Mapping[str, LayerTable]]:
-        """The layers that train, and all layers: what clients send may be the whole model, frozen parts included."""
+        """Return the tables of the layers that train, and of all layers: clients may send the whole model, frozen
+        parts included.
+        """
         view = self.view(model)
         whole = [{"parameter": self.table("parameter", [*model.named_parameters()])}] if view.frozen else []
         return [*whole, tables_of(self, view)]
 
     def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
-        """Remember what drift is measured from; gives what looks wrong with it, as (layer, remark)."""
+        """Keep the initial model, from which drift is measured; returns what looks wrong with it, as (layer,
+        remark).
+        """
         self.initial = flatten(self.view(model).parameters)
         return check_initialisation(model)
 
     def zero_layers(self, model: nn.Module) -> list[str]:
-        """The matrices that begin at 0 on purpose."""
+        """Return the matrices that start at 0 on purpose."""
         return starts_at_zero(model)
 
     def model_results(self, model: nn.Module) -> Results:
-        """The statistics of the global model's own weights and buffers."""
+        """Return the statistics of the global model's own weights and buffers."""
         results = Results()
         for name, value in weights(self.view(model)).items():
             if name in FAMILIES:
@@ -79,7 +83,7 @@ class Instruments:
         return results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """What a round should say of the instruments themselves."""
+        """Return what a round should report about the instruments themselves."""
         return []
 
     def table(self, rows: str, tensors: Sequence[tuple[str, Tensor]]) -> LayerTable:
@@ -90,7 +94,7 @@ class Instruments:
 
 
 def tables_of(instruments: Instruments, view: View) -> dict[str, LayerTable]:
-    """The layer tables of a model: parameters, all of them as one, buffers, and the modules whose output is watched."""
+    """Return the layer tables of a model: parameters, all of them as one, buffers, and the watched modules."""
     weights, dtype = sum(p.numel() for p in view.parameters), view.parameters[0].dtype if view.parameters else None
     whole = torch.empty(weights, dtype=dtype, device="meta")
     tables = {

@@ -29,7 +29,7 @@ IMAGES = 64
 
 @dataclass(frozen=True, slots=True)
 class nonlinearity:  # noqa: N801 - reads as its sibling probes, which are functions
-    """The probe. `images`: how many samples of the client's data; «all»: every one."""
+    """The probe. `images` is the number of samples of the client's data, or «all»."""
 
     images: int | str = IMAGES
 
@@ -46,7 +46,7 @@ class nonlinearity:  # noqa: N801 - reads as its sibling probes, which are funct
 
 
 def nonlinearity_coefficient(model: nn.Module, x: Tensor, *, seed: int = 0) -> float:
-    """NLC on these samples; NaN when the outputs do not vary."""
+    """Return the NLC on these samples; NaN if the outputs do not vary."""
     stream = torch.Generator().manual_seed(seed)
     with evaluation_mode(model), differentiable(model, x, twice=True) as graph:
         delta = _covariance_draws(graph.inputs.detach(), stream)
@@ -57,10 +57,10 @@ def nonlinearity_coefficient(model: nn.Module, x: Tensor, *, seed: int = 0) -> f
 
 
 def jacobian_product(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
-    """J(x)·δ of each sample, by two backward passes; the samples' axes may be several.
+    """Return J(x)·δ of each sample, by two backward passes; there may be several sample axes.
 
-    Of vᵀJ as a function of v, the derivative along δ is J·δ. Works for every operation that autograd can differentiate
-    twice, which is more than forward mode supports.
+    The derivative of vᵀJ with respect to v, along δ, is J·δ. This works for every operation that autograd can
+    differentiate twice, which is more than forward mode supports.
     """
     v = torch.zeros_like(outputs, requires_grad=True)
     (pulled,) = torch.autograd.grad(outputs, inputs, v, create_graph=True)
@@ -69,12 +69,14 @@ def jacobian_product(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
 
 
 def _covariance_draws(x: Tensor, stream: torch.Generator) -> Tensor:
-    """One draw per sample from a distribution with the data's covariance: (a − b)/√2 for two different samples."""
+    """Return one draw per sample from a distribution with the data's covariance: (a − b)/√2 for two different
+    samples.
+    """
     first, second = pairs(len(x), stream).to(x.device)
     return (x[first] - x[second]) / math.sqrt(2)
 
 
 def pairs(count: int, stream: torch.Generator) -> Tensor:
-    """For each sample two different ones, by their places, [2, samples]."""
+    """Return for each sample the indices of two different ones, [2, samples]."""
     first = torch.randperm(count, generator=stream)
     return torch.stack([first, (first + torch.randint(1, count, (count,), generator=stream)) % count])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one client's update stands among those of the same round, by NumPy: the numbers of `probes.peers`.
+"""How one client's update compares with those of the same round, by NumPy: the numbers of `probes.peers`.
 
-All of it follows from the products of every update with every other, of the whole and of the layers that are looked at
-on their own. They are formed piece by piece in float64, so that no copy of all updates is needed.
+Everything follows from the products of every update with every other, of the whole and of the layers that are compared
+separately. They are computed piece by piece in float64, so that no copy of all updates is needed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NOTHING = 1e-10  # square below which the others cancel each other: there is no 
 
 
 class PastArrayModels:
-    """The global models with which the last rounds began, if so many fit into `memory` bytes."""
+    """The global models with which the last rounds began, if they fit into `memory` bytes."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._past: deque[tuple[int, Values]] = deque(maxlen=ROUNDS_BACK + 1)
 
     def add(self, number: int, parameters: Sequence[Values]) -> None:
-        """What a round begins with. A round that is begun again begins with what came last."""
+        """Add the model that a round begins with. If a round begins again, its last model counts."""
         if (ROUNDS_BACK + 1) * sum(values.nbytes for values in parameters) > self._memory or not parameters:
             self._past.clear()
             return
@@ -58,7 +58,9 @@ class PastArrayModels:
         self._past.append((number, np.concatenate([np.asarray(values).reshape(-1) for values in parameters])))
 
     def backwards(self, size: int) -> Array | None:
-        """[k, size]: the way from the newest model to the one before, to that before it, ...; None without any."""
+        """Return [k, size]: the differences from the newest model to the earlier ones, newest first; None without
+        any.
+        """
         if len(self._past) < 2 or any(model.size != size for _, model in self._past):
             return None
         *past, now = (model.astype(np.float64) for _, model in self._past)
@@ -66,9 +68,9 @@ class PastArrayModels:
 
 
 def peer_rows(vectors: Sequence[Values], sums: Array, layout: PeerLayout, models: PastArrayModels) -> Array:
-    """[clients, PEER_COLUMNS] of updates that are finite and of equal layout; `sums`: [clients, layers, 9].
+    """Return [clients, PEER_COLUMNS] of updates that are finite and of equal layout; `sums`: [clients, layers, 9].
 
-    A client that sent nothing but zeros has no direction: it counts for nobody, and its own row is NaN.
+    A client that sent only zeros has no direction: it is ignored, and its own row is NaN.
     """
     rows = spread_rows(sums)
     norms = np.sqrt(sums[..., SUM_SQUARES].sum(axis=1))
@@ -91,7 +93,7 @@ def peer_rows(vectors: Sequence[Values], sums: Array, layout: PeerLayout, models
 
 
 def _products(vectors: Sequence[Values], place: slice) -> Array:
-    """[clients, clients] of the inner products of a stretch of all updates."""
+    """Return the inner products [clients, clients] over a range of coordinates."""
     products = np.zeros((len(vectors), len(vectors)))
     width = max(1024, NUMBERS_AT_ONCE // len(vectors))
     for first in range(place.start, place.stop, width):
@@ -101,13 +103,13 @@ def _products(vectors: Sequence[Values], place: slice) -> Array:
 
 
 def _cosines(products: Array) -> Array:
-    """[clients, clients]; NaN to and from one that is zero."""
+    """Return the cosines [clients, clients]; NaN to and from an update of zeros."""
     norms = np.sqrt(np.diag(products))
     return np.asarray(np.clip(products / np.where(norms > 0, np.outer(norms, norms), np.nan), -1, 1))
 
 
 def _to_others(cosines: Array) -> Array:
-    """Each client's cosine to the sum of the others' unit vectors."""
+    """Return each client's cosine to the sum of the others' unit vectors."""
     known = np.nan_to_num(cosines)
     with_others = known.sum(axis=1) - np.diag(known)
     squares = known.sum() - 2 * known.sum(axis=1) + np.diag(known)
@@ -116,7 +118,9 @@ def _to_others(cosines: Array) -> Array:
 
 
 def _to_classes(vectors: Sequence[Values], head: LayerSlice) -> Array:
-    """[clients, 3]: mean and least cosine of the head's rows (one a class) to the others' rows; their entropy."""
+    """Return [clients, 3]: mean and smallest cosine of the head's rows (one per class) to the others' rows; their
+    entropy.
+    """
     own = np.stack([vector[head.place] for vector in vectors]).astype(np.float64).reshape(len(vectors), head.rows, -1)
     norms = np.sqrt((own**2).sum(axis=(1, 2)))
     units = own * np.where(norms > 0, 1 / norms, 0.0)[:, None, None]
@@ -138,7 +142,7 @@ def _to_classes(vectors: Sequence[Values], head: LayerSlice) -> Array:
 
 
 def _to_models(rows: Array, vectors: Sequence[Values], norms: Array, models: Array | None) -> None:
-    """Along the last step of the global model, and back to where it was some rounds ago."""
+    """Set the cosines along the last step of the global model, and back to where it was some rounds ago."""
     if models is None:
         return
     dots = np.stack([models @ vector.astype(np.float64) for vector in vectors], axis=1)
@@ -149,7 +153,7 @@ def _to_models(rows: Array, vectors: Sequence[Values], norms: Array, models: Arr
 
 
 def _agreement(vectors: Sequence[Values]) -> Array:
-    """Of each client's signs, the share that equals the sign of the sum of the others' signs, zeros left out."""
+    """Return the share of each client's signs that equals the sign of the sum of the others' signs, without zeros."""
     every = sign_stride(len(vectors), vectors[0].size)
     whole = vectors[0].size if every == 1 else vectors[0].size // RUN_OF_SIGNS * RUN_OF_SIGNS
     width = whole if every == 1 else RUN_OF_SIGNS

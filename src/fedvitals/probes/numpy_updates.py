@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates of models that are NumPy arrays, measured by NumPy: for servers on which torch is not installed.
 
-The numbers are those of `probes.updates` as far as it goes: per layer the nine sums, the share of the whole and cosines
-to the mean of the others and to the client's previous update; of the whole its norm, its cosines and duplicates, and
-how a client stands among its peers. Sketches need torch, and are left out.
+The numbers are those of `probes.updates` as far as possible: per layer the nine sums, the share of the whole and
+cosines to the mean of the others and to the client's previous update; of the whole its norm, cosines and duplicates,
+and how a client compares with its peers. Sketches need torch, and are left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ REMARK = (
 
 @np.errstate(all="ignore")  # a client may send anything
 def sums(arrays: Iterable[Values]) -> Array:
-    """`[layers, 9]`: the columns `stats.STATISTICS` of every array; sums, extremes and zeros are over finite values."""
+    """Return `[layers, 9]`: the columns `stats.STATISTICS` of every array; sums, extremes and zeros are over finite
+    values.
+    """
     rows = [_sums_of(np.asarray(values).reshape(-1)) for values in arrays]
     return np.stack(rows) if rows else np.empty((0, len(STATISTICS)))
 
@@ -63,7 +65,7 @@ def _sums_of(values: Values) -> Array:
 
 
 class FlatArrays(list[Values]):
-    """Arrays that lie one after the other in `vector`, in the order of the layers."""
+    """Arrays that are contiguous in `vector`, in the order of the layers."""
 
     def __init__(self, vector: Values, shapes: Sequence[Sequence[int]]) -> None:
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
@@ -73,7 +75,7 @@ class FlatArrays(list[Values]):
 
 
 def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Values, Array]]:
-    """Each update as one vector of its own, with its nine sums per layer."""
+    """Return each update as (node, one vector, its nine sums per layer)."""
     measured = []
     for node, update in updates.items():
         arrays = [np.asarray(array) for array in update]
@@ -84,7 +86,7 @@ def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Val
 
 @dataclass(slots=True)
 class ArrayUpdate:
-    """One client's update; the fields are those of `probes.updates.Update` that a round is told from."""
+    """One client's update; its fields are those of `probes.updates.ClientUpdate` that a round reports."""
 
     node: str
     rows: Array
@@ -105,9 +107,9 @@ class ArrayUpdate:
 
 
 class ArrayUpdates:
-    """The updates of a run, round by round, with the methods of `probes.updates.Updates`.
+    """The updates of a run, round by round, with the methods of `probes.updates.UpdateTracker`.
 
-    `memory`: bytes of updates that are held for cosines. Beyond it updates come without any.
+    `memory` is the bytes of updates that are kept for cosines. Beyond it updates have none.
     """
 
     def __init__(self, *, brief: bool, memory: int) -> None:
@@ -124,7 +126,7 @@ class ArrayUpdates:
         return self._held
 
     def add(self, node: str, vector: Values, rows: Array | None) -> ArrayUpdate:
-        """Take in one update. A second one of the same client in the same round replaces the first."""
+        """Add one update. A second one of the same client in the same round replaces the first."""
         own = sums([vector]) if rows is None else rows
         update = ArrayUpdate(node, own, vector, float(own[:, SUM_SQUARES].sum()))
         update.metrics["update.norm"] = math.sqrt(update.squares)
@@ -143,21 +145,21 @@ class ArrayUpdates:
         return update
 
     def begin_round(self, number: int, parameters: Sequence[Any]) -> None:
-        """The global model that the clients of a round begin with."""
+        """Set the global model that the clients of a round start from."""
         if not self._brief:
             self._models.add(number, [np.asarray(values) for values in parameters])
 
     def know(self, tables: Iterable[LayerTable]) -> None:
-        """Shapes of layers: an update itself is a row of numbers."""
+        """Set the shapes of layers, which an update itself does not carry."""
         for table in tables:
             if table.rows == "parameter":
                 self._layouts[tuple(math.prod(layer.shape) for layer in table.layers)] = layout_of(table)
 
     @np.errstate(all="ignore")
     def close_round(self, attempt: Attempt = unguarded) -> list[ArrayUpdate]:
-        """The round's updates with their cosines and duplicates; they become the clients' previous ones.
+        """Return the round's updates with their cosines and duplicates; they become the clients' previous ones.
 
-        `attempt`: does each comparison by itself. Where one fails, its cosines are missing and nothing else.
+        `attempt` does each comparison separately. If one fails, only its cosines are missing.
         """
         with self._lock:
             closing, self._round = self._round, {}
@@ -207,7 +209,7 @@ class ArrayUpdates:
 
 
 def _store_cosines(update: ArrayUpdate, name: str, column: int, own: Values, other: Values) -> None:
-    """Put cosines down: of the whole as a metric, of the layers in their column of the alignment."""
+    """Store cosines: of the whole as a metric, of the layers in their column of the alignment."""
     ends = np.cumsum(update.sizes)[:-1]
     pairs = zip(np.split(own, ends), np.split(other, ends), strict=True)
     parts = np.array([(_dot(a, b), _dot(a, a), _dot(b, b)) for a, b in pairs])
@@ -228,7 +230,7 @@ def _cosine(dot: float, squares: float, other_squares: float) -> float:
 
 
 def _count_copies(vectors: Sequence[Values]) -> list[int]:
-    """For each vector the number of others that have the same bits."""
+    """Return for each vector the number of others that have the same bits."""
     contents = [vector.tobytes() for vector in vectors]
     groups: dict[int, list[bytes]] = defaultdict(list)
     for content in contents:
@@ -240,7 +242,9 @@ def _count_copies(vectors: Sequence[Values]) -> list[int]:
 
 
 class ArrayInstruments:
-    """What a run keeps between its rounds, with the fields of `probes.session.Instruments` that a server uses."""
+    """The state that a run keeps between its rounds, with the fields of `probes.instruments.Instruments` that a
+    server uses.
+    """
 
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
@@ -251,27 +255,27 @@ class ArrayInstruments:
         self._remarked = False
 
     def parameters(self, model: Any) -> list[Any]:
-        """The arrays of a global model."""
+        """Return the arrays of a global model."""
         return [*model.parameters()]
 
     def tables(self, model: Any) -> list[dict[str, LayerTable]]:
-        """The layer tables of a model that has `named_parameters()`."""
+        """Return the layer tables of a model that has `named_parameters()`."""
         layers = tuple(Layer(name, values.shape, str(values.dtype)) for name, values in model.named_parameters())
         size, dtype = sum(math.prod(layer.shape) for layer in layers), layers[0].dtype if layers else "float32"
         whole = LayerTable("model", (Layer("model", (size,), dtype),))
         return [{"parameter": LayerTable("parameter", layers), "model": whole}]
 
     def first_model(self, model: Any) -> list[tuple[str, str]]:  # noqa: ARG002 - as of the other instruments
-        """What looks wrong with the run's first model: nothing is known, as it may be no network at all."""
+        """Return no remarks about the initial model, which may not be a network at all."""
         self.initial = np.zeros(0, np.float32)  # known, and not needed
         return []
 
     def zero_layers(self, model: Any) -> list[str]:
-        """The matrices that begin at 0: which of them train is not known."""
+        """Return the matrices that start at 0; which of them train is not known."""
         return [name for name, values in model.named_parameters() if values.ndim > 1 and not values.any()]
 
     def model_results(self, model: Any) -> Results:
-        """The statistics of the global model's own weights."""
+        """Return the statistics of the global model's own weights."""
         rows = sums(values for _, values in model.named_parameters())
         results = Results(matrices=[("weight", rows, None)])
         nonfinite = rows[:, NANS].sum() + rows[:, INFS].sum()
@@ -279,6 +283,6 @@ class ArrayInstruments:
         return results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """Once: that torch is missing, and what that costs."""
+        """Return, once, that torch is missing and what that costs."""
         already_reported, self._remarked = self._remarked, True
         return [] if already_reported else [("updates.numpy", REMARK, {})]

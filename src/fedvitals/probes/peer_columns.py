@@ -22,7 +22,7 @@ SIGNS_TOGETHER = 8 << 20  # of all clients; fewer of each where these are many
 
 @dataclass(frozen=True, slots=True)
 class LayerSlice:
-    """One layer of a flat update: its number, where it lies, and how many rows it has as a matrix."""
+    """One layer of a flat update: its index, its slice, and its number of rows as a matrix."""
 
     layer: int
     place: slice
@@ -31,7 +31,7 @@ class LayerSlice:
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """The layers that are looked at on their own; None where a model has no such layer, or where it is not known."""
+    """The layers that are compared separately; None where a model has no such layer, or where it is not known."""
 
     first: LayerSlice | None = None  # the first and the last weight of two or more dimensions
     head: LayerSlice | None = None
@@ -39,7 +39,7 @@ class PeerLayout:
 
 
 def layout_of(table: LayerTable) -> PeerLayout:
-    """Where the first weight, the head and its bias lie in a model with these parameters."""
+    """Return where the first weight, the head and its bias are in a model with these parameters."""
     shapes = [layer.shape for layer in table.layers]
     sizes = [math.prod(shape) for shape in shapes]
     ends = np.cumsum(sizes, dtype=int).tolist()
@@ -56,7 +56,9 @@ def layout_of(table: LayerTable) -> PeerLayout:
 
 
 def spread_rows(sums: Array) -> Array:
-    """The rows of clients of which nothing but the nine sums is known: NaN, and how evenly their updates spread."""
+    """Return the rows of clients of which only the nine sums are known: NaN, and how evenly their updates are
+    spread.
+    """
     rows = np.full((len(sums), len(PEER_COLUMNS)), np.nan)
     count, squares, magnitudes = (sums[..., i].sum(axis=1) for i in (0, SUM_SQUARES, SUM_MAGNITUDES))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -65,6 +67,6 @@ def spread_rows(sums: Array) -> Array:
 
 
 def sign_stride(clients: int, length: int) -> int:
-    """Of how many runs of neighbours one is looked at, so that there are not too many signs."""
+    """Return n such that one in n runs of neighbouring signs is compared, to limit their number."""
     most = min(MOST_SIGNS, max(RUN_OF_SIGNS, SIGNS_TOGETHER // clients))
     return 1 if length <= most else math.ceil(length / RUN_OF_SIGNS / (most // RUN_OF_SIGNS))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client's training, watched: hooks on at the start, numbers at the end, and nothing left behind."""
+"""Measures one client's training: hooks are set at the start, numbers returned at the end, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ UNFROZEN_SHOWN = 10  # names of layers in one event
 
 
 class Clock(Protocol):
-    """Told of a client's steps, to say what its time went to (`resources.phases.StepClock`)."""
+    """Receives a client's steps, to attribute its time (`resources.phases.StepClock`)."""
 
     def start(self, model: Any) -> None: ...
     def due(self) -> bool: ...
@@ -50,7 +52,7 @@ Report = Callable[[Exception, str], None]
 
 
 class ClientSession:
-    """Begins when it is made; `finish` ends it and gives the results; `abandon` ends it without."""
+    """Begins when it is created; `finish` ends it and returns the results, `abandon` ends it without."""
 
     def __init__(self, instruments: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
         began = time.perf_counter()
@@ -102,7 +104,9 @@ class ClientSession:
         self._takes.clear()
 
     def finish(self) -> tuple[Results, Tensor, Array | None]:
-        """The results; the client's update as one vector; and its nine sums per layer, unless the preset is brief."""
+        """Return the results; the client's update as one vector; and its nine sums per layer, unless the preset is
+        brief.
+        """
         ended = time.perf_counter()
         if self._clock is not None:
             self._clock.stop(self._steps, self._step_began, self.cost - self._set_up)
@@ -138,12 +142,14 @@ class ClientSession:
         return results, update, rows
 
     def held_bytes(self) -> int:
-        """What we hold for this client and for the run: copies of its weights, and updates to compare it with."""
+        """Return the bytes kept for this client and for the run: copies of its weights, and updates to compare it
+        with.
+        """
         held = [t for t in (self._view.before, self._last, self._instruments.initial) if t is not None]
         return sum(t.nbytes for t in {id(t): t for t in held}.values()) + self._instruments.updates.held_bytes
 
     def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
-        """Run a probe of the scope's end, if it is its round and its turn."""
+        """Run a probe of the scope's end, if it is due in this round and for this client."""
         allowance, spent = self._instruments.allowances[index], 0.0
         if (self._view.round or 0) % planned.rounds == 0 and allowance.due(self._view.node):
             before = self._instruments.costs[index]
@@ -166,7 +172,7 @@ class ClientSession:
             self._difference(self._steps - 1)
 
     def _tell_unfrozen(self) -> None:
-        """Layers that began to train after the scope was opened: nothing was measured of them in this round."""
+        """Report layers that began to train after the scope was opened: they are not measured in this round."""
         names = [name for name, parameter in self._view.frozen if parameter.requires_grad]
         if names:
             shown = ", ".join(names[:UNFROZEN_SHOWN]) + (", ..." if len(names) > UNFROZEN_SHOWN else "")
@@ -204,7 +210,7 @@ class ClientSession:
         return False
 
     def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor) -> None:
-        """Called before each optimiser step, on the thread that trains."""
+        """Measure before each optimiser step, on the thread that trains."""
         now = time.perf_counter()
         self._step_seconds, self._step_began = now - self._step_began, now
         try:
@@ -233,7 +239,7 @@ class ClientSession:
     def _record(
         self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, index: int, planned: Planned
     ) -> None:
-        """The nine sums of this step's gradients, into the recorder of the optimiser's parameters."""
+        """Record the nine sums of this step's gradients, for the optimiser's parameters."""
         started = time.perf_counter()
         if planned.when is not always and not planned.when(self._moment(index, step)):
             return
@@ -247,7 +253,7 @@ class ClientSession:
         self._instruments.costs[index] += time.perf_counter() - started
 
     def _run(self, index: int, planned: Planned) -> Mapping[str, Any]:
-        """What the probe measures; nothing if it failed, or has said before that it cannot measure such models."""
+        """Return what the probe measures; nothing if it failed, or has reported that it cannot measure such models."""
         started, kind = time.perf_counter(), (index, type(self._view.model))
         if kind in self._instruments.unsuited:
             return {}
@@ -268,7 +274,7 @@ class ClientSession:
         self._arm(step + 1)
 
     def _arm(self, step: int) -> None:
-        """Set the hooks of probes that must watch the next step's forward pass, if their schedule grants it."""
+        """Set the hooks of probes that measure the next step's forward pass, if their schedule grants it."""
         for index, planned, prepare in self._prepared:
             if planned.when(self._moment(index, step)):
                 self._takes[index] = prepare(self._view, lambda work, i=index: self._charge(work, i))
@@ -287,7 +293,9 @@ class ClientSession:
         return Moment(self._view.round, self._view.node, step, self._step_seconds, self._instruments.costs[index])
 
     def _difference(self, step: int) -> None:
-        """`weight.difference` of one iteration: taken before the next one, so that no hook after the step is needed."""
+        """Record `weight.difference` of one iteration, before the next one, so that no hook after the step is
+        needed.
+        """
         now = flatten(self._view.parameters)
         change = now - self._last.to(now.device)
         self._results.take({"weight.difference": float(change.sum(dtype=torch.float64))}, step)
@@ -297,7 +305,7 @@ class ClientSession:
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     def _merge(self, index: int, planned: Planned) -> None:
-        """Step by step measurements of one probe to one client-round."""
+        """Merge a probe's measurements of single steps to one client-round."""
         if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
             self._tell_thinned(planned, planned.when)
         arrays: dict[str, list[tuple[int, Array]]] = {}
@@ -320,7 +328,7 @@ class ClientSession:
                 self._results.matrices.append((family, merge(family, [array for _, array in rows]), None))
 
     def _merge_recorded(self) -> None:
-        """What the recorders hold: one measurement per step, or one per step and optimiser."""
+        """Merge the recorded measurements: one per step, or one per step and optimiser."""
         taken = [recorder.take() for _, recorder in self._recorders.values()]
         steps = [step for own, _ in taken for step in own]
         if not steps or self._recorded is None:
@@ -365,7 +373,7 @@ class ClientSession:
             self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self) -> None:
-        """Which labels the client holds: when first seen, and again when a look every few rounds finds a change."""
+        """Report the client's labels: when first seen, and again when a check every few rounds finds a change."""
         if (self._view.round or 0) % LABEL_ROUNDS and self._view.node in self._instruments.labels:
             return
         labels = labels_of(self._view.data)
@@ -390,7 +398,7 @@ class ClientSession:
 
 
 def _catch_input(view: View, report: Report) -> Any:
-    """Remember the input of the last training batch, for probes that need samples and were given no data."""
+    """Keep the input of the last training batch, for probes that need samples and were given no data."""
 
     def catch(module: Any, inputs: tuple[Any, ...]) -> None:
         if module.training and inputs and isinstance(inputs[0], Tensor):
@@ -400,7 +408,7 @@ def _catch_input(view: View, report: Report) -> Any:
 
 
 def _name(probe: Probe) -> str:
-    """What a probe is called. Not its text: that of a `partial` would quote its arguments, which may be a client's."""
+    """Return a probe's name. Not its repr: that of a `partial` would show its arguments, which may be a client's."""
     return str(getattr(probe, "__name__", type(probe).__name__))
 
 

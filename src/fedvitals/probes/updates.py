@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates, as the server sees them: size, direction against the cohort and against the client's own past, duplicates.
+"""Updates as the server sees them: size, direction relative to the cohort and to the client's own past, duplicates.
 
-Cosines are exact as long as the round's updates and each client's previous one fit into `memory` bytes; past that they
-are estimated from the sketches (standard error 1/16), and `approximate` says so.
+Cosines are exact as long as the round's updates and each client's previous one fit into `memory` bytes; beyond that
+they are estimated from the sketches (standard error 1/16), and `approximate` says so.
 
-Updates are compared where they lie. What comes home from a device does so once for all clients: sums, products and
-sketches, never the updates.
+Updates are compared on their device. Sums, products and sketches are copied to the host once for all clients, the
+updates never.
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ class ClientUpdate:
 
     @property
     def sizes(self) -> list[int]:
-        """How many values each layer has; one layer when they are not known."""
+        """The number of values of each layer; one layer if they are not known."""
         return [self.length] if self.rows is None else self.rows[:, COUNT].astype(int).tolist()
 
 
 def flatten_and_sum(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor, Array]]:
-    """Each update as one vector, with its nine sums per layer; those of equal shapes in one reading."""
+    """Return each update as (node, one vector, its nine sums per layer); those of equal shapes are measured in one
+    pass.
+    """
     alike: dict[tuple[torch.Size, ...], list[str]] = defaultdict(list)
     for node, tensors in updates.items():
         alike[tuple(tensor.shape for tensor in tensors)].append(node)
@@ -81,7 +83,7 @@ def flatten_and_sum(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, 
 
 
 class UpdateTracker:
-    """The updates of a run, round by round: `add` as they come, `close_round` when all are in."""
+    """The updates of a run, round by round: `add` them as they come, `close_round` when all are in."""
 
     def __init__(self, *, brief: bool = False, memory: int = 512 << 20) -> None:
         self._brief = brief  # only the size, and the cosine to the others
@@ -96,13 +98,13 @@ class UpdateTracker:
 
     @property
     def held_bytes(self) -> int:
-        """Of the updates themselves."""
+        """The bytes of the kept updates."""
         return self._held
 
     def add(self, node: str, vector: Tensor, rows: Array | None) -> ClientUpdate:
-        """Take in one update: as one vector, and its nine sums per layer (not needed when brief).
+        """Add one update: one vector, and its nine sums per layer (not needed if brief).
 
-        A second one of the same client in the same round, what a host says was sent, stands for the first.
+        A second one of the same client in the same round, as sent according to the host, replaces the first.
         """
         update = ClientUpdate(node, vector.numel(), _squares(vector, rows), rows, vector=vector)
         update.metrics["update.norm"] = math.sqrt(update.squares) if update.finite else _finite_norm(vector, rows)
@@ -124,21 +126,21 @@ class UpdateTracker:
         return update
 
     def begin_round(self, number: int, parameters: Sequence[Tensor]) -> None:
-        """The global model that the clients of a round begin with."""
+        """Set the global model that the clients of a round start from."""
         if not self._brief:
             self._models.add(number, parameters)
 
     def know(self, tables: Iterable[LayerTable]) -> None:
-        """Shapes of layers: an update itself is a row of numbers."""
+        """Set the shapes of layers, which an update itself does not carry."""
         for table in tables:
             if table.rows == "parameter" and table.digest not in self._layouts:
                 sizes = tuple(math.prod(layer.shape) for layer in table.layers)
                 self._layouts[table.digest] = sizes, layout_of(table)
 
     def close_round(self, attempt: Attempt = unguarded) -> list[ClientUpdate]:
-        """The round's updates with their cosines and duplicates; they become the clients' previous ones.
+        """Return the round's updates with their cosines and duplicates; they become the clients' previous ones.
 
-        `attempt`: does each comparison by itself. Where one fails, its cosines are missing and nothing else.
+        `attempt` does each comparison separately. If one fails, only its cosines are missing.
         """
         with self._lock:
             closing, self._round = self._round, {}
@@ -167,9 +169,10 @@ class UpdateTracker:
         return True
 
     def _align_exactly(self, cohort: list[ClientUpdate], vectors: list[Tensor]) -> None:
-        """Cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous one.
+        """Compute cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous
+        one.
 
-        All clients at once where memory allows: for a small model a call costs more than what it computes.
+        All clients at once where memory allows, since for a small model a call costs more than its computation.
         """
         room = _TOGETHER if vectors[0].is_cpu else _TOGETHER_AWAY
         together = max(1, room // max(1, vectors[0].numel() * vectors[0].element_size()))
@@ -218,13 +221,13 @@ class UpdateTracker:
         _store_cosines("update.cosine_previous", 1, these, dot, own, squares)
 
     def _comparable(self, update: ClientUpdate) -> ClientUpdate | None:
-        """The client's previous update, if it was finite, of the same model, and is still held."""
+        """Return the client's previous update, if it was finite, of the same model, and is still kept."""
         old = self._previous.get(update.node)
         usable = old is not None and old.vector is not None and old.finite and old.sizes == update.sizes
         return old if usable else None
 
     def _align_by_sketch(self, cohort: list[ClientUpdate]) -> None:
-        """Cosines of the whole: a sketch does not tell layers apart."""
+        """Compute cosines of the whole, since a sketch has no layers."""
         for update in cohort:
             if update.sketch is None and update.vector is not None:
                 update.sketch = count_sketch(update.vector)
@@ -265,7 +268,7 @@ def _sketches(cohort: list[ClientUpdate]) -> Array:
 
 
 def _fetch_sketches(updates: Iterable[ClientUpdate]) -> None:
-    """To the CPU, all by one copy: they are looked at one by one from here on."""
+    """Copy the sketches to the CPU with one copy, since they are used one by one afterwards."""
     away = [(update, update.sketch) for update in updates if update.sketch is not None and not update.sketch.is_cpu]
     if away:
         for (update, _), sketch in zip(away, torch.stack([own for _, own in away]).cpu(), strict=True):
@@ -285,7 +288,7 @@ def _sum(vectors: list[Tensor]) -> Tensor:
 
 
 def _dots(a: Tensor, b: Tensor, sizes: list[int]) -> Array:
-    """[clients, layers] of ⟨a, b⟩, where `a` is [clients, D] and `b` the same or one vector for all."""
+    """Return ⟨a, b⟩ as [clients, layers], where `a` is [clients, D] and `b` the same or one vector for all."""
     if len(sizes) == 1:
         return np.asarray(((a * b).sum(1, keepdim=True, dtype=torch.float64)).cpu())
     products = sums((a * b).split(sizes, dim=1), clients=True)
@@ -293,7 +296,7 @@ def _dots(a: Tensor, b: Tensor, sizes: list[int]) -> Array:
 
 
 def _store_cosines(name: str, column: int, cohort: list[ClientUpdate], dot: Array, own: Array, squares: Array) -> None:
-    """Put cosines down: of the whole as a metric, of the layers in their column of the alignment."""
+    """Store cosines: of the whole as a metric, of the layers in their column of the alignment."""
     layers = _cosine(dot, own, squares)
     whole = _cosine(dot.sum(1), own.sum(1), squares.sum(1))
     for update, cosines, cosine in zip(cohort, layers, whole.tolist(), strict=True):
@@ -303,7 +306,7 @@ def _store_cosines(name: str, column: int, cohort: list[ClientUpdate], dot: Arra
 
 
 def _share(update: ClientUpdate) -> None:
-    """Begin the alignment, where layers are known: no cosines yet, and each layer's share of ‖d‖²."""
+    """Create the alignment, if layers are known: no cosines yet, and each layer's share of ‖d‖²."""
     if update.rows is not None:
         own = update.rows[:, SUM_SQUARES]
         update.alignment = np.full((len(own), len(ALIGNMENT_COLUMNS)), np.nan)
@@ -311,14 +314,14 @@ def _share(update: ClientUpdate) -> None:
 
 
 def _squares(vector: Tensor, rows: Array | None) -> float:
-    """‖d‖², NaN or infinite when a value is."""
+    """Return ‖d‖²; NaN or infinite if a value is."""
     if rows is None:
         return float(torch.linalg.vector_norm(vector)) ** 2
     return math.nan if rows[:, NANS].any() or rows[:, INFS].any() else float(rows[:, SUM_SQUARES].sum())
 
 
 def _finite_norm(vector: Tensor, rows: Array | None) -> float:
-    """The norm over the finite values, as everywhere; NaN and Inf are counted elsewhere."""
+    """Return the norm over the finite values; NaN and Inf are counted elsewhere."""
     if rows is None:
         rows = np.asarray(torch.as_tensor(sums([vector])).cpu())
     return math.sqrt(rows[:, SUM_SQUARES].sum())
@@ -334,15 +337,15 @@ def _cosine_of(a: Tensor, b: Tensor) -> float:
 
 
 def _put(metrics: dict[str, float], name: str, value: Any) -> None:
-    """A cosine with nothing is no number: absent, not NaN."""
+    """Add a cosine unless it is NaN: a cosine with nothing is absent."""
     if not math.isnan(float(value)):
         metrics[name] = float(value)
 
 
 def _count_duplicates(cohort: Iterable[ClientUpdate]) -> None:
-    """`update.duplicates` where others sent exactly the same: norms nearly agree, and vectors to the last bit.
+    """Set `update.duplicates` where others sent exactly the same: norms nearly agree, and vectors to the last bit.
 
-    Nearly, since a device may add the same numbers in another order where they lie at another address.
+    Nearly, since a device may sum the same numbers in another order at another address.
     """
     alike: list[list[ClientUpdate]] = []
     for update in sorted((u for u in cohort if u.finite and u.squares > 0), key=lambda u: u.squares):

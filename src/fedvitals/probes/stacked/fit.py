@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit of stacked clients: the same numbers as `fit`, of all clients by two batched forward passes."""
+"""Fit of stacked clients: the same numbers as `fit`, for all clients by two batched forward passes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _MOST_PAIRS = 1_000_000  # of classes, over all clients
 
 
 class StackFit(Fit):
-    """As many samples, and as often, as the share of the training time pays for: for the whole stack, without turns."""
+    """The fit probe for a whole stack, without turns: as many samples, and as often, as the training time allows."""
 
     def received(self, stack: Stack, model: StackModel) -> tuple[dict[str, Array], Batch | None]:
-        """Metrics of the received models, [clients] each, and the samples for `trained` (None: not this time)."""
+        """Return metrics of the received models, [clients] each, and the samples for `trained` (None: not this
+        time).
+        """
         if stack.loss is None or not self._allowance.due(None):
             return {}, None
         x, y = (torch.as_tensor(part).to(model.states.device) for part in stack.samples(self._count))
@@ -45,7 +47,7 @@ class StackFit(Fit):
         return metrics, (x, y)
 
     def trained(self, stack: Stack, model: StackModel, batch: Batch) -> dict[str, Array]:
-        """Metrics of the trained models on the same samples."""
+        """Return metrics of the trained models on the same samples."""
         predictions, classes = _predict(stack, model, *batch)
         metrics = {"fit.loss_after": predictions[0].mean(1)}
         if classes:
@@ -54,9 +56,10 @@ class StackFit(Fit):
 
 
 def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Array]:
-    """`fit.confusion` of each client, from [clients, samples], and its pair, [clients, 2]: NaN where nothing gathers.
+    """Return `fit.confusion` of each client, from [clients, samples], and its pair, [clients, 2]; NaN where there is
+    none.
 
-    All clients at once, where a table of all pairs is small.
+    All clients at once, if a table of all pairs is small.
     """
     clients = len(labels)
     if clients * classes**2 > _MOST_PAIRS or labels.min() < 0 or labels.max() >= classes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The average gradient over the whole sets of stacked clients: `full_gradient` for all of them at once."""
+"""The average gradient over the whole data sets of stacked clients: `full_gradient` for all of them at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Loss = Callable[..., Any]
 
 
 def stacked_full_gradient(model: StackModel, x: Tensor, y: Tensor, loss: Loss) -> list[Array | Tensor]:
-    """Nine sums per layer, [clients, layers, 9], in one piece, where x lies; x and y are [clients, samples, ...]."""
+    """Return nine sums per layer, [clients, layers, 9], on the device of x; x and y are [clients, samples, ...]."""
     # A GPU takes what fits; on a processor, as without a stack, so that sums are added in the same order.
     batch = max(1, model.together(x.device) // max(1, x[0, 0].numel())) if x.is_cuda else BATCH
     parts: list[Any] = []
@@ -39,7 +39,9 @@ def stacked_full_gradient(model: StackModel, x: Tensor, y: Tensor, loss: Loss) -
 
 
 def _gradient(model: StackModel, part: slice, inputs: Tensor, labels: Tensor, loss: Loss) -> Tensor:
-    """Of the mean loss over these samples, [clients, weights]: by the host's own way, or through its module."""
+    """Return the gradient of the mean loss over these samples, [clients, weights]: by the host's forward, or its
+    module.
+    """
     if model.forward is not None:
         with torch.enable_grad():
             states = model.states.detach()[part].clone().requires_grad_()

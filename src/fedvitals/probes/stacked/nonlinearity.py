@@ -21,9 +21,9 @@ _COST = 3  # the backward pass is kept as well, to be differentiated, and its de
 
 
 def stacked_nonlinearity(model: StackModel, x: Tensor, seeds: Sequence[int]) -> Array:
-    """NLC of each client on its samples x [clients, n, ...]; NaN where its outputs do not vary.
+    """Return the NLC of each client on its samples x [clients, n, ...]; NaN if its outputs do not vary.
 
-    The same draws as of each client alone, on every device.
+    The random draws are the same as for each client alone, on every device.
     """
     if x.shape[1] < 2:
         return np.full(model.clients, math.nan)
@@ -51,7 +51,7 @@ def _portion(model: StackModel, x: Tensor, drawn: Tensor, part: slice) -> Tensor
 
 
 def _one_by_one(model: StackModel, x: Tensor, seeds: Sequence[int]) -> Array:
-    """Of tokens, on a copy of the module: they are followed from its embedding on, by a hook."""
+    """Return the coefficients for tokens, on a copy of the module, since its embedding needs a hook."""
     module, coefficients = model.own_copy(), []
     for client, seed in enumerate(seeds):
         model.load(module, client)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nine sums of stacked clients' gradients, and their histograms, recorded step after step.
+"""Records the nine sums of stacked clients' gradients, and their histograms, at every step.
 
-What is asked of the kernel for a hundred clients of a small model is a table of hundreds of addresses. It is made once,
-and only moved when the matrix lies elsewhere than at the step before. On a device the sums stay there until the end.
+For a hundred clients of a small model the kernel's table has hundreds of addresses. It is created once, and only
+shifted if the matrix has moved since the step before. On a device the sums stay there until the end.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _FIELDS, _MANTISSA, _BIAS, _MAGNITUDE = 256, 23, 127, 0x7FFFFFFF
 
 
 class StackRecorder:
-    """`record(step, gradients)` before each optimiser step, `take()` at the end. `keep=False`: only the last step.
+    """Call `record(step, gradients)` before each optimiser step and `take()` at the end. `keep=False`: only the last
+    step.
 
-    `sizes`: how many values each layer has; one that is not `trained` is measured as absent.
+    `sizes` are the numbers of values of the layers; one that is not `trained` is measured as absent.
     """
 
     def __init__(self, clients: int, sizes: Sequence[int], trained: Sequence[bool], *, keep: bool = True) -> None:
@@ -71,7 +72,7 @@ class StackRecorder:
         self.steps.append(step)
 
     def take(self) -> Array:
-        """[steps, clients, layers, 9], on the host; the only moment at which a device is waited for."""
+        """Return [steps, clients, layers, 9] on the host; the only synchronisation with a device."""
         self._count()
         rows = np.concatenate(self._blocks)[: len(self.steps)] if self._blocks else self._new_block(0)
         on_device = {place: odd for place, odd in self._odd.items() if isinstance(odd, Tensor)}
@@ -83,8 +84,8 @@ class StackRecorder:
         return rows
 
     def _defer(self, gradients: Tensor) -> None:
-        """On a device our kernel measures at once. Without it a copy is kept, and steps go together: there, what torch
-        starts costs more than what it computes.
+        """Measure on a device: immediately by our kernel; without it, keep a copy and measure several steps
+        together.
         """
         if gradients.is_cuda and self._on_device is None:
             self._on_device = MatrixSums(self._sizes, self._trained, self._clients, gradients.device)
@@ -109,7 +110,7 @@ class StackRecorder:
         return [part if trained else None for part, trained in zip(parts, self._trained, strict=True)]
 
     def _point_at(self, gradients: Tensor) -> bool:
-        """Whether the table now points into this matrix; False if the kernel cannot read it as it lies."""
+        """Point the table into this matrix; returns False if the kernel cannot read it directly."""
         if self._kernel is None or not gradients.is_cpu or gradients.dtype is not torch.float32:
             return False
         if gradients.stride(1) != 1 and gradients.shape[1] > 1:
@@ -133,9 +134,9 @@ class StackRecorder:
 
 
 class HostSums:
-    """The like of a `StackRecorder` where the host records on its way: `sums` gives [steps, clients, layers, 9].
+    """Replaces a `StackRecorder` where the host records itself: `sums` returns [steps, clients, layers, 9].
 
-    Nothing is measured at a step; it is only noted which ones are wanted, if not all.
+    Nothing is measured at a step; only the wanted steps are noted, if not all.
     """
 
     def __init__(self, sums: Callable[[], Any], *, every: bool) -> None:
@@ -158,14 +159,14 @@ class HostSums:
         return rows if self._every else rows[self.steps]
 
     def _to_host(self) -> Array:
-        """One copy from the device, when first asked for."""
+        """Return the rows, copied from the device on first use."""
         if self._rows is None:
             self._rows = np.asarray(torch.as_tensor(self._sums()).detach().cpu(), dtype=np.float64)
         return self._rows
 
 
 class StackHistogram:
-    """How many gradient values lie in each octave, by sign: [clients, layers, 128], over all steps added."""
+    """The number of gradient values in each octave, by sign: [clients, layers, 128], summed over all steps."""
 
     def __init__(self, clients: int, sizes: Sequence[int], trained: Sequence[bool]) -> None:
         self._shape = (clients, len(sizes))
@@ -183,7 +184,7 @@ class StackHistogram:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def _begin(self, device: torch.device) -> Tensor:
-        """[clients, weights]: where the counts of a value's layer begin."""
+        """Return [clients, weights]: the offset of the counts of each value's layer."""
         if self._first is None or self._first.device != device:
             clients, layers = self._shape
             client = torch.arange(clients, device=device)[:, None] * layers

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that train as one batch, watched: the same numbers as each would give alone, for all of them at once.
+"""Measures clients that train as one batch: the same numbers as for each alone, for all of them at once.
 
-The sibling of `ClientSession`. What a client costs here is arithmetic on arrays [clients, ...]: the samples, the
-allowances and the waiting for a device are those of the whole stack. Timings are a client's share of the stack's.
+The counterpart of `ClientSession`. A client's cost here is arithmetic on arrays [clients, ...]: samples, allowances and
+synchronisation are those of the whole stack. Timings are a client's share of the stack's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 
 
 class StackSession:
-    """Begins when it is made; `step` before each optimiser step; `finish` gives the clients' results in their order."""
+    """Begins when it is created; call `step` before each optimiser step; `finish` returns the clients' results in
+    order.
+    """
 
     def __init__(
         self, instruments: Instruments, fit: StackFit, stack: Stack, round_index: int | None, report: Report
@@ -83,7 +85,7 @@ class StackSession:
         return host if planned.when is always else HostSums(self._stack.sums, every=False)
 
     def step(self, step: int, gradients: Tensor) -> None:
-        """Measure before an optimiser step; nothing waits for a device."""
+        """Measure before an optimiser step, without synchronising."""
         now = time.perf_counter()
         self._step_seconds, self._step_began = now - self._step_began, now
         try:
@@ -107,7 +109,9 @@ class StackSession:
         self.cost += time.perf_counter() - now
 
     def finish(self) -> tuple[list[Results], Tensor, Array | None]:
-        """The clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is brief."""
+        """Return the clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is
+        brief.
+        """
         ended = time.perf_counter()
         training = ended - self._began - self.cost
         instruments, model = self._instruments, self._model
@@ -140,7 +144,7 @@ class StackSession:
     # -- at each step -------------------------------------------------------------------------------------------------
 
     def _measure(self, step: int, index: int, planned: Planned, work: Callable[[], None]) -> None:
-        """Do it if its schedule grants this step, and book what it cost."""
+        """Do the work if its schedule grants this step, and record its cost."""
         started, costs = time.perf_counter(), self._instruments.costs
         if planned.when is always or planned.when(
             Moment(self._view.round, None, step, self._step_seconds, costs[index])
@@ -153,7 +157,7 @@ class StackSession:
         self._steps = max(self._steps, len(self._host.steps))
 
     def _own_steps(self) -> list[int]:
-        """How many steps each client took so far."""
+        """Return how many steps each client took so far."""
         steps_of_clients = self._stack.steps
         return (
             [self._steps] * self._model.clients
@@ -165,7 +169,7 @@ class StackSession:
         return [max(0, count - 1) for count in self._own_steps()]
 
     def _of_active(self, gradients: Tensor, step: int) -> Tensor:
-        """The same with zeros, which no histogram counts, for those who rest at this step."""
+        """Return the gradients with zeros, which no histogram counts, for clients that are idle at this step."""
         if self._stack.steps is None or min(self._stack.steps) > step:
             return gradients
         if self._own_numbers is None:
@@ -173,7 +177,7 @@ class StackSession:
         return torch.where((self._own_numbers > step)[:, None], gradients, 0.0)
 
     def _difference(self) -> None:
-        """`weight.difference` of one iteration, taken before the next one."""
+        """Record `weight.difference` of one iteration, before the next one."""
         now = self._model.matrix.detach().clone()
         change = now - self._last
         if change.is_cuda:  # the same sums, but nobody writes all numbers out in float64 first
@@ -193,7 +197,7 @@ class StackSession:
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     def _put(self, name: str, values: Sequence[float | None], step: int | None = None) -> None:
-        """One metric of every client; None: this one has none, nor has one of a step that it did not take."""
+        """Add one metric of every client; None for clients without it, or that did not take this step."""
         for results, value, took in zip(self._results, values, self._took(step), strict=True):
             if value is not None and took:
                 results.metrics.append((name, value, step))
@@ -235,7 +239,7 @@ class StackSession:
             self._put_matrices("gradient.histogram", self._model.trained_rows(counts))
 
     def _gradient(self, steps: list[int], rows: Array, members: list[int]) -> None:
-        """A client-round of its steps: `summarise` for all these clients at once. rows: [steps, clients, layers, 9]."""
+        """Summarise the steps of these clients at once, like `summarise`. rows: [steps, clients, layers, 9]."""
         count, clients, layers, _ = rows.shape
         merged, _ = summarise(steps, rows.reshape(count, clients * layers, -1))
         whole = np.sqrt(rows[..., SUM_SQUARES].sum(axis=2))  # [steps, clients]
@@ -265,7 +269,7 @@ class StackSession:
             known[node] = mean[i]
 
     def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
-        """Run a probe of the end, if it is its round and the whole stack's training has paid for it."""
+        """Run a probe of the scope's end, if it is due in this round and the whole stack's training allows it."""
         allowance, spent = self._instruments.allowances[index], 0.0
         if (self._view.round or 0) % planned.rounds == 0 and allowance.due(None):
             started = time.perf_counter()
@@ -305,11 +309,11 @@ class StackSession:
         self._put_matrices("gradient.full", self._model.trained_rows(np.concatenate(rows)))
 
     def _fewest(self) -> int:
-        """How many samples every client has: all of them, where they were dealt out equally."""
+        """Return the smallest number of samples of a client: all of them, if they are divided equally."""
         return min((len(own) for own in self._stack.labels or ()), default=0)
 
     def _seeds(self) -> list[int]:
-        """Every client's own, at this step; who was done before had its own last one."""
+        """Return every client's seed at this step; for a client that is done, of its last step."""
         now, seeds = self._view.step, []
         for node, own in zip(self._stack.nodes, self._last_steps(), strict=True):
             self._view.node, self._view.step = node, min(now, own)
@@ -332,7 +336,7 @@ class StackSession:
         self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in coefficients.tolist()])
 
     def _move(self, rows: Array) -> None:
-        """How far the weights moved: `weights.movement` for all clients."""
+        """Record how far the weights moved: `weights.movement` for all clients."""
         self._put_matrices("update", rows)
         drift = np.sqrt(rows[..., SUM_SQUARES].sum(axis=1))
         initial, now = self._instruments.initial, self._model.trained_columns(self._model.matrix.detach())
@@ -361,7 +365,7 @@ class StackSession:
             self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
-        """Which labels each client holds: when first seen, and again when a look every few rounds finds a change."""
+        """Report the labels of each client: when first seen, and again when a check every few rounds finds a change."""
         known = self._instruments.labels
         for node, own, results in zip(self._stack.nodes, labels, self._results, strict=True):
             if (self._view.round or 0) % LABEL_ROUNDS and node in known:
@@ -389,7 +393,7 @@ class StackSession:
 
 
 def unmeasured(instruments: Instruments) -> list[str]:
-    """The preset's probes that need a module of the client's own, by name: stacked clients do without them."""
+    """Return the names of the preset's probes that need a client's own module: stacked clients do without them."""
     return [name_of(planned) for planned in instruments.preset.probes if not _measured(planned)]
 
 
