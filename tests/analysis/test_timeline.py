@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fedvitals import lab
-from fedvitals.analysis.timeline import main_clock, of_clock, timeline, waiting_for
+from fedvitals.analysis.timeline import main_clock, rounds_of_clock, timeline, waiting_for
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span, Where
 from fedvitals.testing import MemorySink
@@ -95,7 +95,7 @@ def test_an_asynchronous_journey_is_cut_to_the_round_and_kept_whole_beside():
     (time,) = timeline([whole(2.0, clock="virtual"), way])
     assert time.overlapping
     assert time.nodes["c1"].parts == pytest.approx({"upload": 1.5, "wait": 0.5})
-    assert time.nodes["c1"].told["compute"] == 3.0
+    assert time.nodes["c1"].reported["compute"] == 3.0
     sums_to_its_round(time)
 
 
@@ -200,7 +200,7 @@ def test_parts_of_real_runs_sum_to_the_round_on_both_clocks(name):
     times = timeline(record for record in sink.records if isinstance(record, Span))
     assert main_clock(times) == "virtual"
     for clock in ("virtual", "real"):
-        own = of_clock(times, clock)
+        own = rounds_of_clock(times, clock)
         assert [time.round for time in own] == [0, 1, 2]
         for time in own:
             assert time.left_out == 0

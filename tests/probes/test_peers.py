@@ -12,7 +12,7 @@ from torch import nn
 from fedvitals.kernels import sums
 from fedvitals.kernels.sketch import COSINE_ERROR
 from fedvitals.probes import peer_columns, peers
-from fedvitals.probes.updates import Updates
+from fedvitals.probes.updates import UpdateTracker
 from fedvitals.records import Layer, LayerTable
 from fedvitals.stats import PEER_COLUMNS
 from support.models import MODELS, flat, make, make_data, train, watched
@@ -131,7 +131,7 @@ def some(clients, *, common=1.0, seed=0, size=SIZE):
 
 def rows_of(vectors, *, models=(), sizes=SIZES, **settings):
     """Each client's row, as a dictionary by column."""
-    updates = Updates(**settings)
+    updates = UpdateTracker(**settings)
     updates.know([TABLE])
     for number, model in enumerate(models):
         updates.begin_round(number, [model])
@@ -158,7 +158,7 @@ def test_vectors_in_one_matrix_and_apart(apart, rounds, monkeypatch):
     monkeypatch.setattr(peers, "STRETCH", 1)
     updates, models = some(6, common=3.0), list(some(rounds, seed=1).cumsum(0))
     vectors = [row.clone() for row in updates] if apart else list(updates)
-    assert (peers.as_rows(vectors) is None) == apart
+    assert (peers.as_matrix(vectors) is None) == apart
     check(rows_of(vectors, models=models), vectors, models)
 
 
@@ -256,7 +256,7 @@ def test_signs_of_evenly_spread_coordinates(monkeypatch):
     monkeypatch.setattr(peer_columns, "MOST_SIGNS", 1024)
     updates = some(5, size=10_000)
     updates[:, ::7] = 0.0
-    every = peers.signs_skipped(5, 10_000)
+    every = peers.sign_stride(5, 10_000)
     chosen = peers.chosen_coordinates(updates, every)
     places = peers.chosen_coordinates(torch.arange(10_000), every)
     assert torch.equal(chosen, updates[:, places])
@@ -264,8 +264,8 @@ def test_signs_of_evenly_spread_coordinates(monkeypatch):
     assert places.diff().max() == (every - 1) * peers.RUN_OF_SIGNS + 1
     for i, share in enumerate(peers.agreement(chosen.sign())):
         assert share == pytest.approx(sign_agreement(list(chosen), i), abs=1e-12)
-    assert peers.signs_skipped(5, 1024) == 1
-    assert len(peers.chosen_coordinates(torch.arange(1 << 20), peers.signs_skipped(100_000, 1 << 20))) < 1024
+    assert peers.sign_stride(5, 1024) == 1
+    assert len(peers.chosen_coordinates(torch.arange(1 << 20), peers.sign_stride(100_000, 1 << 20))) < 1024
 
 
 def test_past_its_memory_sketches_say_what_they_can():
@@ -280,7 +280,7 @@ def test_past_its_memory_sketches_say_what_they_can():
 
 
 def test_models_are_kept_only_where_they_fit():
-    models = peers.Models(6 * 4 * 10)
+    models = peers.PastModels(6 * 4 * 10)
     for number in range(9):
         models.add(number, [torch.full((10,), float(number))])
     assert models.backwards(torch.zeros(10))[:, 0].tolist() == [-1, -2, -3, -4, -5]

@@ -52,14 +52,19 @@ from fedvitals.transport.sender import Sender, as_seen
 from fedvitals.transport.wire.payload import decode
 
 if TYPE_CHECKING:
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
 
 
 class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
     def __init__(
-        self, spine: Spine, lost: LostRecords, kit: Kit, ledger: Ledger | None, capture: Capture | None = None
+        self,
+        spine: Spine,
+        lost: LostRecords,
+        kit: AnyInstruments,
+        ledger: Ledger | None,
+        capture: Capture | None = None,
     ) -> None:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard

@@ -25,7 +25,7 @@ from fedvitals.diagnosis.live_detectors import Findings
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.monitored_run import MonitoredRun
-from fedvitals.probes.backends import instruments
+from fedvitals.probes.backends import make_instruments
 from fedvitals.protocols import Detector, RecordWriter
 from fedvitals.records import Action, AnyName, Run
 from fedvitals.resources.capture import Capture
@@ -77,7 +77,7 @@ class Monitor:
     ) -> None:
         check_parts(sinks, capture, tape)
         policy = policy_for(host, privacy, cohort, tracebacks)
-        kit = instruments(probes, update_memory)
+        kit = make_instruments(probes, update_memory)
         chosen = choose_detectors(detectors, false_alarms)
         corrections = correction_policy_of(cure)
         ours = {"probes": kit.preset.name, "detectors": len(chosen), "cure": corrections.described()}

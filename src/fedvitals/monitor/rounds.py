@@ -33,7 +33,7 @@ from fedvitals.transport.timing import new_span_id
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 PART_METRICS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
@@ -55,7 +55,13 @@ class Rounds:
     """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
 
     def __init__(
-        self, spine: Spine, lost: LostRecords, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int
+        self,
+        spine: Spine,
+        lost: LostRecords,
+        kit: AnyInstruments,
+        arrivals: Arrivals,
+        ledger: Ledger | None,
+        least: int,
     ) -> None:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard

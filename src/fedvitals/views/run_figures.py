@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fedvitals.analysis.traffic import Reached, Traffic, reached
+from fedvitals.analysis.traffic import AccuracyMilestone, Traffic, accuracy_milestones
 from fedvitals.diagnosis.cases import Case
 from fedvitals.records import Run, is_client
 from fedvitals.store.read import queries
@@ -41,7 +41,7 @@ class Figures:
     norms: Mapping[str, ValuesByRound]  # of each client's update
     gsc: ValuesByRound  # median over the clients
     traffic: Traffic
-    reached: tuple[Reached, ...]
+    reached: tuple[AccuracyMilestone, ...]
     cases: tuple[Case, ...]
     judged: bool  # whether detectors looked at all of it; if not, no findings mean nothing
 
@@ -67,7 +67,7 @@ def figures_of(reader: Reader, run: str) -> Figures:
         norms={node: by_round for node, by_round in norms.items() if node is not None and is_client(node)},
         gsc=federation(reader, run, "scale.gsc"),
         traffic=traffic,
-        reached=reached(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
+        reached=accuracy_milestones(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
         cases=cases,
         judged=bool(cases) or (detectors_of(described) > 0 and not gaps_of(reader, run)),
     )

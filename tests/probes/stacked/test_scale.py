@@ -17,9 +17,9 @@ from fedvitals.probes.scale import gradient_scale, scale, summary
 from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
 from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
-from fedvitals.probes.stacked.scale import deflated, measured, scale_samples, scale_summaries, stacked_scale
+from fedvitals.probes.stacked.scale import deflated, measure_scale, scale_samples, scale_summaries, stacked_scale
 from fedvitals.probes.stacked.scale_graph import ScaleGraph
-from fedvitals.probes.stacked.signs import DeviceSigns, HostSigns, KeptSigns, joint_seed
+from fedvitals.probes.stacked.signs import BufferedSigns, DeviceSigns, HostSigns, joint_seed
 from fedvitals.protocols import Stack
 
 STACKABLE = [
@@ -123,14 +123,14 @@ def test_signs_of_one_stream_estimate_as_well():
     """The GPU's way as a whole: over 400 seeds the mean of (GSC)² is that of the exact one."""
     model, x = dense()
     exact = scale_samples(model, x, SEEDS, exact=True)[0].square()
-    draws = [measured(model, x, DeviceSigns([s], x.device), exact=False)[0].square() for s in range(400)]
+    draws = [measure_scale(model, x, DeviceSigns([s], x.device), exact=False)[0].square() for s in range(400)]
     mean, error = torch.stack(draws).mean(0), torch.stack(draws).std(0) / 20
     assert bool(((mean - exact).abs() <= 4.5 * error + 1e-6 * exact).all())
 
 
 def test_signs_are_kept_where_they_are():
     outputs = [torch.zeros(3, 5, 4), torch.zeros(3, 2, 4)]
-    drawn, kept = DeviceSigns(SEEDS, torch.device("cpu")), KeptSigns(torch.device("cpu"))
+    drawn, kept = DeviceSigns(SEEDS, torch.device("cpu")), BufferedSigns(torch.device("cpu"))
     for _ in range(2):
         kept.rewind()
         buffers = [kept(each, slice(None), 2) for each in outputs]

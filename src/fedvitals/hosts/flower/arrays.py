@@ -25,7 +25,7 @@ from fedvitals.probes.numpy_updates import FlatArrays
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.probes.view import Flat
+    from fedvitals.probes.view import FlatTensors
 
 Values = npt.NDArray[Any]
 PLAIN = b"\x93NUMPY\x01\x00"  # how the bytes of an array begin, version 1
@@ -88,7 +88,7 @@ class Spare:
 
 def update_of(
     sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
-) -> Flat | FlatArrays:
+) -> FlatTensors | FlatArrays:
     """What a client changed, layer by layer; where shapes differ, what it sent: it shall be seen that they do.
 
     As tensors where somebody in this process has imported torch, else as arrays.
@@ -106,9 +106,9 @@ def update_of(
         return FlatArrays(vector, [*shapes.values()])
     import torch  # noqa: PLC0415 - loaded already
 
-    from fedvitals.probes.view import Flat  # noqa: PLC0415
+    from fedvitals.probes.view import FlatTensors  # noqa: PLC0415
 
-    return Flat(torch.from_numpy(vector), [*shapes.values()])
+    return FlatTensors(torch.from_numpy(vector), [*shapes.values()])
 
 
 def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequence[str] | None = None) -> ArrayRecord:

@@ -25,7 +25,7 @@ from fedvitals.lab.experiment import kinds_of
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
-from fedvitals_studies.faultbank.baselines.differential import largest_of_healthy
+from fedvitals_studies.faultbank.baselines.differential import healthy_limit
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores
 from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, feddebug_accused, krum_accused
 from fedvitals_studies.faultbank.cases import Case
@@ -313,7 +313,7 @@ def _differential_accused(scores_by_method: ScoresByMethod) -> list[Node]:
     scores = scores_by_method.get(DIFFERENTIAL, {})
     if len(scores) < 4:
         return []
-    limit = largest_of_healthy(len(scores), DIFFERENTIAL_ALARMS)
+    limit = healthy_limit(len(scores), DIFFERENTIAL_ALARMS)
     return [node for node, score in scores.items() if score > limit]
 
 
