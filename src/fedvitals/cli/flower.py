@@ -139,10 +139,10 @@ def env(as_file: bool, **said: Any) -> None:
 
     For servers that something else starts:  eval "$(fedvitals flower env)"
     """
-    from fedvitals.hosts.flower.environment import Settings, absolute_store
+    from fedvitals.hosts.flower.environment import FlowerEnvironment, absolute_store
 
     said["store"] = absolute_store(said["store"])
-    for name, value in Settings(**said).variables(os.environ).items():
+    for name, value in FlowerEnvironment(**said).variables(os.environ).items():
         click.echo(f"{name}={value}" if as_file else f"export {name}={shlex.quote(value)}")
 
 
@@ -155,13 +155,13 @@ def _programs() -> Path:
 
 
 def _environment(place: Path, said: dict[str, Any]) -> dict[str, str]:
-    from fedvitals.hosts.flower.environment import Settings, absolute_store
+    from fedvitals.hosts.flower.environment import FlowerEnvironment, absolute_store
 
     if "store" in said:
         said["store"] = absolute_store(said["store"])
     # Flower's programs start each other by name.
     own = {**os.environ, "PATH": f"{place}{os.pathsep}{os.environ.get('PATH', '')}"}
-    return own | Settings(**said).variables(own)
+    return own | FlowerEnvironment(**said).variables(own)
 
 
 def _become(program: str, arguments: tuple[str, ...], said: dict[str, Any]) -> NoReturn:

@@ -36,14 +36,16 @@ BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 def model_of(content: RecordDict) -> ArrayRecord | None:
     """The arrays of a message, if it holds one model."""
-    found = [record for record in content.values() if isinstance(record, ArrayRecord)]
-    return found[0] if len(found) == 1 else None
+    models = [record for record in content.values() if isinstance(record, ArrayRecord)]
+    return models[0] if len(models) == 1 else None
 
 
 def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Values]:
     """The trained arrays by name, to be read only; `layers`: names in the place of a wire's numbers."""
-    found = {name: _in_place(array) for name, array in renamed(record, layers).items() if not BUFFERS.search(name)}
-    return {name: values for name, values in found.items() if np.issubdtype(values.dtype, np.floating)}
+    arrays = {
+        name: _in_place(array) for name, array in with_layer_names(record, layers).items() if not BUFFERS.search(name)
+    }
+    return {name: values for name, values in arrays.items() if np.issubdtype(values.dtype, np.floating)}
 
 
 def tensors_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -65,7 +67,7 @@ def _in_place(array: Array) -> Values:
     return array.numpy()
 
 
-def renamed(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str, Any]:
+def with_layer_names(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str, Any]:
     if layers is None:
         return dict(record)
     if len(layers) != len(record):
@@ -73,7 +75,7 @@ def renamed(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str
     return dict(zip(layers, record.values(), strict=True))
 
 
-class Spare:
+class ReusableVector:
     """Room for one update after the other: new memory costs four times what subtracting does, in a large model."""
 
     def __init__(self) -> None:
@@ -113,7 +115,7 @@ def update_of(
 
 def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequence[str] | None = None) -> ArrayRecord:
     """The record with these values in the place of its own."""
-    names = dict(zip(record, renamed(record, layers), strict=True))
+    names = dict(zip(record, with_layer_names(record, layers), strict=True))
     changed = ArrayRecord()
     for key, array in record.items():
         tensor = tensors.get(names[key])

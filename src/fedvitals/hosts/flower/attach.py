@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower import guard as guards
-from fedvitals.hosts.flower.grid_hooks import MARK, watch_post
+from fedvitals.hosts.flower.grid_hooks import MARK, hook_grid
 from fedvitals.hosts.flower.legacy import is_legacy, watch_legacy
 from fedvitals.hosts.flower.protection import LEVEL, hiding_strategy
 from fedvitals.hosts.flower.replaying import in_replay
 from fedvitals.hosts.flower.reply_envelope import trace_id
-from fedvitals.hosts.flower.server_rounds import Journal
+from fedvitals.hosts.flower.server_rounds import ServerRounds
 from fedvitals.hosts.flower.strategy import watch_strategy
 from fedvitals.monitor.lifecycle import close_at_exit
 from fedvitals.monitor.monitor import Monitor
@@ -24,7 +24,7 @@ from fedvitals.probes.backends import torch_is_installed
 from fedvitals.probes.numpy_updates import REMARK
 
 What = TypeVar("What")
-HIGHEST = 4  # of the privacy levels
+HIGHEST_LEVEL = 4  # of the privacy levels
 
 
 def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: Sequence[str] | None = None) -> What:
@@ -44,36 +44,36 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
         if known.monitor is monitor:
             return what
         raise ConfigError(f"This {type(what).__name__} is watched by another monitor already; attach one only.")
-    if isinstance(getattr(monitor.ending, "__self__", None), Journal):
+    if isinstance(getattr(monitor.ending, "__self__", None), ServerRounds):
         raise ConfigError("This monitor is attached already. Attach a strategy or a grid: a strategy's own is seen.")
     hidden = hiding_strategy(what)
-    journal = Journal(
+    server_rounds = ServerRounds(
         monitor,
-        way=guards.check(guard),
+        guard_mode=guards.check_guard(guard),
         layers=None if layers is None else tuple(layers),
         weight=str(getattr(what, "weighted_by_key", "num_examples" if is_legacy(what) else "num-examples")),
         hidden=hidden,
     )
-    begin = _Hosting(monitor, type(what).__name__, LEVEL if hidden else HIGHEST)
+    begin = _FlowerRunSetup(monitor, type(what).__name__, LEVEL if hidden else HIGHEST_LEVEL)
     begin.check()
     if is_legacy(what):
-        watch_legacy(what, journal, begin)
+        watch_legacy(what, server_rounds, begin)
     elif callable(getattr(what, "configure_train", None)) and callable(getattr(what, "start", None)):
-        watch_strategy(what, journal, begin)
+        watch_strategy(what, server_rounds, begin)
     elif callable(getattr(what, "push_messages", None)) and callable(getattr(what, "send_and_receive", None)):
         begin(what)
-        watch_post(what, journal)
+        hook_grid(what, server_rounds)
     else:
         raise ConfigError(
             f"attach() takes a strategy (flwr.serverapp.strategy), or the grid that main(grid, context) is given; "
             f"got {type(what).__name__}."
         )
-    monitor.ending = journal.end
-    close_at_exit(journal)
+    monitor.ending = server_rounds.end
+    close_at_exit(server_rounds)
     return what
 
 
-class _Hosting:
+class _FlowerRunSetup:
     """Makes the monitor's run one of Flower, when its first grid is seen: which run it is, only the grid knows."""
 
     def __init__(self, monitor: Monitor, strategy: str, most: int) -> None:
@@ -96,8 +96,8 @@ class _Hosting:
         run_id = getattr(getattr(grid, "run", None), "run_id", None)
         if run_id is None:
             return
-        told = {"strategy": self._strategy, "run": str(run_id)}
+        config = {"strategy": self._strategy, "run": str(run_id)}
         try:
-            self._monitor.hosted("flower", {"flower": told}, trace=trace_id(run_id), most=self._most)
+            self._monitor.hosted("flower", {"flower": config}, trace=trace_id(run_id), most=self._most)
         except ConfigError:
             return  # watching already: something was told before the federation began, and stays as it is

@@ -24,7 +24,16 @@ from fedvitals.errors import MissingExtraError
 from fedvitals.hosts.flower import arrays
 from fedvitals.hosts.flower.protection import LEVEL, hiding_mods
 from fedvitals.hosts.flower.replaying import in_replay
-from fedvitals.hosts.flower.reply_envelope import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
+from fedvitals.hosts.flower.reply_envelope import (
+    KEY,
+    ReplyEnvelope,
+    bytes_of,
+    journey_id,
+    node_name,
+    run_name,
+    telemetry_budget,
+    trace_id,
+)
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes import numpy_updates
 from fedvitals.probes.backends import torch_is_loaded
@@ -71,8 +80,8 @@ def _checked(probes: Any) -> Preset | str:
     return resolve(probes)
 
 
-def _tape(said: Any) -> ClientTape | None:
-    if said is None:
+def _tape(tape: Any) -> ClientTape | None:
+    if tape is None:
         return None
     try:
         from fedvitals.hosts.flower.tape.client import client_tape  # noqa: PLC0415 - an extra, for those who want a tape
@@ -80,7 +89,7 @@ def _tape(said: Any) -> ClientTape | None:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise MissingExtraError("torch", "replay", "A client's tape") from error
-    return client_tape(said)
+    return client_tape(tape)
 
 
 class ClientMod:
@@ -107,9 +116,9 @@ class ClientMod:
             if worker is None or not worker.policy.tracebacks:
                 raise
             return _failed(error, message)
-        letter = self._guarded("writing home", lambda: self._letter(worker, message, context, reply, received, cpu))
-        if letter is not None:
-            reply.content[KEY] = letter.record()
+        envelope = self._guarded("writing home", lambda: self._envelope(worker, message, context, reply, received, cpu))
+        if envelope is not None:
+            reply.content[KEY] = envelope.record()
         return reply
 
     def _taped(self, message: Message, context: Context, call_next: Handler) -> Handler:
@@ -162,7 +171,7 @@ class ClientMod:
         # Evaluations are timed, not measured: `fv.watch` in there watches nothing.
         return entered(Scope(worker.run, lambda _: None, node=node_name(context.node_id), watch=_unwatched(worker)))
 
-    def _letter(
+    def _envelope(
         self,
         worker: WorkerObserver | None,
         message: Message,
@@ -170,7 +179,7 @@ class ClientMod:
         reply: Message,
         received: float,
         cpu: float,
-    ) -> Letter | None:
+    ) -> ReplyEnvelope | None:
         if worker is None or not isinstance(reply, Message) or not reply.has_content() or KEY in reply.content:
             return None
         node = node_name(context.node_id)
@@ -181,11 +190,11 @@ class ClientMod:
                     "info", "client.partition", f"Partition {partition}.", node=node, data={"partition": partition}
                 )
             if worker.policy.level >= WORDS:
-                self._tell_update(worker, node, message, reply)
-        payload = worker.payload(most=room(bytes_of(reply.content)))
-        return Letter(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
+                self._report_update(worker, node, message, reply)
+        payload = worker.payload(most=telemetry_budget(bytes_of(reply.content)))
+        return ReplyEnvelope(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
 
-    def _tell_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
+    def _report_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
         """Statistics per layer of what was changed; below this level they are not ours to tell."""
         sent, got = arrays.model_of(message.content), arrays.model_of(reply.content)
         if sent is None or got is None or [*sent] != [*got]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Orders:
+class CorrectionsInForce:
     """What is in force in one round; as made, nothing is."""
 
     quarantined: set[str] = field(default_factory=set)
@@ -42,49 +42,51 @@ class Orders:
         return bool(self.factors or self.samples or self.longest is not None)
 
 
-def quarantine(orders: Orders, action: Action) -> None:
-    orders.quarantined.add(_target(action))
+def quarantine(in_force: CorrectionsInForce, action: Action) -> None:
+    in_force.quarantined.add(_target(action))
 
 
-def reweight(orders: Orders, action: Action) -> None:
+def reweight(in_force: CorrectionsInForce, action: Action) -> None:
     node = _target(action)
     if "samples" in action.arguments:
-        orders.samples[node] = int(action.arguments["samples"])
+        in_force.samples[node] = int(action.arguments["samples"])
     else:
-        orders.factors[node] = orders.factors.get(node, 1.0) * _positive(action, "factor")
+        in_force.factors[node] = in_force.factors.get(node, 1.0) * _positive(action, "factor")
 
 
-def clip_updates(orders: Orders, action: Action) -> None:
-    orders.longest = _positive(action, "norm")
+def clip_updates(in_force: CorrectionsInForce, action: Action) -> None:
+    in_force.longest = _positive(action, "norm")
 
 
-def server_rate(orders: Orders, action: Action) -> None:
-    orders.server_rate *= _positive(action, "factor")
+def server_rate(in_force: CorrectionsInForce, action: Action) -> None:
+    in_force.server_rate *= _positive(action, "factor")
 
 
-def robust_aggregator(orders: Orders, action: Action) -> None:
+def robust_aggregator(in_force: CorrectionsInForce, action: Action) -> None:
     from fedvitals.lab import toml  # noqa: PLC0415 - the lab is needed by those alone whom this correction meets
     from fedvitals.lab.experiment import AGGREGATORS, kinds_of  # noqa: PLC0415
 
     table = {key: value for key, value in action.arguments.items() if key in ("fraction", "faulty", "keep")}
-    orders.robust = toml.described("aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS))
+    in_force.robust = toml.described(
+        "aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS)
+    )
 
 
-def roll_back(orders: Orders, action: Action) -> None:
+def roll_back(in_force: CorrectionsInForce, action: Action) -> None:
     """Done by restoring alone."""
 
 
-KINDS: Mapping[str, Callable[[Orders, Action], None]] = {
+KINDS: Mapping[str, Callable[[CorrectionsInForce, Action], None]] = {
     function.__name__: function
     for function in (quarantine, reweight, clip_updates, server_rate, robust_aggregator, roll_back)
 }
 
 
-BY_TORCH = ("clip_updates", "server_rate", "robust_aggregator")  # corrections that compute with tensors
-OF_AGGREGATION = ("server_rate", "robust_aggregator", "roll_back")
+TORCH_KINDS = ("clip_updates", "server_rate", "robust_aggregator")  # corrections that compute with tensors
+AGGREGATION_KINDS = ("server_rate", "robust_aggregator", "roll_back")
 
 
-class Ward:
+class FlowerCorrections:
     """Follows prescriptions: `orders` are those of the open round, `restored` the model that it begins from."""
 
     def __init__(self, observer: Observer) -> None:
@@ -92,16 +94,16 @@ class Ward:
         self._kept: dict[int, ArrayRecord] = {}
         self._gone_back: set[str] = set()
         self._begun = False
-        self.orders = Orders()
+        self.in_force = CorrectionsInForce()
         self.restored: ArrayRecord | None = None
         self.aggregates = False  # whether what the server makes of the replies passes through our hands
 
-    def follow(self, actions: Iterable[Action], number: int, model: ArrayRecord | None) -> None:
-        self.orders, self.restored = Orders(), None
+    def follow(self, actions: Iterable[Action], round_index: int, model: ArrayRecord | None) -> None:
+        self.in_force, self.restored = CorrectionsInForce(), None
         for action in actions:
             if action.kind == "checkpoint":
                 if model is not None:
-                    self._kept[number - 1] = model
+                    self._kept[round_index - 1] = model
                     if not self._begun:  # rounds are counted from 1 here
                         self._kept[FIRST_MODEL], self._begun = model, True
                 self._kept = {held: kept for held, kept in self._kept.items() if held in action.arguments["keep"]}
@@ -115,23 +117,23 @@ class Ward:
         apply = KINDS.get(action.kind)
         if apply is None:
             raise ConfigError(f"'{action.kind}' is up to the clients, which train by code of their own in Flower.")
-        if action.kind in BY_TORCH and not torch_is_installed():
+        if action.kind in TORCH_KINDS and not torch_is_installed():
             raise ConfigError(f"'{action.kind}' needs torch, which is not installed: pip install 'fedvitals[torch]'.")
-        if not self.aggregates and (action.kind in OF_AGGREGATION or "restore" in action.arguments):
+        if not self.aggregates and (action.kind in AGGREGATION_KINDS or "restore" in action.arguments):
             raise ConfigError(f"'{action.kind}' needs a strategy of flwr.serverapp that is attached: it aggregates.")
         name = str(action.arguments.get("id", action.at))
         if "restore" in action.arguments and name not in self._gone_back:
-            number = int(action.arguments["restore"])
-            if number not in self._kept:
+            round_index = int(action.arguments["restore"])
+            if round_index not in self._kept:
                 held = ", ".join(map(str, sorted(self._kept))) or "none"
-                raise ConfigError(f"There is no checkpoint of round {number}. Kept: {held}.")
-            self.restored = self._kept[number]
+                raise ConfigError(f"There is no checkpoint of round {round_index}. Kept: {held}.")
+            self.restored = self._kept[round_index]
             self._gone_back.add(name)
-        apply(self.orders, action)
+        apply(self.in_force, action)
 
 
-def applied(
-    orders: Orders,
+def correct_reply(
+    in_force: CorrectionsInForce,
     node: str,
     reply: Message,
     start: Mapping[str, Values],
@@ -141,26 +143,26 @@ def applied(
 ) -> None:
     """A reply as the orders want it, in place: its length and its weight."""
     model = arrays.model_of(reply.content)
-    if orders.longest is not None and model is not None and [*start] == [*got]:
+    if in_force.longest is not None and model is not None and [*start] == [*got]:
         change: Any = arrays.update_of(start, got)
         import torch  # noqa: PLC0415 - for corrections alone
 
         norm = float(torch.linalg.vector_norm(torch.as_tensor(change.vector).double()))
-        if norm > orders.longest:  # what is not finite stays what it is: others shall see it
+        if norm > in_force.longest:  # what is not finite stays what it is: others shall see it
             shorter = {
-                n: torch.tensor(start[n]) + c * (orders.longest / norm) for n, c in zip(got, change, strict=True)
+                n: torch.tensor(start[n]) + c * (in_force.longest / norm) for n, c in zip(got, change, strict=True)
             }
             key = next(k for k, record in reply.content.items() if record is model)
             reply.content[key] = arrays.arrays_like(model, shorter, layers)
     for record in reply.content.values():
         if isinstance(record, MetricRecord) and weight in record:
-            claimed = orders.samples.get(node, record[weight])
-            factor = orders.factors.get(node, 1.0)
-            if not isinstance(claimed, list) and (node in orders.samples or factor != 1.0):
+            claimed = in_force.samples.get(node, record[weight])
+            factor = in_force.factors.get(node, 1.0)
+            if not isinstance(claimed, list) and (node in in_force.samples or factor != 1.0):
                 record[weight] = max(1, round(claimed * factor))
 
 
-def robust(
+def with_robust_aggregate(
     rule: Any, replies: Sequence[Message], start: Mapping[str, Tensor], layers: Sequence[str] | None
 ) -> list[Message]:
     """The replies, each with the robust aggregate of all in the place of its own model.
@@ -175,8 +177,8 @@ def robust(
     total = rule.begin(before, {}, len(before))
     for reply, model in models:
         total.add(_flat(arrays.tensors_of(model, layers)), 1.0, str(reply.metadata.src_node_id))
-    result = total.finish()
-    parts = result.split([t.numel() for t in start.values()])
+    aggregate = total.finish()
+    parts = aggregate.split([t.numel() for t in start.values()])
     tensors = {name: part.view(t.shape) for (name, t), part in zip(start.items(), parts, strict=True)}
     for reply, model in models:
         key = next(k for k, record in reply.content.items() if record is model)
@@ -184,7 +186,9 @@ def robust(
     return [*replies]
 
 
-def slowed(rate: float, before: ArrayRecord, after: ArrayRecord, layers: Sequence[str] | None) -> ArrayRecord:
+def scaled_server_step(
+    rate: float, before: ArrayRecord, after: ArrayRecord, layers: Sequence[str] | None
+) -> ArrayRecord:
     """The server's step, by its rate."""
     start, end = arrays.tensors_of(before, layers), arrays.tensors_of(after, layers)
     return arrays.arrays_like(after, {n: start[n] + (end[n] - start[n]) * rate for n in end if n in start}, layers)

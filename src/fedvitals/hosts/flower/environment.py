@@ -15,10 +15,10 @@ from pathlib import Path
 from fedvitals.errors import ConfigError
 from fedvitals.store import store_target
 
-SWITCH = "FEDVITALS_FLOWER"
+SWITCH_VARIABLE = "FEDVITALS_FLOWER"
 # Its sitecustomize.py is run by each Python that has this folder on its path.
-SITE = Path(__file__).resolve().with_name("site")
-NAMES = {
+SITE_FOLDER = Path(__file__).resolve().with_name("site")
+VARIABLE_NAMES = {
     "store": "FEDVITALS_STORE",
     "run": "FEDVITALS_RUN",
     "probes": "FEDVITALS_PROBES",
@@ -29,7 +29,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class FlowerEnvironment:
     """What can be said without a line of code. None: as by default."""
 
     store: str | None = None
@@ -40,19 +40,19 @@ class Settings:
     tape: str | None = None  # the folder of clients' tapes; the server's lies beside its store
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Settings:
+    def read(cls, environment: Mapping[str, str]) -> FlowerEnvironment:
         """What the variables say; an empty one says nothing."""
-        told = {name: environment.get(variable) or None for name, variable in NAMES.items()}
-        level, words = told["privacy"], told["tracebacks"]
+        values = {name: environment.get(variable) or None for name, variable in VARIABLE_NAMES.items()}
+        level, words = values["privacy"], values["tracebacks"]
         if level is not None and not level.isdecimal():
-            raise ConfigError(f"{NAMES['privacy']} is a level from 0 to 4, got '{level}'.")
+            raise ConfigError(f"{VARIABLE_NAMES['privacy']} is a level from 0 to 4, got '{level}'.")
         return cls(
-            store=told["store"],
-            run=told["run"],
-            probes=told["probes"],
+            store=values["store"],
+            run=values["run"],
+            probes=values["probes"],
             privacy=None if level is None else int(level),
             tracebacks=None if words is None else words != "0",
-            tape=told["tape"],
+            tape=values["tape"],
         )
 
     def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -60,7 +60,7 @@ class Settings:
 
         `inherited`: the environment that this is added to; what it says and we do not, holds.
         """
-        said: dict[str, str | int | None] = {
+        settings: dict[str, str | int | None] = {
             "store": self.store,
             "run": self.run,
             "probes": self.probes,
@@ -69,10 +69,10 @@ class Settings:
             "tape": None if self.tape is None else Path(self.tape).absolute().as_posix(),
         }
         path = inherited.get("PYTHONPATH", "")
-        if path.split(os.pathsep)[0] != str(SITE):
-            path = f"{SITE}{os.pathsep}{path}" if path else str(SITE)
-        told = {NAMES[name]: str(value) for name, value in said.items() if value is not None}
-        return {SWITCH: "1", "PYTHONPATH": path, **told}
+        if path.split(os.pathsep)[0] != str(SITE_FOLDER):
+            path = f"{SITE_FOLDER}{os.pathsep}{path}" if path else str(SITE_FOLDER)
+        named = {VARIABLE_NAMES[name]: str(value) for name, value in settings.items() if value is not None}
+        return {SWITCH_VARIABLE: "1", "PYTHONPATH": path, **named}
 
 
 def absolute_store(store: str | None) -> str:

@@ -18,33 +18,33 @@ from flwr.common.constant import ErrorCode
 from fedvitals.errors import ConfigError, FedvitalsError, unknown
 from fedvitals.hosts.flower.arrays import Values
 
-REPORT, DROP, FAIL = WAYS = ("report", "drop", "fail")
-NAMED = 3  # layers in a sentence
+REPORT, DROP, FAIL = GUARDS = ("report", "drop", "fail")
+LAYERS_NAMED = 3  # layers in a sentence
 
 
 class NonFiniteUpdateError(FedvitalsError):
     """An update with NaN or infinity in it, where the user asked to fail."""
 
 
-def check(way: str) -> str:
-    if way not in WAYS:
-        raise ConfigError(unknown("guard", str(way), WAYS))
-    return way
+def check_guard(guard: str) -> str:
+    if guard not in GUARDS:
+        raise ConfigError(unknown("guard", str(guard), GUARDS))
+    return guard
 
 
-def nonfinite(model: Mapping[str, Values]) -> str | None:
+def nonfinite_words(model: Mapping[str, Values]) -> str | None:
     """Where a model is not finite, as a part of a sentence."""
     layers = {name: int((~np.isfinite(values)).sum()) for name, values in model.items()}
     ill = {name: count for name, count in layers.items() if count}
     if not ill:
         return None
-    more = f" and {len(ill) - NAMED} more layers" if len(ill) > NAMED else ""
-    return f"{sum(ill.values())} values are NaN or infinite, in {', '.join([*ill][:NAMED])}{more}"
+    more = f" and {len(ill) - LAYERS_NAMED} more layers" if len(ill) > LAYERS_NAMED else ""
+    return f"{sum(ill.values())} values are NaN or infinite, in {', '.join([*ill][:LAYERS_NAMED])}{more}"
 
 
-def left_out(reply: Message, asked: Message, why: str) -> Message:
+def error_reply_instead(reply: Message, request: Message, why: str) -> Message:
     """An error reply in the place of a reply: for the strategy a client that failed."""
     error = Error(ErrorCode.UNKNOWN, f"fedvitals left this update out: {why}")
-    instead = Message(error, reply_to=asked)
+    instead = Message(error, reply_to=request)
     instead.metadata.__dict__["_message_id"] = reply.metadata.message_id
     return instead

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
-from fedvitals.hosts.flower.arrays import ArrayOutline, Spare, Values, values_of
+from fedvitals.hosts.flower.arrays import ArrayOutline, ReusableVector, Values, values_of
 from fedvitals.probes.backends import torch_is_loaded
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class KnownModels:
         self._outline: Outline | ArrayOutline | None = None
         self.started: ArrayRecord | None = None  # what the open round began with
         self.newest: ArrayRecord | None = None
-        self.spare = Spare()
+        self.spare = ReusableVector()
 
     def forget(self) -> None:
         """All but the newest, which the next round begins with."""

@@ -21,8 +21,8 @@ DEEPEST = 100  # frames and mods that are looked at
 
 def hiding_mods(call_next: Any) -> list[str]:
     """The names of protecting mods around the caller and inside of what it calls."""
-    found = [_name(mod) for mod in (*_outside(), *_inside(call_next))]
-    return [name for name in found if name in MODS]
+    names = [_name(mod) for mod in (*_outside(), *_inside(call_next))]
+    return [name for name in names if name in MODS]
 
 
 def hiding_strategy(strategy: Any) -> str | None:
@@ -64,11 +64,11 @@ def _closure(function: Any) -> dict[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None:
         return {}
-    found = {}
+    values = {}
     for name, cell in zip(code.co_freevars, cells, strict=True):
         with suppress(ValueError):  # it has no value yet
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
 def _outside() -> Iterator[Any]:

@@ -27,11 +27,11 @@ def replaying() -> Iterator[None]:
 
 
 @contextmanager
-def generators(told: Mapping[str, Any]) -> Iterator[None]:
+def random_generators_at(states: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the random generators stand where they were told to; afterwards where they stand now."""
     before = random_states()
     try:
-        set_random_states(told)
+        set_random_states(states)
         yield
     finally:
         set_random_states(before)

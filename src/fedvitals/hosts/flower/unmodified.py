@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Strategy
 from fedvitals.errors import MissingExtraError
 from fedvitals.hosts.flower.attach import attach
 from fedvitals.hosts.flower.client_mod import TRAIN, ClientMod, client_mod
-from fedvitals.hosts.flower.environment import Settings
+from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.grid_hooks import MARK
 from fedvitals.hosts.flower.reply_envelope import run_name
 from fedvitals.monitor.monitor import Monitor
@@ -28,37 +28,41 @@ from fedvitals.monitor.monitor import Monitor
 logger = logging.getLogger("fedvitals")
 SENDING = ("send_and_receive", "push_messages")
 UPDATES = 3  # of how many rounds all updates are kept, on the tape of an app without a line
-HOOKED = (*SENDING, "pull_messages", MARK)
+GRID_HOOKS = (*SENDING, "pull_messages", MARK)
 
 
 def client_app(
     original: Callable[..., None], app: Any, client_fn: Any = None, mods: Sequence[Any] | None = None, **more: Any
 ) -> None:
     """`ClientApp.__init__`, with our mod first."""
-    original(app, client_fn, _with_ours(mods), **more)
+    original(app, client_fn, _with_our_mod(mods), **more)
 
 
-def _with_ours(mods: Sequence[Any] | None) -> Sequence[Any] | None:
-    given = [] if mods is None else [*mods]
-    if any(isinstance(mod, ClientMod) for mod in given):
+def _with_our_mod(mods: Sequence[Any] | None) -> Sequence[Any] | None:
+    others = [] if mods is None else [*mods]
+    if any(isinstance(mod, ClientMod) for mod in others):
         return mods
     try:
-        told = Settings.read(os.environ)
-        own: dict[str, Any] = {"privacy": told.privacy, "tracebacks": bool(told.tracebacks), "tape": _folder(told)}
-        ours = client_mod(probes=told.probes or "standard", **own)
+        settings = FlowerEnvironment.read(os.environ)
+        own: dict[str, Any] = {
+            "privacy": settings.privacy,
+            "tracebacks": bool(settings.tracebacks),
+            "tape": _folder(settings),
+        }
+        ours = client_mod(probes=settings.probes or "standard", **own)
     except Exception as error:  # noqa: BLE001 - the app runs, whatever happens to us
         _warn(error)
         return mods
-    return [ours, *given]
+    return [ours, *others]
 
 
-def _folder(told: Settings) -> str | None:
+def _folder(settings: FlowerEnvironment) -> str | None:
     """Of this client's tape; without the extra that tapes need, the app is watched as if nobody had asked for one."""
-    return None if _tape(told) is None else told.tape
+    return None if _tape(settings) is None else settings.tape
 
 
-def _tape(told: Settings) -> Any:
-    if told.tape is None:
+def _tape(settings: FlowerEnvironment) -> Any:
+    if settings.tape is None:
         return None
     try:
         from fedvitals.replay.tape.tape import Tape  # noqa: PLC0415 - an extra
@@ -73,22 +77,22 @@ def _tape(told: Settings) -> Any:
 
 def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any, *more: Any, **others: Any) -> None:
     """`ServerApp.__call__`, with a monitor that is there when it is needed, and closed at the end."""
-    visit = Visit(grid, context)
-    server_fn = visit.guarded(lambda: visit.begin(app))
-    token = _VISIT.set(visit)
+    app_run = ServerAppRun(grid, context)
+    server_fn = app_run.guarded(lambda: app_run.begin(app))
+    token = _SERVER_APP_RUN.set(app_run)
     try:
         original(app, grid, context, *more, **others)
     except BaseException as error:
-        visit.guarded(functools.partial(visit.failed, error))
+        app_run.guarded(functools.partial(app_run.failed, error))
         raise
     finally:
-        _VISIT.reset(token)
+        _SERVER_APP_RUN.reset(token)
         if server_fn is not None:
             app._server_fn = server_fn  # noqa: SLF001 - as it was
-        visit.guarded(visit.end)
+        app_run.guarded(app_run.end)
 
 
-class Visit:
+class ServerAppRun:
     """One run of a ServerApp.
 
     Each strategy that it starts, and each loop of its own, is a run of ours with rounds from 1 on. A monitor is made
@@ -105,8 +109,8 @@ class Visit:
     def begin(self, app: Any) -> Callable[..., Any] | None:
         """Wait wherever the app may come by. Gives the function that we stand before, if there is one."""
         self._wait()
-        for kind in (Strategy, *_below(Strategy)):
-            _lead_start(kind)
+        for kind in (Strategy, *_subclasses_of(Strategy)):
+            _hook_start(kind)
         self.attach_legacy(app)
         server_fn: Callable[..., Any] | None = getattr(app, "_server_fn", None)
         if server_fn is not None:  # the older API has no other seam
@@ -130,19 +134,19 @@ class Visit:
             return self.guarded(lambda: attach(what, self._new_monitor())) is not None
 
     def _new_monitor(self) -> Monitor:
-        told = Settings.read(os.environ)
+        settings = FlowerEnvironment.read(os.environ)
         if self._monitors:
             self._monitors[-1].close()
         number = len(self._monitors) + 1
         monitor = Monitor(
-            told.store or "runs.db",
-            run=told.run or "flower",
+            settings.store or "runs.db",
+            run=settings.run or "flower",
             id=run_name(self._context.run_id) + (f"-{number}" if number > 1 else ""),
-            probes=told.probes or "standard",
-            privacy=told.privacy,
-            tracebacks=told.tracebacks,
+            probes=settings.probes or "standard",
+            privacy=settings.privacy,
+            tracebacks=settings.tracebacks,
             config={"app": dict(self._context.run_config)},
-            tape=_tape(told),
+            tape=_tape(settings),
         )
         self._monitors.append(monitor)
         return monitor
@@ -166,11 +170,11 @@ class Visit:
 
     def _leave_grid(self) -> None:
         """A loop is over, with its last round: a strategy has hooks of its own."""
-        journal = vars(self._grid).get(MARK)
-        if journal is not None and journal.monitor in self._monitors:
-            for name in HOOKED:
+        server_rounds = vars(self._grid).get(MARK)
+        if server_rounds is not None and server_rounds.monitor in self._monitors:
+            for name in GRID_HOOKS:
                 vars(self._grid).pop(name, None)
-            journal.close()
+            server_rounds.close()
 
     # -- strategies ---------------------------------------------------------------------------------------------------
 
@@ -217,10 +221,10 @@ class Visit:
             monitor.close()
 
 
-_VISIT: ContextVar[Visit | None] = ContextVar("fedvitals_flower_visit", default=None)
+_SERVER_APP_RUN: ContextVar[ServerAppRun | None] = ContextVar("fedvitals_flower_visit", default=None)
 
 
-def _lead_start(kind: type) -> None:
+def _hook_start(kind: type) -> None:
     """A strategy is attached to when it is started; each class may have a `start` of its own."""
     original = vars(kind).get("start")
     if not callable(original) or hasattr(original, MARK):
@@ -228,19 +232,19 @@ def _lead_start(kind: type) -> None:
 
     @functools.wraps(original)
     def start(self: Any, *args: Any, **more: Any) -> Any:
-        visit = _VISIT.get()
+        app_run = _SERVER_APP_RUN.get()
         begin = functools.partial(original, self)
-        return begin(*args, **more) if visit is None else visit.start(self, begin, *args, **more)
+        return begin(*args, **more) if app_run is None else app_run.start(self, begin, *args, **more)
 
     setattr(start, MARK, True)
     kind.start = start  # type: ignore[attr-defined]
 
 
-def _below(kind: type) -> Iterator[type]:
+def _subclasses_of(kind: type) -> Iterator[type]:
     children: list[type] = kind.__subclasses__()
     for child in children:
         yield child
-        yield from _below(child)
+        yield from _subclasses_of(child)
 
 
 def _warn(error: Exception, does: str = "does not watch") -> None:

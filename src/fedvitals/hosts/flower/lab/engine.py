@@ -17,7 +17,7 @@ from flwr.app import Message, MessageType
 from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.hosts.flower.lab.messages import packed, read_answer, write_order
+from fedvitals.hosts.flower.lab.messages import arrays_by_state, read_reply, write_request
 from fedvitals.lab.engines.engine import FLOWER, Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.work import Task, Update
@@ -26,11 +26,11 @@ from fedvitals.protocols import Observer
 from fedvitals.records import Run
 from fedvitals.transport.wire.payload import decode
 
-PATIENCE = 120.0  # seconds until the nodes are there
+NODE_WAIT_SECONDS = 120.0  # seconds until the nodes are there
 TIMEOUT = 3600.0  # seconds for one round's answers
 FIRST_LOOK, LAST_LOOK = 0.02, 1.0  # seconds between two looks for answers; they grow
 
-Answer = tuple[list[Update], bytes]
+NodeReply = tuple[list[Update], bytes]
 
 
 class FlowerEngine:
@@ -46,11 +46,11 @@ class FlowerEngine:
         *,
         nodes: int = 1,
         timeout: float = TIMEOUT,
-        patience: float = PATIENCE,
+        patience: float = NODE_WAIT_SECONDS,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.site, self._grid = site, grid
-        self._text = described(site.experiment)
+        self._text = experiment_text(site.experiment)
         self._wanted, self._timeout, self._patience, self._say = nodes, timeout, patience, say
         self._place = {node: place for place, node in enumerate(site.experiment.nodes)}
         self._owing: dict[str, int] = {}  # nodes that have not answered in time, by the message
@@ -64,10 +64,10 @@ class FlowerEngine:
         shares: dict[int, list[Task]] = {}
         for task in tasks:
             shares.setdefault(nodes[self._place[task.nodes[0]] % len(nodes)], []).append(task)
-        arrays, watcher = packed([task.start for task in tasks]), observer.for_worker()
+        arrays, watcher = arrays_by_state([task.start for task in tasks]), observer.for_worker()
         messages = [
             Message(
-                content=write_order(share, self._text, watcher, arrays),
+                content=write_request(share, self._text, watcher, arrays),
                 dst_node_id=node,
                 message_type=MessageType.TRAIN,
                 group_id=str(share[0].round),
@@ -75,15 +75,15 @@ class FlowerEngine:
             for node, share in shares.items()
         ]
         replies = self._exchange(messages)
-        found: dict[int, Iterator[Update]] = {}
+        updates_by_node: dict[int, Iterator[Update]] = {}
         for node, share in shares.items():
             updates, payload = self._read(node, share, replies.get(node))
             if self._may_tell(payload, share, observer):
                 absorb(payload)
-            found[node] = iter(updates)
+            updates_by_node[node] = iter(updates)
         of_task = {id(task): node for node, share in shares.items() for task in share}
         for task in tasks:
-            yield [next(found[of_task[id(task)]]) for _ in task.nodes]
+            yield [next(updates_by_node[of_task[id(task)]]) for _ in task.nodes]
 
     def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
         return self._here.examine(state)
@@ -104,22 +104,22 @@ class FlowerEngine:
         if self._owing:
             for reply in self._grid.pull_messages([*self._owing]):
                 self._owing.pop(reply.metadata.reply_to_message_id, None)
-        began, told = time.monotonic(), -1
+        began, reported = time.monotonic(), -1
         while True:
-            there = sorted(self._grid.get_node_ids())
-            if len(there) >= self._wanted:
+            connected = sorted(self._grid.get_node_ids())
+            if len(connected) >= self._wanted:
                 break
-            if len(there) != told:
-                told = len(there)
-                self._say(f"waiting for {self._wanted} SuperNodes, {told} connected")
+            if len(connected) != reported:
+                reported = len(connected)
+                self._say(f"waiting for {self._wanted} SuperNodes, {reported} connected")
             if time.monotonic() - began > self._patience:
                 raise ConfigError(
-                    f"Waited {self._patience:.0f} s for {self._wanted} SuperNodes, and {len(there)} are connected. "
+                    f"Waited {self._patience:.0f} s for {self._wanted} SuperNodes, and {len(connected)} are connected. "
                     "Start the others, or ask for fewer with --workers."
                 )
             time.sleep(LAST_LOOK)
         self._wanted = 1  # once it has begun, it goes on with whoever is left
-        return [node for node in there if node not in self._owing.values()] or there
+        return [node for node in connected if node not in self._owing.values()] or connected
 
     def _exchange(self, messages: Sequence[Message]) -> dict[int, Message]:
         """The nodes' replies; who does not answer in time has none."""
@@ -138,14 +138,14 @@ class FlowerEngine:
         self._owing |= waiting
         return replies
 
-    def _read(self, node: int, tasks: Sequence[Task], reply: Message | None) -> Answer:
+    def _read(self, node: int, tasks: Sequence[Task], reply: Message | None) -> NodeReply:
         if reply is None:
             return _failed(tasks, f"The SuperNode {node} did not answer within {self._timeout:.0f} s."), b""
         if reply.has_error():
             error = reply.error
             return _failed(tasks, f"The SuperNode {node} failed (code {error.code}): {error.reason}"), b""
         try:
-            return read_answer(reply.content, tasks, self.site.layout.size)
+            return read_reply(reply.content, tasks, self.site.layout.size)
         except RecordError as error:
             return _failed(tasks, f"The answer of the SuperNode {node} cannot be used. {error}"), b""
 
@@ -170,7 +170,7 @@ class FlowerEngine:
         return not refused
 
 
-def described(experiment: Experiment) -> str:
+def experiment_text(experiment: Experiment) -> str:
     """The experiment as TOML, which is all that nodes are told of it; refused if it cannot go there."""
     if experiment.local.keep_optimizer:
         raise ConfigError(

@@ -19,7 +19,7 @@ from fedvitals.transport.privacy import Policy
 PRESETS = ("light", "standard", "deep")
 
 
-class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of a `WorkerObserver`, a preset by its name; its first model travels beside it, as bytes."""
 
     run: str
@@ -52,8 +52,8 @@ def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
         )
     fields: dict[str, Any] = {field.name: getattr(watcher, field.name) for field in dataclasses.fields(watcher)}
     initial = fields.pop("initial")
-    told = _Told(**{**fields, "preset": name})
-    return msgspec.json.encode(told).decode(), initial or b""
+    document = _ObserverFields(**{**fields, "preset": name})
+    return msgspec.json.encode(document).decode(), initial or b""
 
 
 def read_watcher(text: str, initial: bytes) -> AnyWatcher:
@@ -61,10 +61,10 @@ def read_watcher(text: str, initial: bytes) -> AnyWatcher:
     if not text:
         return NullObserver()
     try:
-        told = msgspec.json.decode(text, type=_Told)
+        document = msgspec.json.decode(text, type=_ObserverFields)
     except msgspec.MsgspecError as error:
         raise RecordError(f"The observer that came with a task cannot be read: {error}.") from error
     if len(initial) > INITIAL_BYTES or len(initial) % 4:
         raise RecordError(f"The first model that came with a task has {len(initial)} bytes; {INITIAL_BYTES} may come.")
-    fields = {field: getattr(told, field) for field in told.__struct_fields__}
-    return WorkerObserver(**{**fields, "preset": preset(told.preset), "initial": initial or None})
+    fields = {field: getattr(document, field) for field in document.__struct_fields__}
+    return WorkerObserver(**{**fields, "preset": preset(document.preset), "initial": initial or None})

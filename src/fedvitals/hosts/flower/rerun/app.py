@@ -44,17 +44,17 @@ def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None =
     `config`: what is known of the run's settings, over those of the app's pyproject.toml.
     """
     if reference is not None:
-        made = _loaded(folder, reference)
+        loaded = _load_reference(folder, reference)
         with replaying():
-            return made() if isinstance(made, type) or not hasattr(made, "aggregate_train") else made
+            return loaded() if isinstance(loaded, type) or not hasattr(loaded, "aggregate_train") else loaded
     app = _component(folder, "serverapp")
-    known = {**_flat(_project(folder).get("config", {})), **config}
+    known = {**_flat_config(_project(folder).get("config", {})), **config}
     context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config=known)
     try:
-        with replaying(), _caught():
+        with replaying(), _intercept_start():
             app(_NoGrid(), context)
-    except _Found as found:
-        return found.strategy
+    except _StrategyStarted as started:
+        return started.strategy
     except Exception as error:
         raise ConfigError(
             f"The ServerApp in {folder} did not come to start its strategy: {type(error).__name__}: {error}. Say where "
@@ -65,7 +65,7 @@ def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None =
     )
 
 
-class _Found(BaseException):
+class _StrategyStarted(BaseException):
     """No `except Exception` of the app's holds it up."""
 
     def __init__(self, strategy: Any) -> None:
@@ -85,13 +85,13 @@ class _NoGrid:
 
 
 @contextmanager
-def _caught() -> Iterator[None]:
+def _intercept_start() -> Iterator[None]:
     """Inside, whoever starts a strategy hands it to us instead."""
 
     def start(strategy: Any, *_: Any, **__: Any) -> Any:
-        raise _Found(strategy)
+        raise _StrategyStarted(strategy)
 
-    kinds = [kind for kind in (Strategy, *_below(Strategy)) if "start" in vars(kind)]
+    kinds = [kind for kind in (Strategy, *_subclasses_of(Strategy)) if "start" in vars(kind)]
     before = [vars(kind)["start"] for kind in kinds]
     for kind in kinds:
         kind.start = start  # type: ignore[attr-defined]
@@ -102,11 +102,11 @@ def _caught() -> Iterator[None]:
             kind.start = own  # type: ignore[attr-defined]
 
 
-def _below(kind: type) -> Iterator[type]:
+def _subclasses_of(kind: type) -> Iterator[type]:
     children: list[type] = kind.__subclasses__()
     for child in children:
         yield child
-        yield from _below(child)
+        yield from _subclasses_of(child)
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
@@ -119,32 +119,32 @@ def _component(folder: Path, name: str) -> Any:
             f"{folder} is no Flower app: its {PROJECT} has no {name} under [tool.flwr.app.components]. --app DIR is "
             "the folder that `flwr run` takes."
         )
-    return _loaded(folder, reference)
+    return _load_reference(folder, reference)
 
 
 def _components(folder: Path) -> dict[str, Any]:
-    found = _project(folder).get("components", {})
-    return found if isinstance(found, dict) else {}
+    components = _project(folder).get("components", {})
+    return components if isinstance(components, dict) else {}
 
 
 def _project(folder: Path) -> dict[str, Any]:
     try:
-        told = tomllib.loads((folder / PROJECT).read_text(encoding="utf-8"))
-        found: dict[str, Any] = told["tool"]["flwr"]["app"]
+        project = tomllib.loads((folder / PROJECT).read_text(encoding="utf-8"))
+        app: dict[str, Any] = project["tool"]["flwr"]["app"]
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return app if isinstance(app, dict) else {}
 
 
-def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """As Flower names the settings of tables: «a.b»."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
-        found |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return found
+        flat |= _flat_config(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
-def _loaded(folder: Path, reference: str) -> Any:
+def _load_reference(folder: Path, reference: str) -> Any:
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
         raise ConfigError(f"'{reference}' does not say where something is: module:name, as in pkg.server_app:strategy.")
@@ -152,12 +152,12 @@ def _loaded(folder: Path, reference: str) -> Any:
     sys.path[:] = [place, *(path for path in sys.path if path != place)]
     _forget_others(folder, module.partition(".")[0])
     try:
-        found: Any = importlib.import_module(module)
+        loaded: Any = importlib.import_module(module)
         for name in attribute.split("."):
-            found = getattr(found, name)
+            loaded = getattr(loaded, name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{reference} of the app in {folder} cannot be loaded: {error}") from error
-    return found
+    return loaded
 
 
 def _forget_others(folder: Path, package: str) -> None:

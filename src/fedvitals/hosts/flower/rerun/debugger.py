@@ -16,7 +16,7 @@ from fedvitals.hosts.flower.protection import innermost
 OURS = "fedvitals.hosts.flower."
 
 
-def called(app: Any, message: Message, context: Context, *, debugger: bool) -> Message:
+def call_app(app: Any, message: Message, context: Context, *, debugger: bool) -> Message:
     code = _handler(app, message) if debugger else None
     before = sys.gettrace()
     if code is not None:
@@ -48,9 +48,9 @@ def _handler(app: Any, message: Message) -> CodeType | None:
     """The code of the user's own function that the message will come to; of a NumPyClient, that of its `client_fn`."""
     category, _, action = message.metadata.message_type.partition(".")
     functions = getattr(app, "_registered_funcs", {})
-    found = functions.get(f"{category}.{action or 'default'}", functions.get(message.metadata.message_type))
-    found = innermost(found if found is not None else getattr(app, "_call", None))
-    code = getattr(inspect.unwrap(found), "__code__", None) if callable(found) else None
+    function = functions.get(f"{category}.{action or 'default'}", functions.get(message.metadata.message_type))
+    function = innermost(function if function is not None else getattr(app, "_call", None))
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return code if isinstance(code, CodeType) else None
 
 
