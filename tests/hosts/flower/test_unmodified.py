@@ -201,7 +201,10 @@ def test_the_app_runs_as_ever_whatever_is_wrong_with_us(watched, tmp_path, troub
 
 def test_the_sitecustomize_that_was_there_is_run_and_takes_our_place(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("word = 'theirs'\n")
-    look = "import sitecustomize as s, sys; print(s.word, [type(f).__name__ for f in sys.meta_path].count('FlowerImportHook'))"
+    look = (
+        "import sitecustomize as s, sys; "
+        "print(s.word, [type(f).__name__ for f in sys.meta_path].count('FlowerImportHook'))"
+    )
     assert python("-c", look, path=[SITE_FOLDER, tmp_path], FEDVITALS_FLOWER="1")[0] == "theirs 1\n"
     assert python("-c", look, path=[SITE_FOLDER, tmp_path], FEDVITALS_FLOWER="")[0] == "theirs 0\n"
     (tmp_path / "sitecustomize.py").write_text("1 / 0\n")
