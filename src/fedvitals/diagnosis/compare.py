@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two examinations of a run said the same: live and later, or before and after a change of the detectors."""
+"""Compare the findings of two examinations of one run: live and later, or before and after a change of the
+detectors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from fedvitals.records import Finding
 
 @dataclass(frozen=True, slots=True)
 class FindingsDifference:
-    """Findings that only one side has, or that both have in other words or numbers (as they are now)."""
+    """The findings that only one side has, or that both have with different words or numbers (as they are now)."""
 
     same: int
     only_stored: tuple[Finding, ...]
@@ -27,7 +29,7 @@ class FindingsDifference:
 
 
 def compare_findings(stored: Sequence[Finding], now: Iterable[Finding]) -> FindingsDifference:
-    """What differs; the time at which something was found and its identity do not count."""
+    """Return how the stored findings differ from those of now; times and record ids are ignored."""
     known = [finding for finding in stored if finding.issue in ISSUES_BY_CODE]
     before, after = _by_place(known), _by_place(now)
     both = [(before[place], after[place]) for place in after if place in before]
@@ -64,7 +66,7 @@ def _reasons(finding: Finding) -> list[Any]:
 
 
 def _stored(evidence: Any) -> Any:
-    """Evidence as a store gives it back: JSON has no tuples, and only words for what is not finite."""
+    """Return evidence as a store returns it: JSON has no tuples, and writes non-finite numbers as words."""
     if isinstance(evidence, Mapping):
         return {str(key): _stored(entry) for key, entry in evidence.items()}
     if isinstance(evidence, list | tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All shipped detectors, and how they go over a run: round after round, each with no more than was known then."""
+"""The shipped detectors, and how they are run on a history round by round, each seeing only what was known by then."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS)
 
 
 def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0) -> tuple[Detector, ...]:
-    """The detectors that a person means: «standard», a list of functions, or a list with «standard» in it.
+    """Return the detectors that a setting names: «standard», a list of functions, or a list that contains «standard».
 
-    `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together. What can be wrong only seldom,
-    and is then plainly so, costs the same at any setting; the search for faulty clients takes what is left.
+    `false_alarms` is the number of alarms allowed per 100 healthy rounds, over all rules together. Exact rules cost the
+    same at any setting; the search for faulty clients gets what is left of the budget.
     """
     is_number = isinstance(false_alarms, int | float) and not isinstance(false_alarms, bool)
     if not is_number or not 0 < false_alarms <= MOST_ALARMS:
@@ -80,10 +80,11 @@ def examine(
     *,
     failed: OnDetectorFailure | None = None,
 ) -> list[Finding]:
-    """What the detectors (all of ours, unless given) say of each of these rounds (all, unless given), in order.
+    """Return the findings of the given rounds (default: all) by the given detectors (default: the shipped ones), in
+    order.
 
-    The run's id is not filled in: a history knows none. `failed` hears of a detector that raised, and the others go on;
-    without it, the error is raised.
+    The findings carry no run id, because a history has none. `failed` is called with the error of a detector that
+    raised, and the others go on; without it, the error is raised.
     """
     chosen = DETECTORS if detectors is None else tuple(detectors)
     examination = Examination(history, chosen, failed, finished=True)
@@ -95,7 +96,8 @@ def examine(
 
 
 class Examination:
-    """Detectors that go over one run: they get the same view of it each round, which ends further on each time.
+    """Runs detectors over one run. They see the same view of its history each round, which ends one round later each
+    time.
 
     `finished`: nothing is being added to the history meanwhile.
     """
@@ -113,7 +115,7 @@ class Examination:
         self._detectors, self._failed = detectors, failed
 
     def findings_of(self, round_index: int) -> Iterator[Finding]:
-        """What the detectors say of a round, from what was known by its end."""
+        """Yield what the detectors report for a round, from what was known by its end."""
         self._horizon.move_to(round_index)
         for detector in self._detectors:
             findings: list[Finding] = []
@@ -130,5 +132,5 @@ class Examination:
 
 
 def with_run_and_time(finding: Finding, run: str, at: float) -> Finding:
-    """The finding with the run that it is about, and the time, unless the detector gave one."""
+    """Return the finding with the id of its run filled in, and the time unless the detector gave one."""
     return replace(finding, where=replace(finding.where, run=finding.where.run or run), at=finding.at or at)

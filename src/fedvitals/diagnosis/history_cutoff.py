@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A history that ends with one round: detectors on a stored run see no more than they did when it trained.
+"""A view of a run's history truncated at a given round, so that detectors replayed on a stored run see exactly what
+they saw live.
 
-Live, too, later rounds may be there already, since records come in batches. So the end is set here, once, and no
-detector has to be trusted with it. What is asked twice is looked up once.
+Live, later rounds may be present already, because records arrive in batches. The cutoff is set here, once, so that no
+detector has to be trusted with it. Answers are cached.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ T = TypeVar("T")
 
 
 class CutoffRound:
-    """How far detectors may see. It is moved by whoever examines a run; they themselves have no hold of it."""
+    """The last round that detectors may see. The examination moves it; detectors have no access to it."""
 
     def __init__(self) -> None:
         self.round = -1
         self.moves = 0
 
     def move_to(self, round_index: int) -> None:
+        """Let detectors see everything up to and including this round."""
         self.round = round_index
         self.moves += 1
 
 
 class HistoryCutoff:
-    """A `protocols.History` of the rounds up to and with the horizon's.
+    """A `protocols.History` of the rounds up to and including the cutoff round.
 
     `finished`: nothing is being added to the history, so that answers about all of its rounds may be kept.
     """
@@ -70,7 +72,7 @@ class HistoryCutoff:
         return self._ask(self._kept, "rounds", self._history.rounds)
 
     def _span(self, rounds: Sequence[int]) -> slice:
-        """The part of these rounds (ascending) that may be seen."""
+        """Return the part of these (ascending) rounds that may be seen."""
         every = self._all_rounds()
         last = bisect_right(every, self._round)
         first = every[max(0, last - LOOK_BACK)] if last else 0
