@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence over time: what is known of a run's clients up to a round, and who stands accused of what.
+"""Evidence summed over the rounds: what is known of a run's clients up to a round, and who is accused of what.
 
-Each round's evidence is added up for each client as in Page's CUSUM test: what speaks for health takes away, what
-speaks for a fault adds, and who passes a limit is accused. The limits are those at which healthy runs of data and
-models that the evidence was not learnt on raise as many alarms as the user allows.
+Each round's evidence is added up per client as in Page's CUSUM test: signs of health subtract, signs of a fault add,
+and a client that exceeds a limit is accused. The limits are those at which healthy runs, of data and models that the
+evidence was not learnt on, raise as many alarms as the user allows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of anothe
 
 @dataclass
 class EvidenceSums:
-    """One view's sums of evidence."""
+    """One view's sums of evidence, by client."""
 
     totals: dict[Node, float] = field(default_factory=dict)
     began: dict[Node, int] = field(default_factory=dict)  # round since when the total has been above 0
@@ -46,6 +46,7 @@ class EvidenceSums:
     withdrawn: int = 0  # accusations that the following rounds did not bear out
 
     def add(self, node: Node, round_index: int, evidence: float, kind_logs: Array, limit: float) -> None:
+        """Add one participation's evidence of a client, and accuse it or withdraw the accusation."""
         total = self.totals[node] = min(CAP, max(0.0, self.totals.get(node, 0.0) + evidence))
         if total == 0:
             self.kinds[node] = []
@@ -62,7 +63,7 @@ class EvidenceSums:
 
 @dataclass
 class EvidenceTrend:
-    """A run up to a round; `take` the next one. All that it says follows from the rounds that it took."""
+    """The evidence of a run up to a round; `add_round` takes the next one."""
 
     model: EvidenceModel
     allowed: float  # alarms per 100 healthy rounds, over all rules together
@@ -84,6 +85,7 @@ class EvidenceTrend:
     largest: float = 0.0  # norm of the median client's update, in the round in which that was largest
 
     def add_round(self, history: History, round_index: int) -> None:
+        """Take in the next round."""
         vital_signs = vital_signs_of(history, round_index)
         self.round, self.rounds = round_index, self.rounds + 1
         self.clients |= set(vital_signs.nodes)
@@ -113,17 +115,18 @@ class EvidenceTrend:
             self._update_suspected_kind(node, honest=node in unaltered)
 
     def accusing_views(self, node: Node) -> list[str]:
-        """The views in which it stands accused."""
+        """Return the views in which a client is accused."""
         return [name for name, view in self.views.items() if node in view.accused]
 
     def totals(self, node: Node) -> dict[str, float]:
+        """Return a client's sum of evidence in each view."""
         return {name: view.totals.get(node, 0.0) for name, view in self.views.items()}
 
     def _converged(self, history: History, round_index: int) -> bool:
-        """Whether updates have shrunk so far that a few hard samples decide what is left of them.
+        """Return whether updates have shrunk so far that a few hard samples decide what is left of them.
 
-        Healthy clients then differ as much as faulty ones do while there is something to learn, and evidence was not
-        learnt on such rounds: it neither grows nor shrinks.
+        Healthy clients then differ as much as faulty ones do earlier, and the evidence was not learnt on such rounds,
+        so it is left unchanged.
         """
         norms = [norm for norm in history.latest("update.norm", round_index).values() if np.isfinite(norm)]
         median = float(np.median(norms)) if norms else 0.0
@@ -143,7 +146,9 @@ class EvidenceTrend:
                 view.add(node, round_index, float(gained[index]), likely[index], limit)
 
     def _update_suspected_kind(self, node: Node, *, honest: bool) -> None:
-        """What it is accused of, if it is. That stays, unless it has become plainly untenable."""
+        """Set or clear the kind of fault a client is accused of. A kind stays unless it has become clearly
+        untenable.
+        """
         fired = self.accusing_views(node)
         if node not in self.altered_since and not fired:
             self.suspected_kinds.pop(node, None)
@@ -163,19 +168,21 @@ class EvidenceTrend:
 
 
 def fault_kind_chances(logs: Sequence[Array], kinds: Sequence[str], possible: Sequence[bool]) -> dict[str, float]:
-    """The chance of each kind, from its log-probabilities in several participations; 0 for what is not possible."""
+    """Return the probability of each kind from its log-probabilities in several participations; 0 for kinds that are
+    not possible.
+    """
     total = np.where(possible, np.sum(logs, axis=0), -np.inf)
     shares = np.exp(total - total.max())
     return {kind: float(share) for kind, share in zip(kinds, shares / shares.sum(), strict=True)}
 
 
 def groups_exchange_models(groups: Mapping[Node, str]) -> bool:
-    """Whether clients pass their models on to each other within their groups: edges and rings do, clusters do not."""
+    """Return whether clients pass models to each other within their groups: edges and rings do, clusters do not."""
     return any(not group.startswith("cluster") for group in groups.values())
 
 
 def cohort_kind(present: int, known: int, *, exchanged: bool = False) -> str:
-    """Which limits hold: cohorts of these kinds raise false alarms at very different rates."""
+    """Return which limits apply: kinds of cohorts raise false alarms at very different rates."""
     if exchanged:
         return "exchanging"
     if present < PARTIAL * known:
