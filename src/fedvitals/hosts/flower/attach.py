@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side: one line, and a monitor sees what a strategy or a loop of one's own does with its clients."""
+"""The server's side: attach a monitor to a strategy, or to the grid of a custom loop."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ HIGHEST_LEVEL = 4  # of the privacy levels
 
 
 def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: Sequence[str] | None = None) -> What:
-    """Let `monitor` watch a strategy, or the grid of a loop of your own. Gives back the very object.
+    """Let `monitor` watch a strategy, or the grid of a custom loop. Returns the same object.
 
-    `guard`: what becomes of an update with NaN or infinity in it, before it is aggregated: «report» names the client
-    and changes nothing, «drop» leaves it out, «fail» ends the run. `layers`: names, where the wire has numbers.
+    `guard`: what to do with an update that contains NaN or infinity, before it is aggregated: «report» names the client
+    and changes nothing, «drop» leaves it out, «fail» ends the run. `layers`: names for the arrays, where the wire has
+    numbers.
     """
     if not isinstance(monitor, Monitor):
         raise ConfigError(f"attach(strategy, monitor) takes a fv.Monitor('runs.db'); got {monitor!r}.")
@@ -74,13 +75,15 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
 
 
 class _FlowerRunSetup:
-    """Makes the monitor's run one of Flower, when its first grid is seen: which run it is, only the grid knows."""
+    """Marks the monitor's run as one of Flower when its first grid is seen, because only the grid knows the run's
+    id.
+    """
 
     def __init__(self, monitor: Monitor, strategy: str, most: int) -> None:
         self._monitor, self._strategy, self._most, self._done = monitor, strategy, most, False
 
     def check(self) -> None:
-        """Say now what cannot be, and not when the federation runs."""
+        """Raise ConfigError now for settings that cannot work, instead of when the federation runs."""
         self._monitor.hosted("flower", {"flower": {"strategy": self._strategy}}, most=self._most)
 
     def __call__(self, grid: Any) -> None:

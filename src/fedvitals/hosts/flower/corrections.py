@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections on a Flower run: what the monitor prescribes for a round, applied to replies and to the model.
+"""Apply the monitor's corrections to a Flower run: to replies, and to the model.
 
-Only where the user asked for it, `Monitor(cure="auto")`. Clients train by code of their own, so what would have to
-happen there (gradient clipping, another learning rate) is refused, with the reason.
+Only where the user asked for it, `Monitor(cure="auto")`. Clients train by their own code, so corrections that would
+have to happen there (gradient clipping, another learning rate) are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CorrectionsInForce:
-    """What is in force in one round; as made, nothing is."""
+    """The corrections in force in one round; by default none."""
 
     quarantined: set[str] = field(default_factory=set)
     factors: dict[str, float] = field(default_factory=dict)  # of a client's weight
@@ -39,14 +39,17 @@ class CorrectionsInForce:
 
     @property
     def of_replies(self) -> bool:
+        """Return whether any correction changes replies."""
         return bool(self.factors or self.samples or self.longest is not None)
 
 
 def quarantine(in_force: CorrectionsInForce, action: Action) -> None:
+    """Leave the client's updates out."""
     in_force.quarantined.add(_target(action))
 
 
 def reweight(in_force: CorrectionsInForce, action: Action) -> None:
+    """Change the client's sample count, or multiply its weight by a factor."""
     node = _target(action)
     if "samples" in action.arguments:
         in_force.samples[node] = int(action.arguments["samples"])
@@ -55,14 +58,17 @@ def reweight(in_force: CorrectionsInForce, action: Action) -> None:
 
 
 def clip_updates(in_force: CorrectionsInForce, action: Action) -> None:
+    """Limit the norm of updates."""
     in_force.longest = _positive(action, "norm")
 
 
 def server_rate(in_force: CorrectionsInForce, action: Action) -> None:
+    """Multiply the server's step by a factor."""
     in_force.server_rate *= _positive(action, "factor")
 
 
 def robust_aggregator(in_force: CorrectionsInForce, action: Action) -> None:
+    """Aggregate with a robust rule of the lab."""
     from fedvitals.lab import toml  # noqa: PLC0415 - the lab is needed by those alone whom this correction meets
     from fedvitals.lab.experiment import AGGREGATORS, kinds_of  # noqa: PLC0415
 
@@ -73,7 +79,7 @@ def robust_aggregator(in_force: CorrectionsInForce, action: Action) -> None:
 
 
 def roll_back(in_force: CorrectionsInForce, action: Action) -> None:
-    """Done by restoring alone."""
+    """Do nothing here: restoring the model is all."""
 
 
 KINDS: Mapping[str, Callable[[CorrectionsInForce, Action], None]] = {
@@ -87,7 +93,7 @@ AGGREGATION_KINDS = ("server_rate", "robust_aggregator", "roll_back")
 
 
 class FlowerCorrections:
-    """Follows prescriptions: `orders` are those of the open round, `restored` the model that it begins from."""
+    """Applies prescribed actions: `in_force` are those of the open round, `restored` the model that it begins from."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -99,6 +105,7 @@ class FlowerCorrections:
         self.aggregates = False  # whether what the server makes of the replies passes through our hands
 
     def follow(self, actions: Iterable[Action], round_index: int, model: ArrayRecord | None) -> None:
+        """Set the corrections of a round. `model`: the one that the round begins with, kept as a checkpoint."""
         self.in_force, self.restored = CorrectionsInForce(), None
         for action in actions:
             if action.kind == "checkpoint":
@@ -141,7 +148,7 @@ def correct_reply(
     weight: str,
     layers: Any,
 ) -> None:
-    """A reply as the orders want it, in place: its length and its weight."""
+    """Apply the corrections to a reply in place: the length of its update, and its weight."""
     model = arrays.model_of(reply.content)
     if in_force.longest is not None and model is not None and [*start] == [*got]:
         change: Any = arrays.update_of(start, got)
@@ -165,9 +172,9 @@ def correct_reply(
 def with_robust_aggregate(
     rule: Any, replies: Sequence[Message], start: Mapping[str, Tensor], layers: Sequence[str] | None
 ) -> list[Message]:
-    """The replies, each with the robust aggregate of all in the place of its own model.
+    """Return the replies, each with the robust aggregate of all in place of its own model.
 
-    So the user's strategy still does its own: it averages equal models, and steps from there as it always does.
+    The user's strategy still runs: it averages equal models, and steps from there as it always does.
     """
     with_model = [(reply, arrays.model_of(reply.content)) for reply in replies if reply.has_content()]
     models = [(reply, model) for reply, model in with_model if model is not None]
@@ -189,7 +196,7 @@ def with_robust_aggregate(
 def scaled_server_step(
     rate: float, before: ArrayRecord, after: ArrayRecord, layers: Sequence[str] | None
 ) -> ArrayRecord:
-    """The server's step, by its rate."""
+    """Return the new model with the server's step multiplied by a rate."""
     start, end = arrays.tensors_of(before, layers), arrays.tensors_of(after, layers)
     return arrays.arrays_like(after, {n: start[n] + (end[n] - start[n]) * rate for n in end if n in start}, layers)
 

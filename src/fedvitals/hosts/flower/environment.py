@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment in which Flower apps are watched with no line in them: variables that all processes of one inherit.
+"""The environment variables by which unmodified Flower apps are watched; all processes of an app inherit them.
 
-It loads neither Flower nor torch: commands set the environment (`fedvitals flower`), and the app's processes, which
-Flower starts, read it (`hosts.flower.unmodified`).
+This module loads neither Flower nor torch: commands set the environment (`fedvitals flower`), and the app's processes,
+which Flower starts, read it (`hosts.flower.unmodified`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class FlowerEnvironment:
-    """What can be said without a line of code. None: as by default."""
+    """The settings that can be given without a line of code. None: the default."""
 
     store: str | None = None
     run: str | None = None
@@ -41,7 +41,7 @@ class FlowerEnvironment:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> FlowerEnvironment:
-        """What the variables say; an empty one says nothing."""
+        """Return the settings of these environment variables; an empty variable counts as unset."""
         values = {name: environment.get(variable) or None for name, variable in VARIABLE_NAMES.items()}
         level, words = values["privacy"], values["tracebacks"]
         if level is not None and not level.isdecimal():
@@ -56,9 +56,9 @@ class FlowerEnvironment:
         )
 
     def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What a process needs so that it, and all that it starts, is watched.
+        """Return the variables that make a process, and all that it starts, watched.
 
-        `inherited`: the environment that this is added to; what it says and we do not, holds.
+        `inherited`: the environment that they are added to; its values hold where these settings are None.
         """
         settings: dict[str, str | int | None] = {
             "store": self.store,
@@ -76,6 +76,6 @@ class FlowerEnvironment:
 
 
 def absolute_store(store: str | None) -> str:
-    """The store that a person means here, as it is called from anywhere: processes have folders of their own."""
+    """Return the store's target so that it works from any folder, because processes have folders of their own."""
     where = store_target(store)
     return where if isinstance(where, str) else str(where.absolute())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an error reply says, in the words that detectors know."""
+"""Translate Flower's error replies into the events that detectors know."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ NODE_UNAVAILABLE, APP_CRASHED = 5, 8  # codes, which the oldest version does not
 
 @dataclass(frozen=True, slots=True)
 class ClientFailure:
+    """A failure of a client: the event's name, its message and its data."""
+
     event: str
     message: str
     data: dict[str, Any]
 
 
 def dead_process(error: Error) -> str | None:
-    """The id of the Ray actor that died, where that is why there is no answer.
+    """Return the id of the Ray actor that died, where that is why there is no answer; else None.
 
-    Flower's simulation puts a dead actor back among the others, and gives it the next clients' messages: only the first
-    of these errors is of the client in whose training it died.
+    Flower's simulation puts a dead actor back into its pool, and gives it the next clients' messages: only the first of
+    these errors belongs to the client in whose training it died.
     """
     match = _ACTOR.search(str(error.reason or "")[:LONGEST])
     return None if match is None else match[1]
 
 
 def client_failure_of(error: Error, phase: str) -> ClientFailure:
-    """`client.failed`, or `client.dropped_out` where the node is not there any more."""
+    """Return `client.failed`, or `client.dropped_out` where the node is no longer there."""
     code, reason = int(error.code), str(error.reason or "")[:LONGEST]
     first, _, rest = reason.partition("\n")
     raised = _CLASS.search(first)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The post office: everything that a server sends and gets passes through three methods of its grid.
+"""Hooks on the three methods of a grid through which a server sends and receives everything.
 
-They are hooked on the instance, so whoever holds the grid, a strategy, a loop of one's own or the threads of the older
-API, goes on as before.
+They are set on the instance, so that whoever holds the grid (a strategy, a custom loop, or the threads of the older
+API) works as before.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LATE_REPLIES_ASKED = 100  # late answers that are asked after
 
 
 class GridObserver(Protocol):
-    """Told of each message that leaves and of each reply, which it may put another in the place of."""
+    """Is told of each message that leaves and of each reply, which it may replace."""
 
     @property
     def unanswered(self) -> Mapping[str, Any]:
-        """By the ids of messages that were given up."""
+        """Return the messages that were given up, by id."""
         ...
 
     def messages_sent(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None: ...
@@ -34,7 +34,7 @@ class GridObserver(Protocol):
 
 
 def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
-    """Hook a grid; gives what takes the hooks off again."""
+    """Hook a grid, and return the function that removes the hooks again."""
     push, pull, both = grid.push_messages, grid.pull_messages, grid.send_and_receive
     calls = threading.local()  # ids that went out inside of the `send_and_receive` of this thread
 
@@ -76,7 +76,9 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
 
 
 def _read_once(replies: Iterable[Message], observer: GridObserver) -> list[Message]:
-    """Each once, however often it passes: read in the order of their making."""
+    """Return the replies as the observer wants them; each is read once, in the order of creation, however often it
+    passes.
+    """
     received = [*replies]
     instead: dict[int, Message] = {}
     for reply in sorted(received, key=lambda message: message.metadata.created_at):
@@ -87,7 +89,9 @@ def _read_once(replies: Iterable[Message], observer: GridObserver) -> list[Messa
 
 
 def _pull_late_replies(pull: Callable[[list[str]], Iterable[Message]], observer: GridObserver) -> None:
-    """Answers to messages that the server has given up: nobody else will ever ask for them, and they say why."""
+    """Pull replies to messages that the server has given up: nobody else will ask for them, and they say why they
+    were late.
+    """
     owed = [*observer.unanswered][:LATE_REPLIES_ASKED]
     if not owed:
         return
@@ -98,7 +102,7 @@ def _pull_late_replies(pull: Callable[[list[str]], Iterable[Message]], observer:
 
 @contextmanager
 def grid_hooked(grid: Any, observer: GridObserver) -> Iterator[None]:
-    """Hooked for a while; a grid that is hooked already stays as it is."""
+    """Hook a grid inside the block; a grid that is hooked already stays as it is."""
     if getattr(grid, MARK, None) is not None:
         yield
         return

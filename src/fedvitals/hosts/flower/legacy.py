@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on a strategy of Flower's older API (`flwr.server.strategy`), whose clients are NumPyClients.
 
-It has no grid of its own: each client's proxy holds it, and is met when the first round is configured.
+It has no grid of its own: each client's proxy holds it, and it is found when the first round is configured.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from fedvitals.hosts.flower.server_rounds import EVALUATE, ServerRounds
 
 
 def is_legacy(strategy: Any) -> bool:
+    """Return whether a strategy belongs to the older API."""
     return callable(getattr(strategy, "configure_fit", None)) and callable(getattr(strategy, "aggregate_fit", None))
 
 
 def watch_legacy(strategy: Any, server_rounds: ServerRounds, begin: Callable[[Any], None]) -> None:
+    """Hook a strategy of the older API. `begin` is called with the grid before anything is sent."""
     server_rounds.hooked, server_rounds.weight = True, "num_examples"
     server_rounds.evaluates = callable(getattr(strategy, "evaluate_fn", None))
     hooks: dict[str, Callable[..., Any]] = {
@@ -34,7 +36,7 @@ def watch_legacy(strategy: Any, server_rounds: ServerRounds, begin: Callable[[An
 
 
 def arrays_of(parameters: Any) -> ArrayRecord | None:
-    """The parameters of the older API as arrays; None where they are no NumPy arrays."""
+    """Return the parameters of the older API as arrays; None if they are not NumPy arrays."""
     if getattr(parameters, "tensor_type", "") != "numpy.ndarray":
         return None
     record = ArrayRecord()
@@ -80,7 +82,7 @@ def _evaluate(evaluate: Callable[..., Any], server_rounds: ServerRounds, *args: 
 
 
 def _record_evaluation(server_rounds: ServerRounds, evaluation: Any, *, best: bool) -> None:
-    """A loss and metrics, as the older API gives them."""
+    """Record a loss and metrics, as the older API returns them."""
     if isinstance(evaluation, tuple) and len(evaluation) == 2:
         loss, metrics = evaluation
         loss_metric = {} if loss is None else {"loss": loss}

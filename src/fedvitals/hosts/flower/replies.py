@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reply: the telemetry is taken out of it, its times and numbers are told, and the guard has its say."""
+"""Read one reply: take the telemetry out of it, report its times and numbers, and apply the guard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACCURACIES = ("accuracy", "acc", "eval_acc", "eval-acc", "eval_accuracy", "val_a
 
 
 def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> Message | None:
-    """What to give in the place of a reply; None: the reply itself, without the telemetry that rode in it."""
+    """Return a message to use in place of the reply; None: the reply itself, without the telemetry it carried."""
     monitor, node = server_rounds.monitor, request.node
     if reply.has_error():
         server_rounds.answered(request, failed=True)
@@ -45,7 +45,7 @@ def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Messa
 
 
 def read_late_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> None:
-    """An answer after the server had given up: it says why it was late, and changes nothing any more."""
+    """Report a reply that came after the server had given up; it changes nothing any more."""
     waited = at - request.sent
     if reply.has_error():
         if int(reply.error.code) not in UNKNOWN:
@@ -75,7 +75,7 @@ def _report_failure(server_rounds: ServerRounds, request: ClientRequest, reply: 
 def _read_telemetry(
     server_rounds: ServerRounds, request: ClientRequest, reply: Message, record: Any, at: float
 ) -> None:
-    """Telemetry, if there is any. What is wrong with it is told of its sender, and costs nobody else."""
+    """Take in the reply's telemetry, if there is any. What is wrong with it is reported of its sender only."""
     monitor, node = server_rounds.monitor, request.node
     if record is None:
         if request.phase == TRAIN:  # a client without the mod: all that is known is when it was asked and has answered
@@ -100,7 +100,7 @@ def _read_telemetry(
 
 
 def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> tuple[float, float]:
-    """When its handler ran, inside of what the server saw, whatever its clock says; an error if there is no room."""
+    """Return when the client's handler ran, within what the server saw. Raises RecordError if that is impossible."""
     seconds, away = envelope.replied - envelope.received, returned - sent
     if seconds > away:
         raise RecordError(f"It says that it worked for {seconds:.3g} s, and was away for {away:.3g} s.")
@@ -109,7 +109,7 @@ def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> 
 
 
 def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> None:
-    """What a client told its server itself: numbers by name. «train_loss» and the like are its loss."""
+    """Log the metrics that a client sent its server. «train_loss» and the like become its loss."""
     if server_rounds.hidden is not None:
         return
     metrics: dict[str, float] = {}
@@ -135,9 +135,10 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
 
 
 def _within_quota(names: set[str], named: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that have a meaning here, and those of the `names` that a client has used, with room for a few new.
+    """Return the metrics with known names, and those of the `names` that a client has used, with room for a few new
+    ones.
 
-    They pass through the same queues as what is measured of all clients.
+    They pass through the same queues as what is measured of all clients, so a client must not flood them.
     """
     for name in named:
         if len(names) >= NAMES_OF_SENDER:
@@ -147,7 +148,7 @@ def _within_quota(names: set[str], named: Mapping[str, float]) -> dict[str, floa
 
 
 def with_known_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """With the names that have a meaning here."""
+    """Return the metrics with the loss and accuracy under the names that have a meaning here."""
     renamed = dict(metrics)
     for own, names in (("loss", LOSSES), ("accuracy", ACCURACIES)):
         first = next((name for name in names if name in metrics), None)

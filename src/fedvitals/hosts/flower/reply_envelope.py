@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides home in a client's reply: one ConfigRecord with our wire bytes and a few times, and how it is read.
+"""The telemetry record inside a client's reply: one ConfigRecord with our wire bytes and a few times.
 
-It comes from a machine that may lie: everything in it is checked, and nothing of it is trusted but by its sender.
-Requests are never touched. What both sides must know, they make of what Flower tells both: the ids of run and message.
+It comes from a machine that may lie: everything in it is checked, and believed only about its sender. Requests are
+never changed. What both sides must know is derived from what Flower tells both: the ids of run and message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float,
 
 @dataclass(frozen=True, slots=True)
 class ReplyEnvelope:
-    """Times are the client's own, since the epoch; `cpu`: seconds of a processor that its handler took."""
+    """The telemetry of one reply. Times are the client's own, since the epoch; `cpu`: processor seconds of its
+    handler.
+    """
 
     payload: bytes
     received: float
@@ -38,17 +40,18 @@ class ReplyEnvelope:
     cpu: float
 
     def record(self) -> ConfigRecord:
+        """Return the envelope as a record for the reply."""
         own: dict[str, Any] = {name: getattr(self, name) for name in FIELDS if name != "version"}
         return ConfigRecord({"version": VERSION, **own, "payload": self.payload or EMPTY_PAYLOAD})
 
 
 def telemetry_budget(reply_bytes: int) -> int:
-    """Bytes that may ride in a reply of this size."""
+    """Return the bytes of telemetry that a reply of this size may carry."""
     return min(LARGEST_PAYLOAD, max(SMALLEST_BUDGET, int(REPLY_SHARE * reply_bytes)))
 
 
 def bytes_of(content: Mapping[str, Any]) -> int:
-    """Bytes of a message's records, as Flower counts them; it fails to where a text or a list is empty."""
+    """Return the bytes of a message's records, as Flower counts them; Flower fails where a text or a list is empty."""
     return sum(_bytes_of(record) for record in content.values())
 
 
@@ -61,7 +64,10 @@ def _bytes_of(record: Any) -> int:
 
 
 def read_envelope(record: Any, source: int, node: str) -> ReplyEnvelope:
-    """What a client wrote; an error that says what is wrong with it. `source`: where it came from, by Flower's word."""
+    """Return the envelope of a reply. Raises RecordError saying what is wrong with it.
+
+    `source`: the node that the reply came from, by Flower's metadata; `node`: the one that was asked.
+    """
     if node_name(source) != node:
         raise RecordError(f"The reply comes from node {source}, and node {node} was asked.")
     if not isinstance(record, ConfigRecord):
@@ -90,17 +96,17 @@ def read_envelope(record: Any, source: int, node: str) -> ReplyEnvelope:
 
 
 def node_name(node_id: int) -> str:
-    """Flower's node id: it stays the same from message to message, while processes come and go."""
+    """Return Flower's node id as a name: it stays the same from message to message, while processes come and go."""
     return str(node_id)
 
 
 def run_name(run_id: int) -> str:
-    """What a client calls the run; the server knows it as what it is in the store."""
+    """Return what a client calls the run; the server knows it by its id in the store."""
     return f"flower-{run_id}"
 
 
 def round_of_message(message: Message) -> int | None:
-    """The round that a message says it is of, if it does."""
+    """Return the round that a message says it belongs to; None if it does not say."""
     for record in message.content.values():
         if isinstance(record, ConfigRecord):
             round_index = next((record[key] for key in ROUND_KEYS if key in record), None)
@@ -111,9 +117,10 @@ def round_of_message(message: Message) -> int | None:
 
 
 def trace_id(run_id: int) -> str:
+    """Return the trace id of a run."""
     return hashlib.blake2b(f"flower/run/{run_id}".encode(), digest_size=16).hexdigest()
 
 
 def journey_id(message_id: str) -> str:
-    """The Span of a message's way to a client and back."""
+    """Return the id of the span of a message's way to a client and back."""
     return hashlib.blake2b(f"flower/message/{message_id}".encode(), digest_size=8).hexdigest()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Flower server does, round by round, told to a monitor: who was asked, who answered, when, and with what.
+"""Report what a Flower server does to a monitor, round by round: which clients were asked, which replied, when, and
+with what.
 
-Clients are known by Flower's node ids. Nothing in here may stop or change the run: what fails is told once, and the
-reply goes on as it came.
+Clients are known by Flower's node ids. Nothing here may stop or change the run: a failure is reported once, and the
+reply is passed on as it came.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ UNANSWERED_KEPT = 10_000  # messages without an answer that are remembered
 
 @dataclass(slots=True)
 class ClientRequest:
-    """A message on its way."""
+    """A message to a client that is on its way."""
 
     message: Message
     node: str
@@ -49,7 +50,7 @@ class ClientRequest:
 
 @dataclass
 class PhaseParticipation:
-    """Who did what in one round's training or evaluation."""
+    """Which clients did what in one round's training or evaluation."""
 
     asked: dict[str, None] = field(default_factory=dict)
     answered: dict[str, None] = field(default_factory=dict)
@@ -59,7 +60,9 @@ class PhaseParticipation:
 
 
 class ServerRounds:
-    """`weight`: the metric that clients are weighed by. `hidden`: what forbids to tell of single clients."""
+    """Follows a server's rounds. `weight`: the metric by which clients are weighted. `hidden`: what forbids
+    reporting single clients.
+    """
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class ServerRounds:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def begin(self, round_index: int, model: ArrayRecord | None = None) -> None:
-        """A round begins, unless it is open already; the one before it is over."""
+        """Begin a round and end the one before, unless it is open already."""
         with self._lock:
             if self.round_index == round_index:
                 return
@@ -124,7 +127,7 @@ class ServerRounds:
             self._guarded("recording a round", lambda: self.tape.begins(round_index))
 
     def end(self, model: ArrayRecord | None = None) -> None:
-        """The open round is over; its last model, where it is known."""
+        """End the open round; `model`: its last model, where it is known."""
         with self._lock:
             if self.round_index is None:
                 return
@@ -141,21 +144,21 @@ class ServerRounds:
             self._phases, self._worked, self.metrics, self._averaged = {}, [], {}, {}
 
     def close(self) -> None:
-        """The server has ended."""
+        """End the open round, because the server has ended."""
         self.end()
         self.monitor.flush()
 
     def failed(self, error: BaseException) -> None:
-        """The server's own code raised; the round ends with it."""
+        """Report that the server's own code raised."""
         data = {"exception": type(error).__name__}
         self.monitor.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
 
     def start_of(self, model: ArrayRecord | None) -> ArrayRecord | None:
-        """What the clients begin with: the strategy's model, unless a correction went back to an earlier one."""
+        """Return the model that clients begin with: the strategy's, unless a correction restored an earlier one."""
         return model if self._restored_model is None else self._restored_model
 
     def robust(self, replies: list[Message]) -> list[Message]:
-        """The replies as they are aggregated, where a correction asks for another rule."""
+        """Return the replies to aggregate, changed where a correction asks for another rule."""
         rule, start = self.corrections.in_force.robust, self.models.started
         if rule is None or start is None:
             return replies
@@ -165,7 +168,7 @@ class ServerRounds:
         return self._guarded("aggregating robustly", robust) or replies
 
     def aggregated(self, model: ArrayRecord) -> ArrayRecord:
-        """The round's new model, or a correction's in its place."""
+        """Return the round's new model, changed where a correction asks for it."""
         rate, start = self.corrections.in_force.server_rate, self.models.started
         if rate != 1 and start is not None:
             slower = functools.partial(corrections.scaled_server_step, rate, start, model, self.layers)
@@ -174,10 +177,13 @@ class ServerRounds:
         return model
 
     def record_on_tape(self, record: Callable[[ServerTape], None]) -> None:
+        """Call `record` with the server's tape; errors cost only the tape."""
         self._guarded("recording an aggregation", lambda: record(self.tape))
 
     def record_metrics(self, metrics: Mapping[str, Any], *, best: bool) -> None:
-        """Metrics of the global model; `best`: by the server's own evaluation, otherwise averaged from the clients'."""
+        """Record metrics of the global model; `best`: from the server's own evaluation, otherwise averaged from the
+        clients'.
+        """
         self.evaluates = self.evaluates or best
         if self.round_index is None:
             return  # of the model before the first round
@@ -186,17 +192,17 @@ class ServerRounds:
         (self.metrics if best else self._averaged).update(with_known_names(numbers))
 
     def _metrics_by_source(self) -> dict[str, float]:
-        """The round's metrics, one source for each name.
+        """Return the round's metrics, one source per name.
 
-        Where the server evaluates, the clients' averages get the prefix `local.`: on other data they are other numbers,
-        and a curve that takes now the one and now the other shows jumps that never were.
+        Where the server evaluates, the clients' averages get the prefix `local.`: they are measured on other data, and
+        a curve that mixes the two would show jumps that never happened.
         """
         if not self.evaluates:
             return dict(self._averaged)
         return {**{f"local.{name}": value for name, value in self._averaged.items()}, **self.metrics}
 
     def evaluating(self, *, begin: bool) -> None:
-        """The clients' evaluation, from the first message to the last answer."""
+        """Time the clients' evaluation, from the first message to the last reply."""
         now = time.perf_counter()
         if not begin and self._evaluating is not None:
             self.monitor.spent("examine", now - self._evaluating)
@@ -204,7 +210,7 @@ class ServerRounds:
 
     @contextmanager
     def busy_with(self, part: str) -> Iterator[None]:
-        """A stretch of the server's own work."""
+        """Time a stretch of the server's own work."""
         began, clock = time.time(), time.perf_counter()
         try:
             yield
@@ -216,6 +222,7 @@ class ServerRounds:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def messages_sent(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None:
+        """Note the messages that were sent, and begin a round if they start one."""
         with self._lock:
             for message, key in zip(messages, ids, strict=True):
                 if key:
@@ -243,7 +250,7 @@ class ServerRounds:
         self._guarded("recording a message", lambda: self.tape.asked(request))
 
     def round_of(self, message: Message) -> int | None:
-        """The round that a message says it is of; where it does not: one more, once a node is asked to train again."""
+        """Return the round of a message; if it does not say, the next one once a node is asked to train again."""
         if self.hooked:
             return None
         round_index = round_of_message(message)
@@ -256,7 +263,7 @@ class ServerRounds:
         return self.round_index
 
     def reply_received(self, reply: Message, at: float) -> Message:
-        """Read what rides along, tell what there is to tell; the reply, or another in its place."""
+        """Read a reply, report what it contains, and return it or a replacement."""
         with self._lock:
             request = self._pending.pop(reply.metadata.reply_to_message_id, None)
             if request is None:
@@ -276,7 +283,7 @@ class ServerRounds:
             return reply if instead is None else instead
 
     def late_reply_received(self, reply: Message, at: float) -> None:
-        """The answer to a message that the server had given up."""
+        """Read the reply to a message that the server had given up."""
         with self._lock:
             request = self.unanswered.pop(reply.metadata.reply_to_message_id, None)
             if request is not None:
@@ -285,7 +292,7 @@ class ServerRounds:
                 )
 
     def replies_given_up(self, ids: set[str]) -> None:
-        """No answer came in time."""
+        """Note that no reply to these messages came in time."""
         with self._lock:
             for key in sorted(ids):
                 request = self._pending.pop(key, None)
@@ -304,14 +311,16 @@ class ServerRounds:
         self.monitor.event("warning", "update.late", text, node=request.node, data=data)
 
     def answered(self, request: ClientRequest, *, failed: bool) -> None:
+        """Note that a client replied, or failed."""
         participation = self._phases.setdefault(request.phase, PhaseParticipation())
         (participation.failed if failed else participation.answered)[request.node] = None
 
     def worked(self, began: float, ended: float) -> None:
+        """Note a stretch in which somebody worked."""
         self._worked.append((began, ended))
 
     def _report_phase(self, name: str, phase: PhaseParticipation) -> None:
-        """Those who were asked by a loop of the user's own, and of whom nothing was heard until the round was over."""
+        """Report a phase; clients of a custom loop that did not reply by the round's end count as late."""
         for key, request in [*self._pending.items()]:
             if request.phase == name and request.node in phase.asked:
                 self._pending.pop(key)
@@ -322,7 +331,7 @@ class ServerRounds:
         self.monitor.event("info", "cohort", f"{name}: {counts}.", data=data)
 
     def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
-        """The result of our own work, or None if it failed: told once per cause, and of the node that it was about."""
+        """Return the result of our own work, or None if it failed; reported once per cause and node."""
         try:
             return work()
         except guard.NonFiniteUpdateError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on a strategy of the Message API: when rounds begin and end, what was aggregated, and how long it took.
 
-They are set on the instance. The object stays what it was, of the same class, with the same methods and results.
+They are set on the instance, which keeps its class, methods and results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OnGrid = Callable[[Any], None]  # told of the grid, before anything is sent
 
 
 def watch_strategy(strategy: Any, server_rounds: ServerRounds, begin: OnGrid) -> None:
-    """Every method that a strategy has of these; `start` may be the user's own."""
+    """Hook the methods of a strategy; `start` may be the user's own."""
     hooks: dict[str, Callable[..., Any]] = {
         "start": functools.partial(_start, begin),
         "configure_train": _configure_train,
@@ -49,7 +49,7 @@ def _start(begin: OnGrid, start: Callable[..., Any], server_rounds: ServerRounds
 def _with_evaluation(
     start: Callable[..., Any], server_rounds: ServerRounds, args: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments, with the server's own evaluation timed and heard, where there is one."""
+    """Return the same arguments, with the server's own evaluation timed and recorded, where there is one."""
     try:
         bound = inspect.signature(start).bind(*args, **more)
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SuperLink of our own that simulates on this machine, on a free port, and ends with all that it has started.
+"""Run a SuperLink of our own that simulates on this machine, on a free port, and ends with everything it started.
 
-Flower would start one itself, detached, and use it for ever after: an environment of ours would come too late, or stay
-too long. The app's processes are its children, in sessions of their own, and some (Ray's) outlive their parents: they
-are known by a mark that they inherit.
+Flower would start one itself, detached, and keep using it: our environment variables would come too late, or stay too
+long. The app's processes are its children, in sessions of their own, and some (Ray's) outlive their parents: they are
+recognised by a variable that they inherit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TAIL = 4000  # characters of its log that an error quotes
 
 
 def program(name: str) -> str:
-    """Flower's own, of the Python that we run in."""
+    """Return the path of one of Flower's programs, of the Python that we run in."""
     beside = Path(sysconfig.get_path("scripts")) / name
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
@@ -46,14 +46,14 @@ def program(name: str) -> str:
 
 
 def with_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which Flower finds its own programs, which it calls by name."""
+    """Return the environment in which Flower finds its own programs, which it calls by name."""
     path = os.pathsep.join((str(Path(program("flwr")).parent), environment.get("PATH", "")))
     return {**environment, "PATH": path}
 
 
 @contextlib.contextmanager
 def superlink(environment: Mapping[str, str], *, cwd: Path | None = None, options: Sequence[str] = ()) -> Iterator[int]:
-    """The port on which it listens as long as the block lasts."""
+    """Run a SuperLink inside the block and yield the port it listens on."""
     try:
         import psutil  # type: ignore[import-untyped]  # noqa: F401, PLC0415 - an extra
     except ImportError:
@@ -91,7 +91,7 @@ def _wait_until_listening(process: subprocess.Popen[bytes], port: int, log: IO[b
 
 
 def _end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
-    """All are asked to end, and tidy up; then all must. One may start another meanwhile."""
+    """Ask all processes to end, then kill those that did not. One may start another meanwhile."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         ends = time.monotonic() + STOP
         asked: set[int] = set()
@@ -107,7 +107,7 @@ def _end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _marked_processes(mark: str) -> list[Any]:
-    """Processes that have our mark in their environment; those of other users cannot be asked."""
+    """Return the processes that have our mark in their environment; those of other users cannot be read."""
     import psutil  # noqa: PLC0415 - an extra
 
     processes = []
@@ -120,7 +120,7 @@ def _marked_processes(mark: str) -> list[Any]:
 
 @contextlib.contextmanager
 def signal_handled(signal_number: signal.Signals, handler: Any) -> Iterator[None]:
-    """A signal, handled so inside; in a thread that may not decide about signals, as before."""
+    """Handle a signal with `handler` inside the block; in threads that may not set handlers, nothing changes."""
     try:
         before = signal.signal(signal_number, handler)
     except ValueError:
@@ -134,7 +134,7 @@ def signal_handled(signal_number: signal.Signals, handler: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def termination_as_exit() -> Iterator[None]:
-    """Whoever is told to end, ends what it has started first."""
+    """Turn termination signals into SystemExit inside the block, so that what was started is ended first."""
 
     def leave(signal_number: int, _frame: object) -> None:
         raise SystemExit(128 + signal_number)
@@ -144,6 +144,7 @@ def termination_as_exit() -> Iterator[None]:
 
 
 def free_port() -> int:
+    """Return a port that is free now."""
     with socket.socket() as asked:
         asked.bind(("127.0.0.1", 0))
         return int(asked.getsockname()[1])

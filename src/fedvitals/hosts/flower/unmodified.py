@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaching with no line in the app: what `site/sitecustomize.py` leads the calls of an app's own objects to.
+"""Watch an app without a line in it: the handlers to which `site/sitecustomize.py` redirects calls of Flower's classes.
 
-Does what a person would write: `client_mod()` first among the mods of each ClientApp, and `attach` to the strategy that
-is started, else to the grid before the first message. Who attached a monitor himself keeps his, and only his.
+They do what a user would write: `client_mod()` first among the mods of each ClientApp, and `attach` to the strategy
+that is started, else to the grid before the first message. An app that attaches its own monitor keeps it, and gets no
+other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GRID_HOOKS = (*SENDING, "pull_messages", MARK)
 def client_app(
     original: Callable[..., None], app: Any, client_fn: Any = None, mods: Sequence[Any] | None = None, **more: Any
 ) -> None:
-    """`ClientApp.__init__`, with our mod first."""
+    """Call `ClientApp.__init__` with our mod first."""
     original(app, client_fn, _with_our_mod(mods), **more)
 
 
@@ -57,7 +58,7 @@ def _with_our_mod(mods: Sequence[Any] | None) -> Sequence[Any] | None:
 
 
 def _folder(settings: FlowerEnvironment) -> str | None:
-    """Of this client's tape; without the extra that tapes need, the app is watched as if nobody had asked for one."""
+    """Return the folder of this client's tape; without the extra that tapes need, the app is watched without a tape."""
     return None if _tape(settings) is None else settings.tape
 
 
@@ -76,7 +77,7 @@ def _tape(settings: FlowerEnvironment) -> Any:
 
 
 def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any, *more: Any, **others: Any) -> None:
-    """`ServerApp.__call__`, with a monitor that is there when it is needed, and closed at the end."""
+    """Call `ServerApp.__call__` with a monitor that is created when it is needed, and closed at the end."""
     app_run = ServerAppRun(grid, context)
     server_fn = app_run.guarded(lambda: app_run.begin(app))
     token = _SERVER_APP_RUN.set(app_run)
@@ -95,8 +96,8 @@ def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any,
 class ServerAppRun:
     """One run of a ServerApp.
 
-    Each strategy that it starts, and each loop of its own, is a run of ours with rounds from 1 on. A monitor is made
-    when it is needed: an app that has its own has no other.
+    Each strategy that it starts, and each custom loop, is a run of ours with rounds from 1 on. A monitor is created
+    when it is needed: an app with its own monitor gets no other.
     """
 
     def __init__(self, grid: Any, context: Any) -> None:
@@ -107,7 +108,9 @@ class ServerAppRun:
         self._lock = threading.Lock()  # the older API sends from many threads
 
     def begin(self, app: Any) -> Callable[..., Any] | None:
-        """Wait wherever the app may come by. Gives the function that we stand before, if there is one."""
+        """Hook every place where the app may start training. Returns the server function that was replaced, if there
+        is one.
+        """
         self._wait()
         for kind in (Strategy, *_subclasses_of(Strategy)):
             _hook_start(kind)
@@ -118,7 +121,7 @@ class ServerAppRun:
         return server_fn
 
     def guarded(self, work: Callable[[], Any]) -> Any:
-        """The app runs, whatever happens to us."""
+        """Return the result of our own work; errors are logged once and end the watching, never the app."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001
@@ -127,7 +130,7 @@ class ServerAppRun:
             return None
 
     def _attach(self, what: Any) -> bool:
-        """Whether it is watched from now on, and was not before."""
+        """Attach a monitor, and return whether that is new."""
         with self._lock:
             if what is None or self._over or getattr(what, MARK, None) is not None:
                 return False
@@ -169,7 +172,7 @@ class ServerAppRun:
         return send(outgoing, *args, **more)
 
     def _leave_grid(self) -> None:
-        """A loop is over, with its last round: a strategy has hooks of its own."""
+        """End a custom loop's last round and remove its hooks: a strategy has hooks of its own."""
         server_rounds = vars(self._grid).get(MARK)
         if server_rounds is not None and server_rounds.monitor in self._monitors:
             for name in GRID_HOOKS:
@@ -179,7 +182,7 @@ class ServerAppRun:
     # -- strategies ---------------------------------------------------------------------------------------------------
 
     def start(self, strategy: Any, start: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """A strategy is started: attached to first, if nobody is."""
+        """Start a strategy, attaching to it first unless it is attached."""
         if getattr(strategy, MARK, None) is None:
             self.guarded(self._leave_grid)
             if self._attach(strategy):
@@ -193,12 +196,13 @@ class ServerAppRun:
             self.guarded(self._wait)  # hooks that are taken off take ours with them
 
     def of_components(self, server_fn: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """The older API: a function makes the server's parts, its strategy among them."""
+        """Call the older API's function that makes the server's parts, and attach to its strategy."""
         components = server_fn(*args, **more)
         self.guarded(lambda: self.attach_legacy(components))
         return components
 
     def attach_legacy(self, parts: Any) -> None:
+        """Attach to the strategy of the older API's parts, if there is one."""
         server = getattr(parts, "server", None) or getattr(parts, "_server", None)
         for holder in (parts, server):
             self._attach(getattr(holder, "strategy", None) or getattr(holder, "_strategy", None))
@@ -206,12 +210,14 @@ class ServerAppRun:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
+        """Report that the ServerApp ended with an error, unless that was reported already."""
         if self._monitors and error is not self._told:
             data = {"exception": type(error).__name__}
             text = f"The ServerApp ended: {type(error).__name__}: {error}"[:1000]
             self._monitors[-1].event("error", "round.failed", text, data=data)
 
     def end(self) -> None:
+        """Remove all hooks and close the monitors."""
         self._over = True
         self._leave_grid()
         for name in SENDING:
@@ -225,7 +231,7 @@ _SERVER_APP_RUN: ContextVar[ServerAppRun | None] = ContextVar("fedvitals_flower_
 
 
 def _hook_start(kind: type) -> None:
-    """A strategy is attached to when it is started; each class may have a `start` of its own."""
+    """Make a strategy class attach when it is started; each class may have a `start` of its own."""
     original = vars(kind).get("start")
     if not callable(original) or hasattr(original, MARK):
         return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""«What if», truly: the lab trains again from a recorded round on, with the change, as a new run beside the old one.
+"""Fork a run: the lab trains again from a recorded round on, with a change, as a new run beside the old one.
 
-What the monitor prescribed at the time holds again, so that a fork without a change is the recorded run, bit by bit.
+The recorded corrections apply again, so that a fork without a change is the recorded run, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedvitals.store.read import queries
 
 @dataclass(frozen=True, slots=True)
 class ForkFinding:
-    """What a run's detectors said of a round or later: an issue, and of whom."""
+    """An issue that a run's detectors reported from the fork on, and of which node."""
 
     issue: str
     node: str | None
@@ -41,6 +41,8 @@ class ForkFinding:
 
 @dataclass
 class Fork:
+    """A finished fork: metrics and findings of parent and fork."""
+
     run: str  # the new one
     parent: str
     at: int
@@ -53,7 +55,7 @@ class Fork:
     seconds: float = 0.0
 
     def differences(self, metric: str = "accuracy") -> dict[int, float]:
-        """By round: how much higher the metric is in the fork."""
+        """Return by round how much higher the metric is in the fork."""
         there = [r for r in self.forked if metric in self.forked[r] and metric in self.recorded.get(r, {})]
         return {r: self.forked[r][metric] - self.recorded[r][metric] for r in there}
 
@@ -68,9 +70,9 @@ def fork(
     name: str | None = None,
     progress: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
 ) -> Fork:
-    """Run again from the beginning of round `at` on, with a change. `until`: the last round, by default the run's own.
+    """Run again from the beginning of round `at` on, with a change, as a new run in `store`.
 
-    `progress` hears of every round and its metrics.
+    `until`: the last round, by default that of the run. `progress` is called with every round and its metrics.
     """
     tape, settings = player.tape, player.tape.setting
     tape.entry(at)
@@ -110,7 +112,7 @@ def fork(
 
 
 class ForkMonitor(Monitor):
-    """A monitor that also prescribes what was in force at the time, and the change."""
+    """A monitor that also prescribes the recorded corrections and those of the change."""
 
     steering: ChangeObserver
 
@@ -125,7 +127,7 @@ class ForkMonitor(Monitor):
 
 
 def _monitor(player: Player, at: int, change: Change, store: str | Path, name: str | None) -> ForkMonitor:
-    """Watching as the parent was watched, and taped as it was."""
+    """Return a monitor with the parent's settings, taped as it was."""
     settings, experiment = player.tape.setting, player.described
     parent = _config_of(store, settings.run)
     ours = parent.get("fedvitals", {})
@@ -150,7 +152,7 @@ def _monitor(player: Player, at: int, change: Change, store: str | Path, name: s
 
 
 def _config_of(store: str | Path, run: str) -> Mapping[str, Any]:
-    """Of the parent; nothing, where it lies in another store."""
+    """Return the parent's configuration; empty where it lies in another store."""
     with contextlib.suppress(ConfigError), open_reader(store) as reader:
         return queries.get_run(reader, run).config
     return {}
@@ -171,7 +173,7 @@ def _compare_findings(result: Fork, store: str | Path, last: int) -> None:
 
 
 def _findings(findings: Sequence[Finding], first: int, last: int) -> dict[tuple[str, str | None], ForkFinding]:
-    """Each trouble once, from the round of the fork on."""
+    """Return each issue and node once, from the round of the fork on."""
     kept: dict[tuple[str, str | None], ForkFinding] = {}
     for finding in findings:
         round_index = finding.where.round

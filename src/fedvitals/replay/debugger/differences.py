@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two things side by side, layer by layer: updates of two clients, of one and its cohort; models of two rounds."""
+"""Compare, layer by layer, the updates of two clients, of a client and its cohort, or the models of two rounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE = "(all)"
 
 
 def compare_clients(session: Session, first_node: str, second_node: str) -> DebuggerOutput:
-    """Of the round at hand. `other` may be «cohort»: all the others, of which the mean and the median are taken."""
+    """Compare two clients' updates of the current round. One name may be «cohort»: mean and median of all others."""
     round_index = session.round
     if first_node == second_node:
         raise ConfigError(f"{first_node} does not differ from itself. Name two clients, or:  diff {first_node} cohort.")
@@ -63,7 +63,7 @@ def _compare_with_cohort(session: Session, round_index: int, node: str) -> Debug
 
 
 def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
-    """The global models at the beginnings of two rounds; one after the last is the run's end."""
+    """Compare the global models at the beginnings of two rounds; the round after the last is the run's end."""
     before, after = session.states.model(first), session.states.model(second)
     rows = []
     for name, a, b in _pairs(before, after):
@@ -76,7 +76,9 @@ def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
 
 
 def _metrics(session: Session, first: int, second: int) -> str:
-    """Of these very models, tested at the ends of the rounds before; and who took part in one round only."""
+    """Return the metrics of both models, tested at the end of the rounds before, and who took part in only one
+    round.
+    """
     known, parts = session.tape.rounds, []
     if first - 1 in known and second - 1 in known:
         a, b = (session.tape.entry(round_index - 1).metrics for round_index in (first, second))

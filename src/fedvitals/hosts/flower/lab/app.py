@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab as a Flower app: the server runs the experiment, round by round; clients train what they are asked to.
 
-What it runs stands in the run's configuration (`Settings`), which `lab_launch` writes.
+What it runs is in the run's configuration (`LabAppSettings`), which `launch` writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ server_app, client_app = ServerApp(), ClientApp()
 
 
 class LabAppSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
-    """A run's configuration; what is empty is as by default."""
+    """A run's configuration; empty values mean the default."""
 
     experiment: str  # TOML
     store: str = ""  # else FEDVITALS_STORE of the server's own environment
@@ -53,7 +53,7 @@ class LabAppSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """The whole experiment. Who started it is told of what cannot be meant."""
+    """Run the whole experiment; errors of the configuration are reported to whoever started it."""
     try:
         _run(grid, context)
     except FedvitalsError as error:
@@ -89,7 +89,7 @@ def _run(grid: Grid, context: Context) -> None:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Clients of the lab, one after the other, as the server asks."""
+    """Train clients of the lab, one after the other, as the server asks."""
     request = read_request(message.content)
     data = context.node_config.get(DATA) or context.run_config.get("data") or None
     executor = _executor(request.experiment, None if data is None else str(data))
@@ -108,12 +108,12 @@ def train(message: Message, context: Context) -> Message:
 
 @functools.lru_cache(maxsize=1)
 def _executor(experiment: str, data: str | None) -> ClientByClient:
-    """Kept as long as the process lives: on Ray for all rounds."""
+    """Return the executor of an experiment, kept as long as the process lives: on Ray for all rounds."""
     return ClientByClient(Site.of(lab.read(experiment), data), fast=False)
 
 
 def _payload(watcher: Any) -> bytes:
-    """Whole in itself, since the answer before may have been lost."""
+    """Return the telemetry; complete in itself, since the previous reply may have been lost."""
     return watcher.payload(MOST_TELEMETRY) if isinstance(watcher, WorkerObserver) else b""
 
 

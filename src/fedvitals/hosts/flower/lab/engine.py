@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's engine on Flower's nodes: tasks go out as messages, updates come back, in the order of the tasks.
+"""The lab's engine on Flower's nodes: tasks are sent as messages, and updates return in the order of the tasks.
 
 Client `c7` trains on the node 7 modulo their number, by sorted node ids; a group that exchanges after each iteration
-trains whole, where its first member is. All that a node has to do in a round is one message, since in a deployment each
-message starts a process. The model is tested here. Nodes train as the engine «sequential» does, to the last bit.
+trains whole, where its first member is. Everything that a node has to do in a round is one message, since in a
+deployment each message starts a process. The model is tested here. Nodes train as the engine «sequential» does, to the
+last bit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NodeReply = tuple[list[Update], bytes]
 
 
 class FlowerEngine:
-    """Trains through a grid. `nodes`: how many to wait for before the first round; `say` takes words for people."""
+    """Trains through a grid. `nodes`: how many to wait for before the first round; `say` takes texts for people."""
 
     name = FLOWER
     device = torch.device("cpu")  # models travel as bytes
@@ -59,7 +60,9 @@ class FlowerEngine:
     def train(
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
     ) -> Iterator[list[Update]]:
-        """As `Engine.train`: one task is a batch. A node that fails, or does not answer, is an error of its clients."""
+        """Yield the updates of each task, as `Engine.train` does. A node that fails, or does not reply, is an error
+        of its clients.
+        """
         nodes, absorb = self._nodes(), absorb or observer.absorb
         shares: dict[int, list[Task]] = {}
         for task in tasks:
@@ -100,7 +103,9 @@ class FlowerEngine:
     # -- nodes and messages -------------------------------------------------------------------------------------------
 
     def _nodes(self) -> list[int]:
-        """Who can be asked now, by their ids. Who still owes an answer is left in peace while there are others."""
+        """Return the ids of the nodes that can be asked now; those that still owe a reply are spared while there are
+        others.
+        """
         if self._owing:
             for reply in self._grid.pull_messages([*self._owing]):
                 self._owing.pop(reply.metadata.reply_to_message_id, None)
@@ -122,7 +127,7 @@ class FlowerEngine:
         return [node for node in connected if node not in self._owing.values()] or connected
 
     def _exchange(self, messages: Sequence[Message]) -> dict[int, Message]:
-        """The nodes' replies; who does not answer in time has none."""
+        """Send messages and return the nodes' replies; nodes that do not reply in time have none."""
         self._grid.push_messages(messages)
         waiting = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         replies: dict[int, Message] = {}
@@ -150,7 +155,7 @@ class FlowerEngine:
             return _failed(tasks, f"The answer of the SuperNode {node} cannot be used. {error}"), b""
 
     def _may_tell(self, payload: bytes, tasks: Sequence[Task], observer: Observer) -> bool:
-        """Whether what came home tells of nobody but the clients that were asked there, each in the group it is in."""
+        """Return whether the telemetry is about the clients that were asked there only, each in its own group."""
         groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
         groups[None] = None
         try:
@@ -171,7 +176,7 @@ class FlowerEngine:
 
 
 def experiment_text(experiment: Experiment) -> str:
-    """The experiment as TOML, which is all that nodes are told of it; refused if it cannot go there."""
+    """Return the experiment as TOML, which is all that nodes get of it. Raises ConfigError if it cannot be sent."""
     if experiment.local.keep_optimizer:
         raise ConfigError(
             "Optimisers that are kept over the rounds stay in one process, and Flower starts processes anew: "
@@ -184,7 +189,7 @@ def experiment_text(experiment: Experiment) -> str:
 
 
 def _failed(tasks: Iterable[Task], error: str) -> list[Update]:
-    """As of a worker process that died: clients of the lab have failed, and who they are is told."""
+    """Return the updates of failed clients, as of a worker process that died."""
     return [
         Update(node, task.start, task.start, 0, task.group, error=error, error_type="WorkerDied")
         for task in tasks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the lab's Flower app: on Ray, with a SuperLink of our own that lives as long as the run; or on the user's.
+"""Start the lab's Flower app: on Ray, with a SuperLink of our own that lives as long as the run; or on the user's.
 
-Everything that is started is taken down again, however it ends. What was asked for stands in the app's configuration,
-which Flower sends to every node: so an address with a password in it does not.
+Everything that is started is ended again, however the run ends. The settings are in the app's configuration, which
+Flower sends to every node, so an address with a password is not among them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ AppConfig = dict[str, str | int | float | bool]
 
 
 def check_installed(*, simulation: bool) -> None:
-    """Whether what is needed is here, before anything is started."""
+    """Raise ConfigError before anything is started if something needed is not installed."""
     version = importlib.metadata.version("flwr")
     installed = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if installed < OLDEST:
@@ -65,7 +65,9 @@ def check_installed(*, simulation: bool) -> None:
 
 
 def simulate(settings: AppConfig, nodes: int, on_line: Callable[[str], None], secrets: dict[str, str]) -> None:
-    """Run it on Ray, with so many simulated nodes. `secrets`: of the environment of its processes on this machine."""
+    """Run the app on Ray with this many simulated nodes. `secrets`: environment variables of its processes on this
+    machine.
+    """
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
         own = {**secrets, "FLWR_HOME": str(Path(folder) / "home")}
         with termination_as_exit(), _superlink(Path(folder), _environment(own)):
@@ -74,7 +76,7 @@ def simulate(settings: AppConfig, nodes: int, on_line: Callable[[str], None], se
 
 
 def submit(settings: AppConfig, superlink: str, on_line: Callable[[str], None]) -> None:
-    """Run it on the SuperLink of that name in the user's own configuration of Flower."""
+    """Run the app on the SuperLink of that name in the user's own Flower configuration."""
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
         _run(Path(folder), settings, superlink, [], _environment({}), on_line)
 
@@ -87,7 +89,9 @@ def _run(
     environment: dict[str, str],
     on_line: Callable[[str], None],
 ) -> None:
-    """`flwr run`, and its log until the run is over. Whoever stops listening stops the run."""
+    """Run `flwr run` and pass its log on line by line until the run is over; if that is interrupted, the run is
+    stopped.
+    """
     app = write_app(folder / "fedvitals-lab", settings)
     process = subprocess.Popen(  # noqa: S603 - our own words
         [program("flwr"), "run", str(app), superlink, "--stream", *options],
@@ -124,7 +128,7 @@ def _run(
 
 
 def write_app(folder: Path, settings: AppConfig) -> Path:
-    """The app that Flower is given: a module that has the lab's, and what to run."""
+    """Write the app for Flower, a module that imports the lab's and its configuration, and return its folder."""
     try:
         import tomli_w  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
@@ -140,7 +144,7 @@ def write_app(folder: Path, settings: AppConfig) -> Path:
 
 @contextlib.contextmanager
 def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A SuperLink that simulates, with a home and a folder of its own."""
+    """Run a simulating SuperLink with a home and a folder of its own."""
     home, empty = folder / "home", folder / "empty"
     home.mkdir()
     empty.mkdir()  # a package here would win over the app's

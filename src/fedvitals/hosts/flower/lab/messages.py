@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks and updates of the lab as Flower's records, and back. States travel as arrays, the rest as JSON.
+"""Convert tasks and updates of the lab to Flower's records and back. States travel as arrays, the rest as JSON.
 
-Both ends check all that arrives: what is missing, of another size or of another version is a RecordError.
+Both ends check everything that arrives: what is missing, of another size or of another version is a RecordError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXCHANGES: dict[str, Exchange] = {"pass_on": pass_on, "average": average}
 
 
 class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `Task`; `start` is the name of an array."""
+    """A `Task` on the wire; `start` is the name of an array."""
 
     round: int
     nodes: tuple[str, ...]
@@ -44,7 +44,7 @@ class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An `Update`; its state and losses are rows and stretches of arrays."""
+    """An `Update` on the wire; its state and losses are rows and stretches of arrays."""
 
     node: str
     samples: int
@@ -56,7 +56,7 @@ class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What a node is asked to do."""
+    """What a node is asked to train."""
 
     experiment: str  # as TOML
     tasks: list[Task]
@@ -64,11 +64,12 @@ class TrainRequest:
 
 
 def arrays_by_state(starts: Sequence[Tensor]) -> dict[int, Array]:
-    """The arrays of different states, by the states' identities: most tasks begin with the same one."""
+    """Return the arrays of the distinct states, by the states' identities: most tasks begin with the same one."""
     return {key: Array(state.numpy()) for key, state in {id(start): start for start in starts}.items()}
 
 
 def write_request(tasks: Sequence[Task], experiment: str, watcher: WorkerObserver, arrays: Mapping[int, Array]) -> Any:
+    """Return the records that ask a node to train these tasks."""
     names = {key: str(place) for place, key in enumerate(dict.fromkeys(id(task.start) for task in tasks))}
     text, initial = write_watcher(watcher)
     task_fields = [
@@ -97,6 +98,7 @@ def write_request(tasks: Sequence[Task], experiment: str, watcher: WorkerObserve
 
 
 def read_request(content: Any) -> TrainRequest:
+    """Return the request of a message. Raises RecordError if it is not valid."""
     config, arrays = _records(content)
     try:
         task_fields = msgspec.json.decode(_field(config, "tasks", str), type=list[_Task])
@@ -117,7 +119,9 @@ def read_request(content: Any) -> TrainRequest:
 
 
 def write_reply(updates: Sequence[Update], states: Tensor, payload: bytes) -> Any:
-    """The updates in the order of the tasks' members; `states`, [members, size], has theirs as its rows."""
+    """Return the records of the updates, in the order of the tasks' members; `states`, [members, size], holds theirs
+    as rows.
+    """
     update_fields = [_Update(u.node, int(u.samples), u.steps, u.seconds, u.error, u.error_type) for u in updates]
     losses = torch.cat([u.losses.to(torch.float32) for u in updates])
     config: dict[str, Any] = {
@@ -130,7 +134,7 @@ def write_reply(updates: Sequence[Update], states: Tensor, payload: bytes) -> An
 
 
 def read_reply(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Update], bytes]:
-    """The updates of these tasks, and what was measured on the way."""
+    """Return the updates of these tasks, and the telemetry. Raises RecordError if they do not match."""
     config, arrays = _records(content)
     try:
         update_fields = msgspec.json.decode(_field(config, "updates", str), type=list[_Update])
@@ -197,7 +201,7 @@ def _field(config: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _tensor(array: Array, shape: tuple[int, ...] | None) -> Tensor:
-    """As it was sent, float32; without a shape, one of any length."""
+    """Return an array as a float32 tensor of this shape; without a shape, a vector of any length."""
     if shape is not None and len(array.data) > HEAD + 4 * int(np.prod(shape)):  # before room is made for it
         raise RecordError(f"An array of {len(array.data)} bytes came where {shape} numbers were expected.")
     try:

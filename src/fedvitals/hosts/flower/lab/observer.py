@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's observer as text and bytes, and back: it goes to other machines, where nothing may ever be unpickled."""
+"""Convert a worker's observer to text and bytes and back: it goes to other machines, where nothing may be unpickled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRESETS = ("light", "standard", "deep")
 
 
 class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of a `WorkerObserver`, a preset by its name; its first model travels beside it, as bytes."""
+    """The fields of a `WorkerObserver`, with the preset by name; its first model travels beside it, as bytes."""
 
     run: str
     name: str
@@ -37,7 +37,7 @@ class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
-    """Its text and the run's first model; both empty where nothing is watched."""
+    """Return the observer's text and the run's first model; both empty where nothing is watched."""
     if isinstance(watcher, NullObserver):
         return "", b""
     if not isinstance(watcher, WorkerObserver):
@@ -57,7 +57,7 @@ def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
 
 
 def read_watcher(text: str, initial: bytes) -> AnyWatcher:
-    """The observer that was written; RecordError if it is none."""
+    """Return the observer that was written. Raises RecordError if it is not valid."""
     if not text:
         return NullObserver()
     try:

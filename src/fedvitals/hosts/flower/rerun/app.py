@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own app, found in its folder as Flower finds it: by the components that its pyproject.toml names.
+"""Load the user's own app from its folder as Flower does: by the components that its pyproject.toml names.
 
-A strategy has no place of its own in an app: it is made inside of the ServerApp's `main`. So that is called, up to
-where it would start the strategy, and no further.
+An app does not name its strategy: it is created inside of the ServerApp's `main`. So that is called up to where it
+would start the strategy, and no further.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ PROJECT = "pyproject.toml"
 
 
 def is_app(folder: Path) -> bool:
+    """Return whether a folder holds a Flower app."""
     return bool(_components(folder))
 
 
 def client_app(folder: Path) -> ClientApp:
+    """Return the ClientApp of the app in a folder."""
     app = _component(folder, "clientapp")
     if not isinstance(app, ClientApp):
         raise ConfigError(
@@ -39,9 +41,10 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None = None) -> Any:
-    """The app's strategy. `reference`: «module:name» of one, or of a function without arguments that makes one.
+    """Return the app's strategy. `reference`: «module:name» of one, or of a function without arguments that creates
+    one.
 
-    `config`: what is known of the run's settings, over those of the app's pyproject.toml.
+    `config`: known settings of the run, which override those of the app's pyproject.toml.
     """
     if reference is not None:
         loaded = _load_reference(folder, reference)
@@ -66,14 +69,16 @@ def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None =
 
 
 class _StrategyStarted(BaseException):
-    """No `except Exception` of the app's holds it up."""
+    """Raised when the app starts its strategy; a BaseException, so that the app's `except Exception` does not catch
+    it.
+    """
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 
 
 class _NoGrid:
-    """Nobody is there to be asked."""
+    """A grid without nodes."""
 
     run = None
 
@@ -86,7 +91,7 @@ class _NoGrid:
 
 @contextmanager
 def _intercept_start() -> Iterator[None]:
-    """Inside, whoever starts a strategy hands it to us instead."""
+    """Inside the block, starting a strategy raises `_StrategyStarted` with it instead."""
 
     def start(strategy: Any, *_: Any, **__: Any) -> Any:
         raise _StrategyStarted(strategy)
@@ -137,7 +142,7 @@ def _project(folder: Path) -> dict[str, Any]:
 
 
 def _flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """As Flower names the settings of tables: «a.b»."""
+    """Return the settings under the names that Flower gives to those of tables: «a.b»."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         flat |= _flat_config(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -161,7 +166,7 @@ def _load_reference(folder: Path, reference: str) -> Any:
 
 
 def _forget_others(folder: Path, package: str) -> None:
-    """A package of this name that was loaded from another folder would be run in the app's place."""
+    """Unload a package of this name that was loaded from another folder, which would be run instead of the app's."""
     if not (folder / package).is_dir() and not (folder / f"{package}.py").is_file():
         return
     loaded = getattr(sys.modules.get(package), "__file__", None)

@@ -41,7 +41,7 @@ TRAIN = "train"
 
 @dataclass
 class Rerun:
-    """What came of it. `holds`: the reply has the recorded bits; None: nothing of the reply was recorded."""
+    """The result of a re-run. `holds`: the reply has the recorded bits; None: nothing of the reply was recorded."""
 
     run: str
     node: str
@@ -84,9 +84,9 @@ def rerun_client(
 ) -> Rerun:
     """Run what a client was sent in a round through its ClientApp again, and compare the replies.
 
-    `folder`: where clients keep their tapes. `app`: the app's folder, or a ClientApp. It has to be named: a tape may
-    come from somebody else, and the folder that it mentions is never imported unasked.
-    `debugger`: stops under pdb at the first line of the handler; after an exception, where it was raised.
+    `folder`: where clients keep their tapes. `app`: the app's folder, or a ClientApp. It must be given: a tape may come
+    from somebody else, and the folder that it names is never imported unasked. `debugger`: stops under pdb at the first
+    line of the handler, or after an exception where it was raised.
     """
     wait_for_writers()
     site = ClientTapeFolder(Path(folder))
@@ -154,7 +154,7 @@ def _config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _app(chosen: Any, received: ReceivedMessage, folder: Path) -> tuple[Any, str]:
-    """The ClientApp that the user chose, and how to call it in words. Nothing else is ever imported."""
+    """Return the ClientApp that the user chose, and its name in words. Nothing else is ever imported."""
     if chosen is None:
         raise ConfigError(_not_run(received, folder))
     if isinstance(chosen, str | Path):
@@ -165,7 +165,7 @@ def _app(chosen: Any, received: ReceivedMessage, folder: Path) -> tuple[Any, str
 
 
 def _not_run(received: ReceivedMessage, folder: Path) -> str:
-    """Why nothing was run: a tape may come from anybody, so its word is not enough to import code."""
+    """Return why nothing was run: a tape may come from anybody, so its word is not enough to import code."""
     words = [received.run, "--round", str(received.round), "--node", received.node, "--tape", str(folder)]
     words += ["--phase", received.phase] if received.phase != TRAIN else []
     command = f"fedvitals replay {shlex.join(words)}"
@@ -192,7 +192,7 @@ def _notes(received: ReceivedMessage) -> list[str]:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Sums on several threads come in another order."""
+    """Use this many threads inside the block, because sums on several threads depend on their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(max(1, count), 1024))
     try:
@@ -264,7 +264,7 @@ def _first_array_mismatch(rerun: Rerun, recorded: Tensors, replayed: Tensors) ->
 
 
 def _note_values(recorded: Mapping[str, Any], replayed: Mapping[str, Any], notes: list[str]) -> None:
-    """What is no array may differ in good faith (a time): it is told, and proves nothing."""
+    """Note values other than arrays that differ: they may do so legitimately (a time), so they prove nothing."""
     for key in dict.fromkeys((*recorded, *replayed)):
         before, after = recorded.get(key, {}).get("values", {}), replayed.get(key, {}).get("values", {})
         apart = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An aggregation computed again: the replies of a recorded round, handed to the user's own strategy once more.
+"""Compute a recorded aggregation again, by handing the round's replies to the user's strategy once more.
 
-The strategy is put into the state that it was in, gets the very messages in the order in which it got them, and what it
-makes of them must have the digest that was recorded.
+The strategy is put into the recorded state and gets the recorded messages in their order; the result must have the
+recorded digest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ NAMES_IN_SENTENCE = 5  # names in a sentence
 
 @dataclass
 class Reaggregation:
-    """`start`: from which recorded state; `notes`: what could not be as it was, each as a sentence."""
+    """The result of a repeated aggregation. `start`: from which recorded state; `notes`: what could not be restored,
+    as sentences.
+    """
 
     run: str
     round: int
@@ -52,6 +54,7 @@ class Reaggregation:
 
     @property
     def holds(self) -> bool:
+        """Return whether the result has the recorded bits."""
         return self.mismatch is None
 
     def __str__(self) -> str:
@@ -61,9 +64,9 @@ class Reaggregation:
 
 
 def replay_aggregation(tape: TapeReader, round_index: int, strategy: Any = None) -> Reaggregation:
-    """Let `strategy` aggregate a recorded round again, and compare. None: one of Flower's own, made as it was.
+    """Let `strategy` aggregate a recorded round again, and compare. None: one of Flower's own, created as it was.
 
-    Its attributes become those that were recorded; give it an object that nobody else uses.
+    Its attributes are overwritten by the recorded ones; pass an object that nobody else uses.
     """
     _check(tape)
     description = tape.setting.told.get("strategy") or {}
@@ -102,7 +105,9 @@ def _check(tape: TapeReader) -> None:
 
 
 def _start(tape: TapeReader, round_index: int) -> int:
-    """The latest round from whose recorded state the strategy comes to this one by aggregating what is recorded."""
+    """Return the latest round from whose recorded state the strategy reaches this one by aggregating recorded
+    replies.
+    """
     for start in range(round_index, tape.rounds[0] - 1, -1):
         entry = tape.entry(start)
         _check_updates(tape, entry)
@@ -134,7 +139,7 @@ def _check_updates(tape: TapeReader, entry: RoundEntry) -> None:
 
 
 def _states(tape: TapeReader, entry: RoundEntry, known: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """From the tape, or as it was computed in the rounds before."""
+    """Return the strategy's states before a round, from the tape or as computed in the rounds before."""
     states: dict[str, Tensors] = {}
     for name, mark in _strategy_states(entry).items():
         own = known.get(mark.digest)
@@ -174,7 +179,7 @@ def _named(record: ArrayRecord, tape: TapeReader) -> dict[str, Tensor]:
 
 
 def _replies(tape: TapeReader, entry: RoundEntry) -> list[Message]:
-    """In the order of the strategy; of a loop of the user's own, in that of their coming."""
+    """Return the replies in the order in which the strategy got them; for a custom loop, in the order of arrival."""
     by_id = {str(came.said["id"]): came for came in entry.came if "id" in came.said}
     order = [str(key) for key in entry.after_notes.get("replies", by_id)]
     strange = [key for key in order if key not in by_id]
@@ -233,7 +238,7 @@ def _mismatch_of(
 def _array_mismatch(
     tape: TapeReader, round_index: int, recorded: StateDigest, replayed: StateDigest, arrays: Tensors
 ) -> Mismatch:
-    """The first array that differs, and where the tape has the recorded one, its first element."""
+    """Return the first array that differs and, where the tape has the recorded one, its first differing element."""
     names = [*arrays]
     if len(recorded.layers) != len(replayed.layers):
         return Mismatch(round_index, "state after", recorded=len(recorded.layers), replayed=len(replayed.layers))

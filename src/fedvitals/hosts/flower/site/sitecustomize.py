@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by Python at its start where this folder is on PYTHONPATH: lets fedvitals meet Flower apps, with no line in them.
+"""Run by Python at startup where this folder is on PYTHONPATH: lets fedvitals watch Flower apps without a line in them.
 
-It stands in every process of an app, so it loads next to nothing and waits for Flower's classes to be imported; if
-anything goes wrong on our side, they work as ever. `fedvitals.hosts.flower.environment` says who sets the path.
+It runs in every process of an app, so it loads almost nothing and waits for Flower's classes to be imported; if
+anything goes wrong on our side, they work as before. `fedvitals.hosts.flower.environment` says who sets the path.
 """
 # ruff: noqa: INP001, PLC0415, PTH120 - no package, and nothing is loaded before it is needed
 
@@ -28,7 +28,7 @@ OURS = "fedvitals.hosts.flower.unmodified"
 
 
 class FlowerImportHook:
-    """A finder of modules that has none itself: it is there to be asked, and follows the import of HOOKED_METHODS."""
+    """An import finder that finds no modules itself, but hooks the classes of HOOKED_METHODS once they are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         place = HOOKED_METHODS.get(name)
@@ -48,7 +48,7 @@ class FlowerImportHook:
 
 
 def redirect_method(module: Any, owner: str, method: str, handler: str) -> None:
-    """Calls of that method come to the handler of ours, with the original before the arguments."""
+    """Redirect calls of a method to our handler, with the original method before the arguments."""
     import functools
     import importlib
 
@@ -80,7 +80,7 @@ def warn(error: Exception, warned: list[Exception] = []) -> None:  # noqa: B006 
 
 
 def run_next_sitecustomize() -> None:
-    """The `sitecustomize` that Python would have run without us takes our place."""
+    """Run the `sitecustomize` that Python would have run without this one."""
     here = os.path.realpath(os.path.dirname(__file__))
     spec = PathFinder.find_spec("sitecustomize", [place for place in sys.path if os.path.realpath(place) != here])
     if spec is not None and spec.loader is not None:

@@ -3,8 +3,8 @@
 
     app = ClientApp(mods=[fv.flower.client_mod(tape="/var/lib/fedvitals/tape")])
 
-It holds the whole message, the context and the generators' states before, and the reply: the most private things there
-are (level 4). Nothing of it ever leaves the folder. Files are written by a thread while the handler works.
+It holds the whole message, the context, the random generators' states before, and the reply: the most private data
+there is (level 4). Nothing of it ever leaves the folder. Files are written by a thread while the handler works.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDERS_ABOVE = 6  # folders above a handler's file in which the app is looked f
 
 
 def client_tape(tape: Any) -> ClientTape | None:
-    """Of what a person says: a folder, or a `fv.Tape(folder=..., budget=...)`."""
+    """Return the tape of a folder, or of a `fv.Tape(folder=..., budget=...)`; None for None."""
     if tape is None:
         return None
     if isinstance(tape, str | Path):
@@ -61,25 +61,26 @@ def _start_writer(*work: Any) -> threading.Thread:
 
 
 def wait_for_writers(left: int = 0) -> None:
-    """Wait until this process has written what it was handed, but for so many messages."""
+    """Wait until all but `left` of this process's messages have been written."""
     _WRITING[:] = [thread for thread in _WRITING if thread.is_alive()]
     for thread in [*_WRITING][: len(_WRITING) - left if left else None]:
         thread.join()
 
 
 class ClientTape:
-    """In one folder, for all clients of a machine: processes come and go, and may write at once."""
+    """The tape of all clients of a machine, in one folder: processes come and go, and may write at once."""
 
     def __init__(self, folder: Path, budget: int) -> None:
         self.site = ClientTapeFolder(folder.absolute(), budget)
         self._told = False
 
     def begin(self, message: Message, context: Context, call_next: Callable[..., Any]) -> MessageRecording | None:
-        """Before the handler: all is read now, and written meanwhile."""
+        """Start recording a message before its handler runs; None if that failed."""
         recording: MessageRecording | None = self.guarded(lambda: MessageRecording(self, message, context, call_next))
         return recording
 
     def guarded(self, work: Callable[[], Any]) -> Any:
+        """Return the result of our own work; a failure is logged once, and training goes on."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - training goes on, whatever happens to us
@@ -94,7 +95,9 @@ class ClientTape:
 
 
 class MessageRecording:
-    """One message. It is on the tape before its handler is done: a client that is killed can be run again, too."""
+    """The recording of one message. It is on the tape before its handler is done, so that a killed client can be run
+    again, too.
+    """
 
     def __init__(self, tape: ClientTape, message: Message, context: Context, call_next: Callable[..., Any]) -> None:
         self._tape = tape
@@ -126,7 +129,7 @@ class MessageRecording:
         self._thread = _start_writer(self._guarded, self._write, sent, held)
 
     def end(self, reply: Any, error: BaseException | None) -> None:
-        """After the handler; before the telemetry that rides home is added to the reply."""
+        """Record the handler's result, before telemetry is added to the reply."""
         self._guarded(self._end, reply, error)
 
     def _end(self, reply: Any, error: BaseException | None) -> None:
@@ -142,7 +145,7 @@ class MessageRecording:
             self._finish({})
 
     def _finish(self, arrays: Tensors) -> None:
-        """The reply goes its way meanwhile; a process that ends waits for its threads."""
+        """Write the rest on a thread while the reply is sent; a process that ends waits for its threads."""
         self._thread = _start_writer(self._guarded, self._close, self._thread, arrays)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> None:
@@ -179,7 +182,9 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def app_of(handler: Any) -> str | None:
-    """The folder of the app that a handler belongs to: the nearest one above its file that is one."""
+    """Return the folder of the app that a handler belongs to: the nearest one above its file that is an app; else
+    None.
+    """
     file = getattr(getattr(handler, "__code__", None), "co_filename", None)
     return None if file is None else _app_above(file)
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of clients' tapes at one site: FOLDER/RUN/NODE/ROUND-PHASE, and the arrays once in FOLDER/RUN/objects.
 
-Many processes write at once, each for a client of its own; only thinning needs the folder for itself, and is left to
-another if somebody writes. What is read may be damaged, or from somebody who means ill: sizes, names and kinds are
-checked, and nothing is unpickled.
+Many processes write at once, each for a client of its own; only thinning needs the folder for itself, and is skipped if
+somebody writes. What is read may be damaged or malicious: sizes, names and kinds are checked, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FILE_PATTERN = re.compile(r"([0-9]{8,12})-([a-z]+(?:\.\w{1,80})?)")
 
 
 class ReceivedMessage(msgspec.Struct):
-    """One message at a client: what came, in which surroundings, and what became of it."""
+    """One message at a client: its content, its context, and the outcome."""
 
     run: str
     node: str
@@ -64,6 +63,8 @@ class ReceivedMessage(msgspec.Struct):
 
 
 class ClientTapeFolder:
+    """The folder of clients' tapes. `budget`: bytes to which `thin` reduces it."""
+
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self.folder, self.budget = folder, budget
 
@@ -71,13 +72,13 @@ class ClientTapeFolder:
 
     @contextmanager
     def writing(self, run: str) -> Iterator[None]:
-        """Nobody thins meanwhile."""
+        """Prevent thinning inside the block."""
         (self.folder / _checked_name(run)).mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._locked(shared=True):
             yield
 
     def put(self, run: str, tensors: Tensors) -> str | None:
-        """The digest by which the arrays are found; written under a name that no other process has, until whole."""
+        """Store arrays, whole or not at all, and return the digest by which they are found; None if there are none."""
         if not tensors:
             return None
         digest = digest_of(tensors)
@@ -89,6 +90,7 @@ class ClientTapeFolder:
         return digest
 
     def write(self, received: ReceivedMessage) -> None:
+        """Write a message's entry."""
         folder = self.folder / _checked_name(received.run) / _checked_name(received.node)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if received.round is None:  # nobody told: its own count
@@ -99,7 +101,7 @@ class ClientTapeFolder:
         replace_file(folder / f"{received.round:08d}-{received.phase}", packed)
 
     def thin(self) -> None:
-        """Down to the budget, oldest messages first; not now, if somebody writes."""
+        """Reduce the folder to the budget, oldest messages first; skipped if somebody writes."""
         if self.budget is None or self.bytes() <= self.budget:
             return
         with suppress(BlockingIOError), self._locked(shared=False):
@@ -134,6 +136,7 @@ class ClientTapeFolder:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def bytes(self) -> int:
+        """Return the bytes of the whole folder."""
         total = 0
         for run in self._runs():
             for path in (*run.glob("*/*"), *(run / OBJECTS).glob("??/*")):
@@ -142,17 +145,20 @@ class ClientTapeFolder:
         return total
 
     def runs(self) -> list[str]:
+        """Return the names of the runs."""
         return sorted(run.name for run in self._runs())
 
     def nodes(self, run: str) -> list[str]:
+        """Return the names of a run's nodes."""
         folder = self.folder / _checked_name(run)
         return sorted(path.name for path in folder.glob("*") if path.is_dir() and path.name != OBJECTS)
 
     def messages(self, run: str, node: str) -> list[tuple[int, str]]:
-        """Round and phase of each, in their order."""
+        """Return round and phase of each message, in order."""
         return sorted(_messages_in(self.folder / _checked_name(run) / _checked_name(node)))
 
     def read(self, run: str, node: str, round_index: int, phase: str) -> ReceivedMessage:
+        """Return a message. Raises StoreError if it is not there, or cannot be read."""
         known = self.messages(run, node)
         if (round_index, phase) not in known:
             have = ", ".join(f"{known_round} ({what})" for known_round, what in known[-20:]) or "none"
@@ -162,6 +168,7 @@ class ClientTapeFolder:
         return _read(self.folder / _checked_name(run) / _checked_name(node) / f"{round_index:08d}-{phase}")
 
     def tensors(self, run: str, digest: str | None) -> Tensors:
+        """Return the arrays of a digest; empty for None."""
         if digest is None:
             return {}
         if not OBJECT.fullmatch(digest):
@@ -176,7 +183,7 @@ class ClientTapeFolder:
 
 
 def find_run(folder: ClientTapeFolder, name: str | None) -> str:
-    """By its name, by Flower's number of it, or as the only one that there is."""
+    """Return the run of this name or Flower number; for None, the only one there is."""
     known = folder.runs()
     for candidate in (name, f"flower-{name}"):
         if candidate in known:
@@ -192,7 +199,7 @@ def find_run(folder: ClientTapeFolder, name: str | None) -> str:
 
 
 def find_node(folder: ClientTapeFolder, run: str, name: str) -> str:
-    """By Flower's id, the end of it, or «partition 3»."""
+    """Return the node of this id, the end of one, or «partition 3»."""
     known = folder.nodes(run)
     if name in known:
         return name
@@ -213,7 +220,7 @@ def _partition(folder: ClientTapeFolder, run: str, node: str) -> Any:
 
 
 def source_location(handler: Any) -> str | None:
-    """Where a function stands, as file:line."""
+    """Return where a function is defined, as file:line; None if unknown."""
     code = getattr(inspect.unwrap(handler), "__code__", None) if callable(handler) else None
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 

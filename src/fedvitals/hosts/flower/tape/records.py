@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flower's records as what a tape can keep: tensors by name, and an outline as JSON of all that is no array.
+"""Convert Flower's records to what a tape can store, and back: tensors by name, and a JSON outline of everything else.
 
-Both together give the very records back. An array that numpy wrote plainly is a tensor, which lies where the array's
-own bytes lie; any other (of another library, of a kind that torch has not) is kept as the bytes that it is.
+The two together give the very records back. An array that NumPy wrote plainly becomes a tensor over the array's own
+bytes; any other (of another library, or of a type that torch lacks) is kept as its bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Tensors = dict[str, "Tensor"]
 
 
 def tensor_of(array: Array) -> tuple[Tensor, dict[str, Any] | None]:
-    """A tensor over the array's own bytes, which nobody can change; and how to read it, unless it is plain."""
+    """Return a tensor over the array's own bytes, which nobody can change; and how to read it, unless it is plain."""
     import torch  # noqa: PLC0415 - a server without a tape does not need it
 
     data = array.data
@@ -54,6 +54,7 @@ def tensor_of(array: Array) -> tuple[Tensor, dict[str, Any] | None]:
 
 
 def array_of(tensor: Tensor, how: Mapping[str, Any] | None) -> Array:
+    """Return the array of a tensor. `how`: as `tensor_of` returned it."""
     if how is None:
         return Array(tensor.contiguous().numpy())
     return Array(
@@ -65,7 +66,7 @@ def array_of(tensor: Tensor, how: Mapping[str, Any] | None) -> Array:
 
 
 def _bytes_view(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Bytes as they lie in memory, without a copy. torch wants memory that could be written to; nobody does."""
+    """Return bytes as an array without a copy. torch wants writable memory, although nobody writes to it."""
     if not data:
         return np.empty(0, np.uint8)
     room = (ctypes.c_uint8 * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
@@ -74,7 +75,7 @@ def _bytes_view(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def tensors_of(record: Mapping[str, Array], names: Mapping[str, str] | None = None) -> tuple[Tensors, Outline]:
-    """An ArrayRecord; `names`: what its arrays are called among the tensors."""
+    """Return the tensors and the outline of an ArrayRecord; `names`: what its arrays are called among the tensors."""
     tensors, arrays = Tensors(), []
     for name, array in record.items():
         key = name if names is None else names[name]
@@ -84,6 +85,7 @@ def tensors_of(record: Mapping[str, Array], names: Mapping[str, str] | None = No
 
 
 def record_of(outline: Outline, tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return the ArrayRecord of an outline. Raises StoreError if an array is missing."""
     record = ArrayRecord()
     for name, key, *how in outline["arrays"]:
         if key not in tensors:
@@ -101,10 +103,11 @@ def outline_of(
     whole: bool = False,
     layers: Sequence[str] | None = None,
 ) -> tuple[Outline, Tensors]:
-    """A message's records, or a context's. Arrays keep their own names if there is one model.
+    """Return the outline and the tensors of a message's records, or a context's. Arrays keep their names if there is
+    one model.
 
-    `whole`: long bytes and texts become tensors; otherwise they are left out, and it is noted that they are. `layers`:
-    better names for the arrays of one model, where the wire has numbers.
+    `whole`: long bytes and texts become tensors; otherwise they are left out, which is noted. `layers`: names for the
+    arrays of one model, where the wire has numbers.
     """
     alone = sum(isinstance(record, ArrayRecord) for record in content.values()) == 1
     outline, tensors = Outline(), Tensors()
@@ -123,7 +126,7 @@ def outline_of(
 
 
 def content_of(outline: Outline, tensors: Mapping[str, Tensor]) -> RecordDict:
-    """The records again. An outline comes from a file: what is wrong in it is an error that says so."""
+    """Return the records of an outline. Raises StoreError if the outline, which comes from a file, is not valid."""
     try:
         content = RecordDict()
         for key, record_outline in outline.items():
@@ -139,7 +142,7 @@ def content_of(outline: Outline, tensors: Mapping[str, Tensor]) -> RecordDict:
 
 
 def left_out_names(outline: Outline) -> list[str]:
-    """What was too long for the tape, as record/name."""
+    """Return what was too long for the tape, as record/name."""
     names = []
     for key, record_outline in outline.items():
         for name, value in record_outline.get("values", {}).items():
@@ -149,7 +152,7 @@ def left_out_names(outline: Outline) -> list[str]:
 
 
 def _unique_names(names: dict[str, str], taken: Mapping[str, Any]) -> dict[str, str]:
-    """Two records may spell one name: «a/b» and «c», «a» and «b/c»."""
+    """Return names that are unique, because two records may spell the same one: «a/b» and «c», «a» and «b/c»."""
     unique: dict[str, str] = {}
     for name, key in names.items():
         own = key
@@ -180,7 +183,7 @@ LEFT_OUT = object()
 
 
 def json_value(value: Any) -> Any:
-    """A value as JSON that gives the same value back: numbers keep their kind and bits."""
+    """Return a value as JSON that gives the same value back: numbers keep their type and bits."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, list | tuple):
@@ -201,6 +204,7 @@ def _number_or_words(value: Any) -> Any:
 
 
 def value_from_json(document: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the value of its JSON; LEFT_OUT if it was too long to be kept."""
     if isinstance(document, list):
         return [value_from_json(entry) for entry in document]
     if not isinstance(document, dict):

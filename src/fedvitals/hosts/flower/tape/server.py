@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Flower server hands to a tape, where its monitor has one: so that each aggregation can be computed again.
+"""Record what a Flower server does on the monitor's tape, so that each aggregation can be computed again.
 
-Of each round: the arrays that were sent and what the strategy remembers, every reply as the strategy was handed it, and
-what it made of them. Arrays of messages lie in bytes that nobody changes, so nothing is copied; what a strategy holds
-is. Digests, packing and writing are the tape's own thread's.
+For each round: the arrays that were sent and what the strategy remembers, every reply as the strategy got it, and the
+result. Arrays of messages are immutable bytes, so nothing is copied; what a strategy holds is. Digests, compression and
+writing happen on the tape's thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HIDDEN = (
 
 
 class ServerTape:
-    """Told by the journal. Without a tape it does nothing; whatever fails in here costs the tape alone."""
+    """Records for the server rounds. Without a tape it does nothing; a failure costs only the tape."""
 
     def __init__(self, server_rounds: ServerRounds) -> None:
         self._server_rounds = server_rounds
@@ -54,7 +54,7 @@ class ServerTape:
     # -- the round ----------------------------------------------------------------------------------------------------
 
     def begins(self, round_index: int) -> None:
-        """Before the strategy chooses anybody: the generators are as they are now."""
+        """Note the state of the random generators, before the strategy chooses any client."""
         self._recorder = self._server_rounds.monitor.recorder
         self._number = None
         if self._recorder is None:
@@ -64,7 +64,9 @@ class ServerTape:
         self._after, self._after_notes = {}, {}
 
     def asked(self, request: ClientRequest) -> None:
-        """With the first message of a round the strategy has made up its mind: what it remembers is noted now."""
+        """Record a request. With the first one of a round the strategy has decided, so what it remembers is recorded
+        now.
+        """
         if self._number is None or request.phase != TRAIN:
             return
         content = request.message.content
@@ -112,7 +114,9 @@ class ServerTape:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def came(self, request: ClientRequest, reply: Message, instead: Message | None) -> None:
-        """A reply as the strategy will see it; `instead`: what it is given in its place, as if it had failed."""
+        """Record a reply as the strategy will see it; `instead`: what it gets in its place, as if the client had
+        failed.
+        """
         if request.phase != TRAIN or self._number != request.round_index or self._recorder is None:
             return
         key = reply.metadata.reply_to_message_id
@@ -144,6 +148,7 @@ class ServerTape:
         return self._asked.get(node, self._config)
 
     def missing(self, request: ClientRequest) -> None:
+        """Record that a client did not reply in time."""
         if request.phase == TRAIN and self._number == request.round_index and self._recorder is not None:
             self._recorder.messages(
                 request.round_index, [protocols.Message(request.node, None, used=False, error=LATE)]
@@ -157,7 +162,7 @@ class ServerTape:
     # -- aggregation --------------------------------------------------------------------------------------------------
 
     def aggregating(self, replies: Sequence[Message], *, changed: bool) -> None:
-        """The order in which the strategy gets the replies counts: sums of floating numbers depend on it."""
+        """Record the order in which the strategy gets the replies, because floating-point sums depend on it."""
         if self._number is None or self._recorder is None:
             return
         now = random_states()
@@ -169,7 +174,9 @@ class ServerTape:
             self._after_notes["corrected"] = "robust_aggregator"
 
     def aggregated(self, own: ArrayRecord | None, model: ArrayRecord | None, metrics: Any) -> None:
-        """`own`: what the strategy made; `model`: what the run goes on with, which a correction may have changed."""
+        """Record the result. `own`: the strategy's; `model`: what the run goes on with, which a correction may have
+        changed.
+        """
         if self._number is None or self._recorder is None:
             return
         layers = self._server_rounds.layers
@@ -185,6 +192,7 @@ class ServerTape:
             self._after_notes["metrics"] = {name: records.json_value(value) for name, value in metrics.items()}
 
     def ends(self, metrics: Mapping[str, float]) -> None:
+        """Record the end of the round."""
         recorder, round_index = self._recorder, self._number
         if recorder is None or round_index is None:
             return
@@ -196,12 +204,14 @@ class ServerTape:
 
 
 def _tensors_by_layer(record: ArrayRecord, layers: Sequence[str] | None) -> Tensors:
-    """The tensors of a model by their layers, whatever the wire calls them."""
+    """Return the tensors of a model by layer, whatever the wire calls them."""
     return {name: records.tensor_of(array)[0] for name, array in arrays.with_layer_names(record, layers).items()}
 
 
 def _request_outline(content: Any, model: ArrayRecord | None) -> Outline:
-    """What a client was asked with. Arrays that are the round's model are its state; of others there are digests."""
+    """Return what a client was asked with. Arrays that are the round's model refer to its state; of others there are
+    digests.
+    """
     sent = arrays.model_of(content)
     if sent is not None and model is not None and _same_bytes(sent, model):
         rest = {key: record for key, record in content.items() if record is not sent}
@@ -222,7 +232,7 @@ def _key_of(content: Any, record: ArrayRecord) -> str:
 
 
 def _digest(outline: Outline | None) -> str:
-    """Of what a client was asked with, its arrays by their name or digest."""
+    """Return the digest of what a client was asked with, its arrays by name or digest."""
     written: bytes = msgspec.json.encode(outline, order="deterministic")
     return hashlib.blake2b(written, digest_size=16).hexdigest()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a strategy remembers from round to round, read from its attributes: arrays as states, plain values as JSON.
 
-FedAdam's `m_t`, `v_t` and `current_arrays` are such; so is what a strategy of the user's own keeps in numbers. What is
-neither is named, so that whoever replays a round knows what was not restored.
+FedAdam's `m_t`, `v_t` and `current_arrays` are examples, or numbers that a custom strategy keeps. Attributes that are
+neither are named, so that a replay can say what was not restored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ OWN = "flwr.serverapp.strategy"  # where the strategies are that can be made aga
 
 
 def read_attributes(strategy: Any) -> tuple[dict[str, Tensors], Outline, list[str]]:
-    """States by name, an outline of all attributes, and the names of those that nobody can read. Arrays are copied."""
+    """Return states by name, an outline of all attributes, and the names of those that cannot be read. Arrays are
+    copied.
+    """
     states: dict[str, Tensors] = {}
     outline, unknown = Outline(), list[str]()
     for name, value in vars(strategy).items() if strategy is not None else ():
@@ -55,7 +57,7 @@ def read_attributes(strategy: Any) -> tuple[dict[str, Tensors], Outline, list[st
 
 
 def restore_attributes(strategy: Any, outline: Outline, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """The attributes as they were. Each array is one of its own, which the strategy may change."""
+    """Set the attributes as they were. Each array is a copy, which the strategy may change."""
     for name, attribute in outline.items():
         try:
             if attribute["kind"] == "value":
@@ -69,7 +71,9 @@ def restore_attributes(strategy: Any, outline: Outline, states: Mapping[str, Map
 
 
 def description_of(strategy: Any) -> dict[str, Any]:
-    """By which class and settings it could be made again; `foreign`: settings that are no plain values."""
+    """Return the class and settings by which a strategy could be created again; `foreign`: settings that are not
+    plain values.
+    """
     kind = type(strategy)
     settings, foreign = dict[str, Any](), list[str]()
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
@@ -84,7 +88,7 @@ def description_of(strategy: Any) -> dict[str, Any]:
 
 
 def rebuild_strategy(description: Mapping[str, Any]) -> Any:
-    """A strategy of Flower's own, by its class and settings; None where it is one of the user's."""
+    """Return a strategy of Flower's own from its class and settings; None for the user's own."""
     module, name = str(description.get("module", "")), str(description.get("class", ""))
     if not (module == OWN or module.startswith(OWN + ".")) or description.get("foreign"):
         return None
@@ -104,7 +108,9 @@ def rebuild_strategy(description: Mapping[str, Any]) -> Any:
 
 
 def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
-    """Arrays in one of the shapes that strategies keep them in; copies."""
+    """Return copies of the arrays, in one of the shapes in which strategies keep them, with their outline; else
+    None.
+    """
     import torch  # noqa: PLC0415 - a server without a tape does not need it
 
     if isinstance(value, ArrayRecord):
@@ -122,7 +128,9 @@ def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
 
 
 def _all_arrays(values: Sequence[Any]) -> bool:
-    """Numbers among them were arrays of no dimension, until somebody computed with them."""
+    """Return whether all are arrays, where NumPy scalars count: they were arrays of no dimension before a
+    computation.
+    """
     import torch  # noqa: PLC0415
 
     any_array = any(isinstance(value, np.ndarray | torch.Tensor) for value in values)
@@ -153,7 +161,7 @@ def _arrays_outline(kind: str, values: Mapping[str, Any]) -> tuple[Tensors, Outl
 
 
 def _copied(own: np.ndarray[Any, Any]) -> tuple[Tensor, dict[str, Any] | None]:
-    """An array that nobody else has."""
+    """Return a tensor of an array that nobody else holds."""
     import torch  # noqa: PLC0415
 
     return (torch.from_numpy(own), None) if own.dtype.str in KINDS else tensor_of(Array(own))
