@@ -17,7 +17,7 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding
 
-QUIET_ROUNDS = 5  # rounds with the node but without the trouble, after which it counts as gone
+QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which the case counts as over
 Attendance = Mapping[Node | None, Sequence[int]]
 """The rounds in which each node took part, ascending; None: all rounds of the run."""
 
@@ -32,15 +32,15 @@ class Case:
     node: Node | None
     group: str | None
     layer: str | None
-    severity: str  # the worst that it had
+    severity: str  # the worst of its findings
     confidence: float  # of the newest finding
-    since: int | None  # when it began, as far as could be seen later
-    first: int | None  # the round in which it was found
-    last: int | None  # the round in which it was seen last
-    rounds: tuple[int, ...]  # in which it was seen
+    since: int | None  # when it began, as far as can be known
+    first: int | None  # the round of the first finding
+    last: int | None  # the round of the last finding
+    rounds: tuple[int, ...]  # with a finding
     confidences: tuple[float, ...]  # in these rounds
     still_there: bool
-    returned: int  # how often it came back after it had been quiet
+    returned: int  # how often it came back after the case was over
     newest: Finding
 
     @property
@@ -99,7 +99,7 @@ def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> 
 
 def _case(case_key: CaseKey, findings: Sequence[Finding], attendance: Attendance) -> Case:
     by_round: dict[int | None, Finding] = {}
-    for finding in findings:  # of several in one round, the surest
+    for finding in findings:  # of several in one round, the one with the highest confidence
         before = by_round.get(finding.where.round)
         if before is None or finding.confidence >= before.confidence:
             by_round[finding.where.round] = finding

@@ -22,7 +22,7 @@ class FindingsDifference:
     only_stored: tuple[Finding, ...]
     only_now: tuple[Finding, ...]
     changed: tuple[Finding, ...]
-    own: int  # stored ones whose issue is not in our table: of a user's detectors, left aside
+    own: int  # stored findings of a user's own detectors, which are not compared
 
     def __bool__(self) -> bool:
         return bool(self.only_stored or self.only_now or self.changed)
@@ -49,7 +49,7 @@ def _by_place(findings: Iterable[Finding]) -> dict[tuple[Any, ...], Finding]:
         where = finding.where
         place = (where.round, finding.issue, where.node, where.group, where.layer, where.step)
         copy = 0
-        while (*place, copy) in placed:  # a detector may say several things of one place
+        while (*place, copy) in placed:  # a detector may report several findings for one place
             copy += 1
         placed[*place, copy] = finding
     return placed

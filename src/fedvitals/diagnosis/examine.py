@@ -27,7 +27,7 @@ from fedvitals.records import Finding
 STANDARD = "standard"
 MOST_ALARMS = 10.0
 OnDetectorFailure = Callable[[Exception, str], None]
-"""Hears of a detector that raised: the error, and which one it was."""
+"""Called with the error of a detector that raised, and which detector it was."""
 
 RULES: tuple[Detector, ...] = (
     *guards.DETECTORS,
@@ -40,7 +40,7 @@ RULES: tuple[Detector, ...] = (
     *memory.DETECTORS,
 )
 DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS)
-"""What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""
+"""The detectors of «standard». Together they keep within the false-alarm budget of docs/issues.md."""
 
 
 def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0) -> tuple[Detector, ...]:
@@ -87,7 +87,7 @@ def examine(
     raised, and the others go on; without it, the error is raised.
     """
     chosen = DETECTORS if detectors is None else tuple(detectors)
-    examination = Examination(history, chosen, failed, finished=True)
+    examination = DetectorExamination(history, chosen, failed, finished=True)
     return [
         finding
         for round_index in (history.rounds() if rounds is None else rounds)
@@ -95,7 +95,7 @@ def examine(
     ]
 
 
-class Examination:
+class DetectorExamination:
     """Runs detectors over one run. They see the same view of its history each round, which ends one round later each
     time.
 
@@ -120,15 +120,15 @@ class Examination:
         for detector in self._detectors:
             findings: list[Finding] = []
             try:
-                # A client may send any number. What infinities come to (∞ − ∞ is no number) is beyond no limit, so that
-                # nobody is accused of it: that is meant, and no reason to warn. Medians of nothing still are.
+                # A client may send any number. Arithmetic on infinities gives NaN (∞ − ∞), which exceeds no limit, so
+                # nobody is accused of it. That is intended and needs no warning; a median of nothing still warns.
                 with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                     findings.extend(detector(self._past, round_index))
             except Exception as error:
                 if self._failed is None:
                     raise
                 self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
-            yield from findings  # what it said before it failed counts
+            yield from findings  # what it reported before it failed counts
 
 
 def with_run_and_time(finding: Finding, run: str, at: float) -> Finding:

@@ -54,8 +54,8 @@ def finding(
         ],
         **(more or {}),
     }
-    # What clients say may give any number, and a store takes no larger one.
+    # A step may come from a client's claims, and a store takes no integer beyond 64 bits.
     where = Where("", round_index, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
     level = issue_entry.severity if severity is None else severity
-    # The time, too, is filled in by whoever runs the detector: the same history must give the same finding.
+    # The caller also fills in the time: the same history must give the same finding.
     return Finding(where, 0.0, issue, level, min(max(confidence, 0.0), 1.0), message, evidence, tuple(suspects))

@@ -18,8 +18,8 @@ from fedvitals.protocols import History, Node
 from fedvitals.records import Event
 from fedvitals.stats import Array
 
-LOOK_BACK = 1000  # rounds that detectors see; a training may be longer than memory is large
-# A node is there from the first round on in which it has one of these, or an event.
+LOOK_BACK = 1000  # rounds that detectors see; a long training must not exhaust memory
+# A node exists from the first round in which it has one of these metrics, or an event.
 SIGNS_OF_LIFE = ("time.client", "steps", "update.norm", "samples", "update.samples", "weight.difference")
 
 T = TypeVar("T")
@@ -50,8 +50,8 @@ class HistoryCutoff:
         self._finished = finished
         self._moves = 0
         self._kept: dict[Hashable, Any] = {}  # answers about the whole run
-        self._of_round: dict[Hashable, Any] = {}  # answers that only this round's detectors will ask for
-        self._seen: dict[int, frozenset[Node]] = {}  # who was there, by round
+        self._of_round: dict[Hashable, Any] = {}  # answers that only this round's detectors need
+        self._seen: dict[int, frozenset[Node]] = {}  # nodes present, by round
 
     @property
     def _round(self) -> int:
@@ -113,7 +113,7 @@ class HistoryCutoff:
         rounds, nodes, values = self._ask(self._kept, key, lambda: self._history.matrix(family, statistic, layer))
         span = self._span(rounds)
         rounds, values = rounds[span], values[span]
-        # Who has come only later, or never had a number, is not there in either case.
+        # Nodes that appear only later, or never had a value, are left out.
         there = np.flatnonzero(~np.isnan(values).all(axis=0)) if len(rounds) else np.arange(0)
         return rounds, [nodes[i] for i in there], values[:, there]
 

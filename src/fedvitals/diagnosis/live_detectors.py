@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
-from fedvitals.diagnosis.examine import Examination, with_run_and_time
+from fedvitals.diagnosis.examine import DetectorExamination, with_run_and_time
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
@@ -41,7 +41,7 @@ class LiveDetectors:
         on_failure: Callable[[Exception, str], None],
     ) -> None:
         self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
-        self._examination = Examination(memory.history(run), detectors, on_failure)
+        self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
         self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
 
     def write(self, records: Sequence[Record], /) -> None:
@@ -84,7 +84,7 @@ def _measured(record: Record) -> Record:
     return replace(record, config={}) if isinstance(record, Run) else record
 
 
-class Findings(list[Finding]):
+class FindingList(list[Finding]):
     """Findings, worst first, one per round in which an issue was seen; printed as cases, one line each."""
 
     def __init__(

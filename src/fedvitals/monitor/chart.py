@@ -22,7 +22,7 @@ from fedvitals.analysis.live import LiveProfile
 from fedvitals.diagnosis.gaps import MonitorFailure, gaps
 from fedvitals.diagnosis.history_cutoff import LOOK_BACK
 from fedvitals.diagnosis.issues.table import ISSUES
-from fedvitals.diagnosis.live_detectors import Findings, LiveDetectors
+from fedvitals.diagnosis.live_detectors import FindingList, LiveDetectors
 from fedvitals.errors import ConfigError
 from fedvitals.loop_tape import LoopTape
 from fedvitals.monitor.lifecycle import versions
@@ -328,13 +328,13 @@ class Chart:
         """What detectors have seen so far."""
         return self._memory.history(self.run.id)
 
-    def findings(self, *, complete: bool = True) -> Findings:
+    def findings(self, *, complete: bool = True) -> FindingList:
         """What the detectors have said so far. `complete`: whether they have seen everything."""
         attendance = None if self._live is None else self._live.attendance
         missing = gaps(self._failures, self.lost)
         if not complete and not self.lost:
             missing = (*missing, "some records still wait for the store or the detectors")
-        return Findings(self.found, installed=len(self._detectors), attendance=attendance, gaps=missing)
+        return FindingList(self.found, installed=len(self._detectors), attendance=attendance, gaps=missing)
 
     @property
     def file(self) -> Path | None:

@@ -26,7 +26,7 @@ from fedvitals.diagnosis.corrections.correction_trials import CorrectionTrials
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
 from fedvitals.diagnosis.evidence.unusable_updates import UnusableUpdateCheck
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
-from fedvitals.diagnosis.live_detectors import Findings
+from fedvitals.diagnosis.live_detectors import FindingList
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.arrivals import Arrivals
 from fedvitals.monitor.chart import Chart
@@ -204,7 +204,7 @@ class Monitor:
         """Metrics of your own, for a node, or for the client or the round that is open (or was open last)."""
         self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
 
-    def findings(self) -> Findings:
+    def findings(self) -> FindingList:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
         return self._chart.findings(complete=self.flush() or self._chart.flush(1.0, own=True))
 

@@ -132,8 +132,10 @@ def trimmed_mean(finding: Finding, history: History) -> Action | None:  # noqa: 
 
 
 def roll_back(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Restore an earlier model; which one is decided by whoever keeps the trend of the loss."""
-    return _action(finding, "roll_back")  # to where, is known to whoever keeps the path of the loss
+    """Restore an earlier model; `CorrectionTrials` decides which one."""
+    return _action(
+        finding, "roll_back"
+    )  # CorrectionTrials adds the round to restore, since it knows the trend of the loss
 
 
 def resample(finding: Finding, history: History) -> Action | None:  # noqa: ARG001

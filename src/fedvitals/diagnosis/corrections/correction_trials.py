@@ -51,7 +51,7 @@ class ActiveCorrection:
     last_seen: int = 0  # the newest round with the finding
     kept: bool = False
     kept_since: int = 0  # the round from which it is kept
-    trend_since: int = BEGINNING  # where the path of the loss began before it
+    trend_since: int = BEGINNING  # where the trend of the loss began before it
 
     @property
     def raises(self) -> bool:
@@ -77,12 +77,12 @@ class CorrectionTrials:
         self._new_findings: dict[int, list[Finding]] = {}
         self._suggested: set[tuple[str, str]] = set()
         self._active: dict[str, ActiveCorrection] = {}
-        self._failed_in: dict[tuple[str, str], int] = {}  # (finding, kind) → round in which it was found of no use
+        self._failed_in: dict[tuple[str, str], int] = {}  # (finding, kind) → round in which it proved useless
         self._relapses: dict[str, int] = {}
         self._numbers = itertools.count(1)
-        self._trend_since = BEGINNING  # the last restoring: the loss before it is no trend of what came after
+        self._trend_since = BEGINNING  # the last restore: the loss before it says nothing about the trend after it
 
-    # -- what is told to it -------------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------------------------
 
     def add_finding(self, finding: Finding) -> None:
         """Take a new finding, on the detectors' thread. Suggestions are emitted at once, and once per finding."""
@@ -119,7 +119,7 @@ class CorrectionTrials:
             self._trend_since = treatment.trend_since
         self._emit_status(action, "refused", action.where.round, why=why)
 
-    # -- what is asked of it ------------------------------------------------------------------------------------------
+    # -- output -------------------------------------------------------------------------------------------------------
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
         """Return the actions in force in the coming round, and which checkpoints are to be kept."""
@@ -333,7 +333,7 @@ class CorrectionTrials:
             self._suggested.add((action.finding, "refused"))
             self._emit_status(action, "refused", round_index, why=why)
 
-    # -- what is written down -----------------------------------------------------------------------------------------
+    # -- records ------------------------------------------------------------------------------------------------------
 
     def _emit_status(self, action: Action, status: str, round_index: int | None, **more: Any) -> Action:
         """Emit the action with its new status and the reason, and return it."""

@@ -26,7 +26,7 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-WHOLE = 3  # the fewest members of a group that is accused as one
+WHOLE = 3  # smallest group that is accused as one
 SURE, LIKELY = 0.9, 0.5  # probabilities of a critical finding and of a warning; below, it is a note
 CERTAIN = 0.99  # of an equality that does not hold: telemetry itself may be broken
 LEARNT = 0.35  # accuracy of the received model under which wrong labels cannot be seen
@@ -43,7 +43,7 @@ class FaultyClientLocator:
     def __init__(self, false_alarms: float = 1.0, model: EvidenceModel | None = None) -> None:
         self._allowed = false_alarms
         self._model = model
-        # What the rounds before have told, by history: only so that a long run is not read anew in every round.
+        # Evidence of the earlier rounds, by history, so that a long run is not read again in every round.
         self._trends: weakref.WeakKeyDictionary[History, EvidenceTrend] = weakref.WeakKeyDictionary()
 
     def __call__(self, history: History, round_index: int) -> Iterator[Finding]:
@@ -182,7 +182,7 @@ def _outlying_signs(trend: EvidenceTrend, index: int, *, telemetry: bool) -> lis
     ]
 
 
-# -- what is said of every client -------------------------------------------------------------------------------------
+# -- statements about every client -------------------------------------------------------------------------------------
 
 LOCATOR = FaultyClientLocator()
 DETECTORS: tuple[Detector, ...] = (LOCATOR,)

@@ -25,13 +25,13 @@ from fedvitals.stats import Array
 
 # Log-odds added to each round's evidence: what a single healthy-looking round takes away is limited by it.
 DRIFT = {"telemetry": 1.5, "server": 1.5, "flip": 3.0}
-LEAST, MOST = -3.0, 4.0  # that one round can add
-CAP = 20.0  # so that a cured client is believed again before long
-# Of the alarms that the user allows; they overlap, and the rest belongs to all other rules together.
+LEAST, MOST = -3.0, 4.0  # limits of what one round can add
+CAP = 20.0  # so that a repaired client is cleared again before long
+# Shares of the allowed alarms; they overlap, and the rest belongs to all other rules together.
 SHARES = {"telemetry": 0.35, "server": 0.2, "flip": 0.1}
 SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients that take part in a round
 CONVERGED = 0.1  # of the run's largest update, the median client's
-REMEMBERED = 6  # participations from which the kind of the fault is told
+REMEMBERED = 6  # participations from which the kind of the fault is inferred
 UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of another, at which the name is changed
 
 
@@ -43,7 +43,7 @@ class EvidenceSums:
     began: dict[Node, int] = field(default_factory=dict)  # round since when the total has been above 0
     kinds: dict[Node, list[Array]] = field(default_factory=dict)  # log-probabilities, of the newest participations
     accused: set[Node] = field(default_factory=set)
-    withdrawn: int = 0  # accusations that the following rounds did not bear out
+    withdrawn: int = 0  # accusations that later rounds did not confirm
 
     def add(self, node: Node, round_index: int, evidence: float, kind_logs: Array, limit: float) -> None:
         """Add one participation's evidence of a client, and accuse it or withdraw the accusation."""
@@ -56,7 +56,7 @@ class EvidenceSums:
         self.kinds[node] = [*self.kinds.get(node, []), kind_logs][-REMEMBERED:]
         if total > limit:
             self.accused.add(node)
-        elif node in self.accused and total < limit / 2:  # not at the limit itself: a case shall not flicker
+        elif node in self.accused and total < limit / 2:  # not at the limit itself, so that a case does not flicker
             self.accused.discard(node)
             self.withdrawn += 1
 
@@ -131,7 +131,7 @@ class EvidenceTrend:
         norms = [norm for norm in history.latest("update.norm", round_index).values() if np.isfinite(norm)]
         median = float(np.median(norms)) if norms else 0.0
         self.largest = max(self.largest, median)
-        return 0 < median < CONVERGED * self.largest  # of a model that died of NaN, nothing finite is left
+        return 0 < median < CONVERGED * self.largest  # a model of NaN has no finite update
 
     def _add_evidence(self, round_index: int, scores: Scores, vital_signs: VitalSigns, cohort: str) -> None:
         for name, view in self.views.items():
@@ -159,7 +159,7 @@ class EvidenceTrend:
         if node in self.altered_since:
             possible = [kind in AFTER_TRAINING for kind in kinds]
         elif honest and fired != ["server"]:
-            # It sent what it trained: what is wrong was wrong before. (The server's view believes no such word.)
+            # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
             possible = [kind not in AFTER_TRAINING for kind in kinds]
         chances = self.kind_chances[node] = fault_kind_chances(self.views[view].kinds.get(node, []), kinds, possible)
         likeliest, before = max(chances, key=lambda kind: chances[kind]), self.suspected_kinds.get(node)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on the three methods of a grid through which a server sends and receives everything.
 
-They are set on the instance, so that whoever holds the grid (a strategy, a custom loop, or the threads of the older
-API) works as before.
+They are set on the instance, so that everything that holds the grid (a strategy, a custom loop, the threads of the
+older API) works as before.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
 
     def push_messages(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[str]:
         outgoing, sent = [*messages], time.time()
-        given = [*push(outgoing, *args, **more)]
-        ids = given if len(given) == len(outgoing) else [message.metadata.message_id for message in outgoing]
+        pushed_ids = [*push(outgoing, *args, **more)]
+        ids = pushed_ids if len(pushed_ids) == len(outgoing) else [message.metadata.message_id for message in outgoing]
         inside: set[str] = getattr(calls, "ids", set())
         inside.update(key for key in ids if key)
         observer.messages_sent(outgoing, ids, sent)
-        return given
+        return pushed_ids
 
     def pull_messages(message_ids: Iterable[str], *args: Any, **more: Any) -> Iterable[Message]:
         _pull_late_replies(pull, observer)  # first: who answers the newer question owes nothing any more

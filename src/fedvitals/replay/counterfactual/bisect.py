@@ -24,9 +24,9 @@ from fedvitals.lab.federation import Federation, Server
 from fedvitals.lab.run import one_round
 from fedvitals.protocols import History
 from fedvitals.records import Metric, Run, Where
-from fedvitals.replay.counterfactual.change import Change, check_restores
+from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
 from fedvitals.replay.counterfactual.evidence import ClientEvidence, gather_evidence, log_loss
-from fedvitals.replay.debugger.conditions import Condition
+from fedvitals.replay.debugger.conditions import RoundCondition
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.reused_updates import ChangeObserver, copy_of_server
 from fedvitals.replay.tape.journal import round_ranges
@@ -95,7 +95,7 @@ def bisect(
     bad: int,
     *,
     metric: str | None = None,
-    until: Condition | None = None,
+    until: RoundCondition | None = None,
     suspects: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> BisectResult:
@@ -144,7 +144,7 @@ class _Search:
         bad: int,
         metric: str,
         judged: Sequence[str],
-        until: Condition | None,
+        until: RoundCondition | None,
         progress: Callable[[str], None],
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
@@ -204,7 +204,7 @@ class _Search:
             self._begins[first] = server, kept
         server, kept = self._begins[first]
         player.engine().restore_optimizers({name: tensor.clone() for name, tensor in kept.items()})
-        observer = ChangeObserver(player.tape, first, Change(drop=without))
+        observer = ChangeObserver(player.tape, first, WhatIfChange(drop=without))
         federation = Federation(player.site, player.engine(), observer, copy_of_server(server))
         ward, model = Ward(player.experiment, observer), copy.deepcopy(player.site.module)
         metrics: Metrics = {}

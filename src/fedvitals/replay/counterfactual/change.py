@@ -32,7 +32,7 @@ RATE = re.compile(r"(learning[_ ]rate|client[_ ]rate|server[_ ]rate)\s*([/÷*x×
 
 
 @dataclass(frozen=True)
-class Change:
+class WhatIfChange:
     """A change of a run; the default changes nothing. `client_rate` and `server_rate` are factors, `clip` the
     largest update norm.
     """
@@ -61,7 +61,7 @@ class Change:
     @property
     def nothing(self) -> bool:
         """Return whether nothing is changed."""
-        return self == Change(text=self.text)
+        return self == WhatIfChange(text=self.text)
 
     def check(self, experiment: Experiment, groups: Sequence[str] = ()) -> None:
         """Raise ConfigError if a named client or group does not exist, or if no client is left."""
@@ -108,27 +108,27 @@ class Change:
 CHANGE_FINDING = "what if"  # in place of a finding: an action of a change
 
 
-def parse(text: str) -> Change:
+def parse(text: str) -> WhatIfChange:
     """Return the change that a text describes; several are separated by «;» or «and»."""
     parts: dict[str, Any] = {"weights": {}, "drop": ()}
     for part in re.split(r";|\band\b", text):
         if part.strip():
             _parse_part(part.strip(), parts)
-    return Change(**parts)
+    return WhatIfChange(**parts)
 
 
-def change_from(change: str | Change | None = None, **parts: Any) -> Change:
-    """Return a change from a text, a `Change`, or its parts: change_from("drop c7"), change_from(drop=["c7"],
+def change_from(change: str | WhatIfChange | None = None, **parts: Any) -> WhatIfChange:
+    """Return a change from a text, a `WhatIfChange`, or its parts: change_from("drop c7"), change_from(drop=["c7"],
     clip=1.5).
     """
-    if isinstance(change, Change):
+    if isinstance(change, WhatIfChange):
         return change
     if change is not None:
         return parse(change)
     for name in parts:
-        if name not in Change.__dataclass_fields__:
-            raise ConfigError(unknown("change", name, [n for n in Change.__dataclass_fields__ if n != "text"]))
-    return Change(**parts)
+        if name not in WhatIfChange.__dataclass_fields__:
+            raise ConfigError(unknown("change", name, [n for n in WhatIfChange.__dataclass_fields__ if n != "text"]))
+    return WhatIfChange(**parts)
 
 
 def _parse_part(part: str, parts: dict[str, Any]) -> None:

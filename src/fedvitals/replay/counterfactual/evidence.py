@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvitals.lab.federation import Server
-from fedvitals.replay.counterfactual.change import Change
+from fedvitals.replay.counterfactual.change import WhatIfChange
 from fedvitals.replay.counterfactual.reaggregate import RecordedRounds
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.reused_updates import ChangeObserver, RecordedUpdates, ReusingFederation, copy_of_server
@@ -148,7 +148,7 @@ def _harms(
         return harms
     apart = np.nan_to_num(np.abs(features[:, :4])).sum(1)
     for place in sorted(range(len(present)), key=lambda i: -apart[i])[:TRIED]:
-        observer = ChangeObserver(player.tape, round_index, Change(drop=(present[place],)))
+        observer = ChangeObserver(player.tape, round_index, WhatIfChange(drop=(present[place],)))
         without = ReusingFederation(player.site, player.engine(), observer, copy_of_server(before))
         without.play(round_index, updates, examined=False)
         harms[place] = _log_loss_of_model(player, without.server.model) - whole

@@ -22,7 +22,7 @@ from fedvitals.lab.federation import Server
 from fedvitals.lab.run import rounds
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Action, Finding
-from fedvitals.replay.counterfactual.change import Change, check_restores
+from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.reused_updates import ChangeObserver, groups_of_round
 from fedvitals.replay.tape.tape import Tape
@@ -63,7 +63,7 @@ class Fork:
 def fork(
     player: Player,
     at: int,
-    change: Change,
+    change: WhatIfChange,
     *,
     store: str | Path,
     until: int | None = None,
@@ -126,7 +126,7 @@ class ForkMonitor(Monitor):
         self.steering.refused(action, why)
 
 
-def _monitor(player: Player, at: int, change: Change, store: str | Path, name: str | None) -> ForkMonitor:
+def _monitor(player: Player, at: int, change: WhatIfChange, store: str | Path, name: str | None) -> ForkMonitor:
     """Return a monitor with the parent's settings, taped as it was."""
     settings, experiment = player.tape.setting, player.described
     parent = _config_of(store, settings.run)

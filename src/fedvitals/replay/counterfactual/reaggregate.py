@@ -18,7 +18,7 @@ from fedvitals.lab.engines.site import Site
 from fedvitals.lab.federation import Server
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
-from fedvitals.replay.counterfactual.change import Change, check_restores
+from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
 from fedvitals.replay.player.drift import DriftEstimate
 from fedvitals.replay.player.player import Player, flattened
 from fedvitals.replay.player.reused_updates import (
@@ -52,7 +52,7 @@ class WhatIfRound:
 
 
 @dataclass
-class WhatIf:
+class WhatIfResult:
     """The result of a re-aggregation, round by round."""
 
     run: str
@@ -75,9 +75,9 @@ def reaggregate(
     player: Player,
     first: int,
     last: int,
-    change: Change,
+    change: WhatIfChange,
     progress: Callable[[int], None] = lambda _: None,
-) -> WhatIf:
+) -> WhatIfResult:
     """Aggregate rounds `first` to `last` again with a change; clients train only where the tape has no updates any
     more.
     """
@@ -89,7 +89,7 @@ def reaggregate(
     site = _changed_site(player.site, change)
     _refuse_unknowable(player, change, first, last)
     began = time.perf_counter()
-    result = WhatIf(tape.setting.run, change.text, first, last, note=_note(change))
+    result = WhatIfResult(tape.setting.run, change.text, first, last, note=_note(change))
     start = player.server(first)
     changed = ReusingFederation(site, player.engine(), ChangeObserver(tape, first, change), copy_of_server(start))
     changed.factor = change.client_rate
@@ -109,9 +109,11 @@ def reaggregate(
 class RecordedRounds:
     """Iterates over recorded rounds: the server before, what clients sent, and the model after each round."""
 
-    def __init__(self, player: Player, first: int, last: int, server: Server, count: WhatIf | None = None) -> None:
+    def __init__(
+        self, player: Player, first: int, last: int, server: Server, count: WhatIfResult | None = None
+    ) -> None:
         self._player, self._tape, self._first, self._last = player, player.tape, first, last
-        self._server, self._count = server, WhatIf("", "", first, last) if count is None else count
+        self._server, self._count = server, WhatIfResult("", "", first, last) if count is None else count
         self._path = ReusingFederation(player.site, player.engine(), ChangeObserver(player.tape, first), server)
         # What the clients' engine, or a checkpoint, remembers from one round to the next is only there if all are run.
         self._whole = player.experiment.local.keep_optimizer or check_restores(player.tape, first, last)
@@ -165,12 +167,12 @@ def _updates_on_tape(tape: TapeReader, round_index: int, server: Server) -> dict
     return updates
 
 
-def _changed_site(site: Site, change: Change) -> Site:
+def _changed_site(site: Site, change: WhatIfChange) -> Site:
     """Return the same data and model under the changed experiment."""
     return Site(change.experiment(site.experiment), site.dataset, site.shards, site.module, site.layout)
 
 
-def _refuse_unknowable(player: Player, change: Change, first: int, last: int) -> None:
+def _refuse_unknowable(player: Player, change: WhatIfChange, first: int, last: int) -> None:
     """Raise ConfigError for changes whose outcome cannot be known without training."""
     experiment, entry = player.experiment, player.tape.entry(first)
     groups = sorted({*groups_of_round(player.tape, first), *groups_of_round(player.tape, last)})
@@ -192,7 +194,7 @@ def _refuse_unknowable(player: Player, change: Change, first: int, last: int) ->
             )
 
 
-def _note(change: Change) -> str:
+def _note(change: WhatIfChange) -> str:
     if change.client_rate == 1:
         return ""
     return (

@@ -12,7 +12,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.protocols import History
 from fedvitals.records import Finding
 from fedvitals.replay.debugger.cached_history import CachedHistory
-from fedvitals.replay.debugger.conditions import Condition, parse, parse_quantity
+from fedvitals.replay.debugger.conditions import RoundCondition, parse, parse_quantity
 from fedvitals.replay.debugger.quantities import Quantity
 
 
@@ -21,7 +21,7 @@ class Breakpoint:
     """A breakpoint, which stops, or a watchpoint, which only reports."""
 
     number: int
-    what: Condition | Quantity
+    what: RoundCondition | Quantity
     stops: bool
     hits: int = 0
 
@@ -70,7 +70,7 @@ class Breakpoints:
 
     def watch(self, text: str, history: History | None = None) -> int:
         """Add a watchpoint for a number («accuracy», «update.norm of c7») or a condition, and return its number."""
-        what: Condition | Quantity
+        what: RoundCondition | Quantity
         try:
             what = parse_quantity(text)
         except ConfigError as no_number:
@@ -138,7 +138,7 @@ class Breakpoints:
                     return hit
         return None
 
-    def _put(self, what: Condition | Quantity, *, stops: bool) -> int:
+    def _put(self, what: RoundCondition | Quantity, *, stops: bool) -> int:
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._points[number] = Breakpoint(number, what, stops)
@@ -146,9 +146,9 @@ class Breakpoints:
 
 
 def _hit_of(point: Breakpoint, history: History, findings: Sequence[Finding], round_index: int) -> Hit | None:
-    if point.stops and isinstance(point.what, Condition):
+    if point.stops and isinstance(point.what, RoundCondition):
         words = point.what.holds(history, findings, round_index)
-    elif isinstance(point.what, Condition):
+    elif isinstance(point.what, RoundCondition):
         words = _condition_changes(point.what, history, findings, round_index)
     else:
         words = _quantity_changes(point.what, history, round_index)
@@ -156,7 +156,7 @@ def _hit_of(point: Breakpoint, history: History, findings: Sequence[Finding], ro
 
 
 def _condition_changes(
-    condition: Condition, history: History, findings: Sequence[Finding], round_index: int
+    condition: RoundCondition, history: History, findings: Sequence[Finding], round_index: int
 ) -> str | None:
     """Return in words that a condition begins or ceases to hold in this round; None if neither."""
     before = max((r for r in history.rounds() if r < round_index), default=None)

@@ -90,7 +90,7 @@ _COMPARED = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class RoundCondition:
     """One clause, or several joined by «and», which must then hold in the same round."""
 
     clauses: tuple[Clause, ...]
@@ -123,14 +123,14 @@ class Condition:
             clause.check(history)
 
 
-def parse(text: str) -> Condition:
+def parse(text: str) -> RoundCondition:
     """Return the condition that a sentence states. Raises ConfigError, with examples, if it is not understood."""
     if not isinstance(text, str) or not text.strip(" «»."):
         raise ConfigError(f"A condition is a sentence, such as {_examples()}; got {text!r}.")
     if len(text) > LONGEST_SENTENCE:
         raise ConfigError(f"A condition is one short sentence; got {len(text)} characters.")
     parts = re.split(r"\s+and\s+|\s*&&\s*", _normalised(text), flags=re.IGNORECASE)
-    return Condition(tuple(_clause(part, text) for part in parts))
+    return RoundCondition(tuple(_clause(part, text) for part in parts))
 
 
 def parse_quantity(text: str) -> Quantity:

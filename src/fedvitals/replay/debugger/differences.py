@@ -45,15 +45,17 @@ def compare_clients(session: Session, first_node: str, second_node: str) -> Debu
 def _compare_with_cohort(session: Session, round_index: int, node: str) -> DebuggerOutput:
     own = _update(session, round_index, node)
     replies = [
-        one for one in session.tape.entry(round_index).came if one.node != node and one.used and one.mark is not None
+        other
+        for other in session.tape.entry(round_index).came
+        if other.node != node and other.used and other.mark is not None
     ]
-    others = [_update(session, round_index, one.node) for one in replies]
+    others = [_update(session, round_index, other.node) for other in replies]
     if not others:
         raise ConfigError(f"Nothing came from anybody but {node} in round {round_index}: there is no cohort.")
     rows = []
     for name in (*own, WHOLE):
-        mine, theirs = _flat(own, name), [_flat(one, name) for one in others]
-        median = float(np.median([_norm(one) for one in theirs]))
+        mine, theirs = _flat(own, name), [_flat(other, name) for other in others]
+        median = float(np.median([_norm(other) for other in theirs]))
         mean = torch.stack(theirs).mean(0)
         ratio = _norm(mine) / median if median else None
         rows.append((name, _norm(mine), median, ratio, _cosine(mine, mean)))

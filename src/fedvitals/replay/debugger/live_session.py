@@ -162,7 +162,7 @@ class LiveSession:
     def _go_on(self) -> None:
         round_index, self._paused = self._paused, None
         if round_index is not None:
-            self._stopping.clear()  # whoever lets it go knows why it stood
+            self._stopping.clear()  # a user who resumes the run knows why it stopped
             self._handle.renew(go=round_index)
 
     # -- the threads --------------------------------------------------------------------------------------------------

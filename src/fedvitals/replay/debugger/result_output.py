@@ -14,7 +14,7 @@ from fedvitals.replay.tape.journal import round_ranges
 if TYPE_CHECKING:
     from fedvitals.replay.counterfactual.bisect import BisectResult
     from fedvitals.replay.counterfactual.fork import Fork
-    from fedvitals.replay.counterfactual.reaggregate import WhatIf
+    from fedvitals.replay.counterfactual.reaggregate import WhatIfResult
 
 MAIN_METRICS = ("accuracy", "loss")
 
@@ -41,7 +41,7 @@ def show_proof(proof: Proof, node: str | None = None) -> DebuggerOutput:
     return debugger_output.text_output(f"{whose}round{'s' * (count != 1)} {round_ranges(proof.proved)}: {what}", text)
 
 
-def show_whatif(result: WhatIf) -> DebuggerOutput:
+def show_whatif(result: WhatIfResult) -> DebuggerOutput:
     """Show a what-if as a table of rounds."""
     names = _metrics([turn.recorded for turn in result.turns], [turn.changed for turn in result.turns])
     rows = [(t.round, *_pairs(names, t.recorded, t.changed), t.moved, t.relative) for t in result.turns]

@@ -25,7 +25,7 @@ from fedvitals.records import Finding, Run
 from fedvitals.replay.debugger import debugger_output, differences, overview
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
 from fedvitals.replay.debugger.cached_history import CachedHistory
-from fedvitals.replay.debugger.conditions import Condition, parse
+from fedvitals.replay.debugger.conditions import RoundCondition, parse
 from fedvitals.replay.debugger.debugger_output import DebuggerOutput
 from fedvitals.replay.debugger.exporting import export_file
 from fedvitals.replay.debugger.held_run import HeldRun
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
     from fedvitals.replay.counterfactual.bisect import BisectResult
     from fedvitals.replay.counterfactual.fork import Fork
-    from fedvitals.replay.counterfactual.reaggregate import WhatIf
+    from fedvitals.replay.counterfactual.reaggregate import WhatIfResult
 
 
 def open_replay(
@@ -358,7 +358,7 @@ class Session:
             if breakpoint_number is not None:
                 self.breakpoints.remove(breakpoint_number)
 
-    def _first(self, wanted: Condition | None, rounds: list[int]) -> Hit | None:
+    def _first(self, wanted: RoundCondition | None, rounds: list[int]) -> Hit | None:
         known, findings = CachedHistory(self.history), self.findings_until()
         for round_index in rounds:
             hits = self.breakpoints.check(known, findings, round_index)
@@ -397,7 +397,7 @@ class Session:
 
     def whatif(
         self, text: str | None = None, *, first: int | None = None, last: int | None = None, **change: Any
-    ) -> WhatIf:
+    ) -> WhatIfResult:
         """Aggregate recorded updates again with a change, from this round to the last: no client trains.
 
         In words ("drop c7"), or as `whatif(drop=("c7",), clip=1.5)`.

@@ -23,7 +23,7 @@ from fedvitals.lab.federation import Federation, Server
 from fedvitals.lab.run import Round, one_round
 from fedvitals.protocols import Message, NullObserver
 from fedvitals.records import Action, Where
-from fedvitals.replay.counterfactual.change import CHANGE_FINDING, Change, recorded_actions
+from fedvitals.replay.counterfactual.change import CHANGE_FINDING, WhatIfChange, recorded_actions
 from fedvitals.replay.player.player import flattened
 from fedvitals.replay.tape.reader import TapeReader
 
@@ -87,8 +87,8 @@ def groups_of_round(tape: TapeReader, round_index: int) -> list[str]:
 class ChangeObserver(NullObserver):
     """An observer that prescribes the recorded corrections and those of a change."""
 
-    def __init__(self, tape: TapeReader, first: int, change: Change | None = None) -> None:
-        self._tape, self._first, self.change = tape, first, Change() if change is None else change
+    def __init__(self, tape: TapeReader, first: int, change: WhatIfChange | None = None) -> None:
+        self._tape, self._first, self.change = tape, first, WhatIfChange() if change is None else change
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
         answered = () if self.change.no_faults else recorded_actions(self._tape, self._first, round_index)

@@ -53,7 +53,7 @@ class LabAppSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, re
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the whole experiment; errors of the configuration are reported to whoever started it."""
+    """Run the whole experiment; errors of the configuration are reported to the launcher."""
     try:
         _run(grid, context)
     except FedvitalsError as error:

@@ -123,7 +123,7 @@ class FlowerEngine:
                     "Start the others, or ask for fewer with --workers."
                 )
             time.sleep(LAST_LOOK)
-        self._wanted = 1  # once it has begun, it goes on with whoever is left
+        self._wanted = 1  # once training has begun, it goes on with the nodes that are left
         return [node for node in connected if node not in self._owing.values()] or connected
 
     def _exchange(self, messages: Sequence[Message]) -> dict[int, Message]:
@@ -161,7 +161,7 @@ class FlowerEngine:
         try:
             places = [r.where for r in decode(payload) if not isinstance(r, Run)] if payload else []
         except RecordError:
-            return True  # whoever takes it will say so
+            return True  # the observer that absorbs it reports the error
         strange = next((place.node for place in places if place.node not in groups), None)
         text = f"Telemetry told of '{str(strange)[:80]}', whose training was asked of another node."
         moved = next((place for place in places if place.group not in (None, groups.get(place.node))), None)
