@@ -21,7 +21,6 @@ from typing import Any, Self
 
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
-from fedvitals.diagnosis.live_detectors import Findings
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.monitored_run import MonitoredRun
@@ -203,7 +202,7 @@ class Monitor:
         """Record when a client elsewhere was asked and when it answered (docs/profile.md); see `HostObserver`."""
         self._host.exchange(node, sent, received, replied, returned, started=started, span=span)
 
-    def findings(self) -> Findings:
+    def findings(self) -> FindingList:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
         return self._run.findings.so_far(complete=self.flush() or self._run.lifecycle.flush(1.0, own=True))
 

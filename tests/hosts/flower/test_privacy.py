@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 import fedvitals as fv
 from fedvitals.catalog import level_of
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.flower.reply_envelope import KEY, LEAST, MOST, SHARE, room
+from fedvitals.hosts.flower.reply_envelope import KEY, LARGEST_PAYLOAD, REPLY_SHARE, SMALLEST_BUDGET, telemetry_budget
 from fedvitals.records import Event, Finding, LayerStats, Metric, Run, Sketch, Span
 from fedvitals.transport.wire.payload import decode
 from support.flower.federation import LAYERS, RUNS, client_app, federate, is_round, model, node_of, training, watched
@@ -102,17 +102,17 @@ def test_what_finds_no_room_is_left_out_and_said_and_what_matters_stays():
     with watched() as (monitor, sink):
         sent = letters(client_app(fv.flower.client_mod(), train=chatty), monitor=monitor)
     for records, ours, rest in sent:
-        assert ours <= room(rest) + 100  # and the names of a few fields
-        assert room(rest) == LEAST
+        assert ours <= telemetry_budget(rest) + 100  # and the names of a few fields
+        assert telemetry_budget(rest) == SMALLEST_BUDGET
         assert "important" in {r.name for r in records if isinstance(r, Event)}
     assert {e.where.node for e in sink.events("important")} == {*NODES}
     assert sum(e.data["records"] for e in sink.events("worker.lost")) > 1000
 
 
 def test_the_room_is_stated():
-    assert room(0) == room(1000) == LEAST
-    assert room(10_000_000) == int(SHARE * 10_000_000)
-    assert room(10**12) == MOST
+    assert telemetry_budget(0) == telemetry_budget(1000) == SMALLEST_BUDGET
+    assert telemetry_budget(10_000_000) == int(REPLY_SHARE * 10_000_000)
+    assert telemetry_budget(10**12) == LARGEST_PAYLOAD
 
 
 # -- federations that hide their clients ------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did it help? A correction is judged by the path of the global loss, against the run's own trend before it.
+"""Judge whether a correction helped, by comparing the global loss with the run's own trend before it.
 
-Losses are compared as logarithms, so that halving counts the same early and late. A run that learns has a falling
-line; whoever corrects it as a whole must beat that line, which a healthy run, learning ever more slowly, does not do.
+Losses are compared as logarithms, so that halving counts the same early and late. A run that learns has a falling line,
+and a correction of the whole run must beat that line; a healthy run, which learns ever more slowly, does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUICKER = 1.5  # times as fast as before, at least, where larger steps are on tr
 
 @dataclass(frozen=True, slots=True)
 class LossTrend:
-    """Where the log loss stood, where it was going, and how much it scattered; level inf: it was not finite."""
+    """Level, slope and scatter of the log loss before a round; level infinity means that it was not finite."""
 
     level: float  # median of the last three
     end: float  # of the line
@@ -38,19 +38,19 @@ class LossTrend:
 
     @property
     def too_slow(self) -> bool:
-        """Learning, smoothly and in tiny steps: larger ones could be borne."""
+        """Return whether the run learns smoothly but in tiny steps, so that larger ones could be tried."""
         return self.rounds >= FEWEST and self.noise < SMOOTH and CREEPING < self.slope < 0
 
     @property
     def unhealthy(self) -> bool:
-        """Not learning, or by leaps and bounds. Too few rounds to say: not ill."""
+        """Return whether the run does not learn, or only erratically. False with too few rounds to tell."""
         if math.isinf(self.level):
             return True
         return self.rounds >= FEWEST and (self.slope > LEARNING or self.noise > ERRATIC)
 
 
 def loss_trend_of(losses: Mapping[int, float], until: int, since: int = -(2**31)) -> LossTrend:
-    """Of the newest rounds up to `until`, and not before `since`."""
+    """Return the trend of the newest rounds from `since` up to `until`."""
     rounds = [round_index for round_index in sorted(losses) if since <= round_index <= until][-WINDOW:]
     if not rounds:
         return LossTrend(math.nan, math.nan, 0.0, 0.0, 0)
@@ -69,10 +69,10 @@ def loss_trend_of(losses: Mapping[int, float], until: int, since: int = -(2**31)
 def judge_correction(
     before: LossTrend, after: Sequence[float], restored: float | None = None, *, raising: bool = False
 ) -> str:
-    """«better», «worse» or «same»: the losses since, against the trend before.
+    """Return «better», «worse» or «same» for the losses since a correction began, against the trend before it.
 
-    `restored`: the loss of the checkpoint that the trial began from, where it did: it need only stay as good.
-    `raising`: larger steps are on trial, so the loss must fall faster than it did, however slow that was.
+    `restored`: the loss of the checkpoint that the trial began from, if it did; the loss then only has to stay as good.
+    `raising`: larger steps are on trial, so the loss must fall faster than before, however slow that was.
     """
     values = log_losses(after)
     if not len(values) or math.isnan(before.level):
@@ -91,7 +91,7 @@ def judge_correction(
 
 
 def _helped(before: LossTrend, values: Array, *, raising: bool) -> bool:
-    """Below the line that the trend would have gone on, or much calmer than before; and not on the rise again."""
+    """Return whether the losses are below the extrapolated trend or much calmer than before, and not rising again."""
     if values[-1] > values.min() + WORSE:
         return False
     expected = before.end + min(before.slope, 0.0) * np.arange(1, len(values) + 1)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning by heart: the same model on the samples it was trained with and on those kept back, client by client.
+"""Detector of overfitting: compares the same model on samples it was trained with and on held-out ones, client by
+client.
 
-A client's `fit.loss_before` and its `local.loss` of the round before are of one and the same global model. Taken in
-pairs, what clients differ by cancels; what is left is the gap between known and unknown samples.
+A client's `fit.loss_before` and its `local.loss` of the round before belong to the same global model. Taken in pairs,
+differences between clients cancel, and the gap between known and unknown samples remains.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOOK_BACK = 12  # rounds; the fit is measured when time allows
 
 
 def overfitting(history: History, round_index: int) -> Iterator[Finding]:
-    """In the last two rounds where it was measured, the newest of them this one."""
+    """OVERFITTING, in the last two rounds where it was measured, the newest of them this one."""
     steps, samples = client_median(history, "steps", round_index), client_median(history, "samples", round_index)
     if not samples > 0 or not steps / samples >= STEPS_PER_SAMPLE:
         return
@@ -59,7 +60,9 @@ def overfitting(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _loss_table(history: History, round_index: int) -> Array | None:
-    """[clients, 3]: loss on known samples, on unknown ones, and on the known after local training."""
+    """Return [clients, 3]: loss on known samples, on unknown ones, and on the known after local training; None with
+    too few.
+    """
     known, trained = history.latest("fit.loss_before", round_index), history.latest("fit.loss_after", round_index)
     unknown = history.latest("local.loss", round_index - 1)
     pairs = [(known[n], unknown[n], trained[n]) for n in known if n in unknown and n in trained]

@@ -9,10 +9,10 @@ from fedvitals.stats import Array
 
 
 def normal_scores(t: Array, freedom: int) -> Array:
-    """The normal score with the same tail probability as `t` with so many degrees of freedom.
+    """Return the normal score with the same tail probability as `t` with this many degrees of freedom.
 
-    Wallace's approximation (1959): z = ±√(f · ln(1 + t²/f)) · (8f + 1) / (8f + 3). Off by under 0.05 up to a score of
-    4 from three degrees of freedom on; a test holds it against numerical integration.
+    Wallace's approximation (1959): z = ±√(f · ln(1 + t²/f)) · (8f + 1) / (8f + 3). The error is below 0.05 up to a
+    score of 4 from three degrees of freedom on; a test compares it with numerical integration.
     """
     size = np.sqrt(freedom * np.log1p(t**2 / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
     return np.asarray(np.sign(t) * size)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a model may be off that was aggregated from updates which clients computed on other weights.
+"""Estimate the error of a model that was aggregated from updates which clients computed on other weights.
 
-By secants: between two recorded rounds the model moved, and the step that the (changed) aggregation makes of what the
-clients sent became another one. How much it did so per distance, ρ, is how strongly the steps answer to where the model
-is. A model that is moved away by u would have got another step by about ρ·‖u‖. It is moved by what is known, and by
-what is not: e ← e + ρ·(‖u‖ − e), where the part in brackets is what is left of the move once the answer is counted.
+By secants: between two recorded rounds the model moved, and the step that the (changed) aggregation makes of what
+clients sent changed. Their ratio, ρ, measures how strongly steps respond to the position of the model. A model moved by
+u would have got a step that differs by about ρ·‖u‖. The error grows by e ← e + ρ·(‖u‖ − e), where the part in brackets
+is what remains of the move once the response is counted.
 
-An estimate and no bound: measured against true re-runs (digits; mlp and cnn; 18 changes of 9 kinds, 10 rounds each) it
-was 0.35 to 2.2 times the true error, in the median 0.7 after two rounds and 1.0 after ten.
+It is an estimate, not a bound: compared with true re-runs (digits; mlp and cnn; 18 changes of 9 kinds, 10 rounds each)
+it was 0.35 to 2.2 times the true error, in the median 0.7 after two rounds and 1.0 after ten.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 
 
 class DriftEstimate:
-    """Fed round by round. `weights`: how much of a state is trained; buffers do not count."""
+    """The estimate, updated round by round. `weights`: how many leading values of a state are trained; buffers do
+    not count.
+    """
 
     def __init__(self, weights: int) -> None:
         self._weights = weights
@@ -32,11 +34,11 @@ class DriftEstimate:
 
     @property
     def relative(self) -> float:
-        """The error as a share of the move."""
+        """Return the error as a fraction of the move."""
         return self.error / self.moved if self.moved > 0 else 0.0
 
     def add(self, before: Tensor, after: Tensor, stood: Tensor, stands: Tensor) -> None:
-        """One round: the recorded model before and after it, the changed one before and after it."""
+        """Add a round: the recorded model before and after it, and the changed one before and after it."""
         before, after, stood, stands = (t[: self._weights].double() for t in (before, after, stood, stands))
         step, moved = stands - stood, _length(stood - before)
         if self._step is not None and self._at is not None:

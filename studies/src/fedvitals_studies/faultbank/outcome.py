@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
-from fedvitals.diagnosis.examine import DETECTORS, Examination
+from fedvitals.diagnosis.examine import DETECTORS, DetectorExamination
 from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import kinds_of
@@ -186,7 +186,7 @@ class _Examined:
         self._suspicion: Judged | None = _localiser("evidence_totals")
         self._probability: Judged | None = _localiser("fault_probabilities")
         detectors: tuple[Detector, ...] = (*DETECTORS, self._ask)
-        examination = Examination(recording, detectors, None, finished=True)
+        examination = DetectorExamination(recording, detectors, None, finished=True)
         began = time.process_time()  # not what other processes took meanwhile
         found = [finding for number in rounds for finding in examination.findings_of(number)]
         self.seconds = time.process_time() - began - self._seconds_asked
