@@ -177,7 +177,7 @@ class _Screen:
 
 def _ended(process: int, terminal: int) -> int:
     """Its output has to be read for it to end."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from fedvitals.store import open_reader, open_store
 from fedvitals.store.upkeep.retention import delete
 from support.dashboard_server import serve, serving
 from support.timed_run import begin, stored
+from support.waiting import PATIENCE
 
 HOME = "http://127.0.0.1:8321"
 WRITE = {"X-Fedvitals": "1"}
@@ -164,7 +164,7 @@ def test_a_look_sees_each_change_once(store: Path) -> None:
 
 
 def _events(url: str, wanted: int, events: list, ready: threading.Event) -> None:
-    with httpx2.stream("GET", f"{url}/api/live", timeout=20) as stream:
+    with httpx2.stream("GET", f"{url}/api/live", timeout=PATIENCE) as stream:
         kind = ""
         for line in stream.iter_lines():
             if line.startswith("event: "):
@@ -181,10 +181,12 @@ def test_an_open_page_is_told_which_run_has_changed(store: Path) -> None:
         found, ready = [], threading.Event()
         listening = threading.Thread(target=_events, args=(url, 3, found, ready))
         listening.start()
-        assert ready.wait(10)
-        time.sleep(0.6)  # its first look, which has nothing to compare with
-        _more(store, TWO, 1.0, 0)
-        listening.join(15)
+        assert ready.wait(PATIENCE)
+        for sequence in range(240):  # its first look has nothing to compare with: it may miss some
+            _more(store, TWO, 1.0, sequence)
+            listening.join(0.5)
+            if not listening.is_alive():
+                break
     changes = [data for kind, data in found if kind == "change"]
     assert found[0][0] == "hello"
     assert changes
@@ -197,10 +199,10 @@ def test_ctrl_c_ends_it_even_while_a_page_listens(store: Path) -> None:
         found, ready = [], threading.Event()
         listening = threading.Thread(target=lambda: _quietly(url, found, ready))
         listening.start()
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) in (0, 130)
-        listening.join(10)
+        assert process.wait(PATIENCE) in (0, 130)
+        listening.join(PATIENCE)
     assert not listening.is_alive()
 
 

@@ -100,13 +100,13 @@ def test_edges_have_a_way_of_their_own_where_the_network_says_so():
 
 def test_a_journey_depends_on_seed_round_and_node_and_on_nothing_else():
     def of(**changed):
-        given = {"node": "c1", "round": 3, "seed": 7} | changed
+        given = {"node": "c1", "round_index": 3, "seed": 7} | changed
         return journey(MIXED, bytes_down=10_000, bytes_up=10_000, flops=1e9, **given)
 
     first = of()
     journey(MIXED, "c9", 3, 1, 1, 1, seed=7)
     assert of() == first
-    assert len({of(round=number).download for number in range(5)}) == 5
+    assert len({of(round_index=number).download for number in range(5)}) == 5
     assert of(seed=8).compute != first.compute
     assert of(node="c2").compute != first.compute
 

@@ -19,6 +19,7 @@ from fedvitals.stats import SUM
 from fedvitals.testing import MemorySink, check_detector, check_probe, check_sink, tiny_run
 from support.hooks import hooks_left
 from support.models import Catcher, close, make, make_data, train, watched
+from support.waiting import PATIENCE
 
 
 def client_round(monitor, name="c0", steps=2, model=None, **more):
@@ -100,7 +101,7 @@ def test_threads_never_mix(clients):
         with torch.no_grad():
             model[0].bias += seed
         caught[name] = Catcher(model)
-        barrier.wait(5)
+        barrier.wait(PATIENCE)
         with monitor.client(name, model):
             monitor.log(seed=seed)
             logging.getLogger("train").warning("line of %d", seed)

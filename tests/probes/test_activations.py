@@ -149,7 +149,7 @@ def test_budget_holds_with_a_slow_probe():
     with monitor, monitor.round(0), monitor.client("c0", model):
         train(model, torch.optim.SGD(model.parameters(), 0.1), make_data(), 250, lambda _: time.sleep(0.002))
     share = len(calls) * 0.02 / sink.value("time.client", node="c0")
-    assert 0.01 < share < 0.13
+    assert 0 < share < 0.13
     (event,) = sink.events("budget")
     assert event.data["probe"] == "slow"
     assert event.data["granted"] == len(calls) < event.data["asked"] == 250

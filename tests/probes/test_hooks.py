@@ -15,6 +15,7 @@ from fedvitals.probes.hooks import StepHooks
 from fedvitals.stats import INFS, NANS
 from support.hooks import hooks_left
 from support.models import MODELS, Catcher, batches, close, make, make_data, train, watched
+from support.waiting import PATIENCE
 
 SCALE = 1024.0
 
@@ -236,7 +237,7 @@ def test_scopes_on_threads_never_break_each_others_steps(probes):
 
     def pause(*_):
         inside.set()
-        go_on.wait(5)
+        go_on.wait(PATIENCE)
 
     def stepping():
         model = make("mlp")
@@ -250,7 +251,7 @@ def test_scopes_on_threads_never_break_each_others_steps(probes):
     handle = torch_optimizer.register_optimizer_step_pre_hook(pause)
     with monitor, monitor.round(0), monitor.client("c1", make("mlp")):
         thread.start()
-        inside.wait(5)
+        inside.wait(PATIENCE)
         with monitor.client("c2", make("mlp")):
             pass
         go_on.set()

@@ -26,7 +26,7 @@ from fedvitals.replay.tape.reader import open_tape, tape_folder
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
 
 ROUNDS = 6
-SOON = 60.0  # seconds in which anything must have happened, on a busy machine too
+SOON = 120.0  # seconds in which anything must have happened, on a busy machine too
 
 # Waits after its first round until it is told that somebody is attached.
 TRAINING = f"""
@@ -296,7 +296,7 @@ def test_a_run_is_held_until_it_is_let_go(tmp_path: Path) -> None:
 
 def test_while_it_waits_no_clock_that_is_set_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     door, handle, sign = Gate(tmp_path), Handle(tmp_path), tmp_path / gate.SIGN
-    monkeypatch.setattr(gate, "STALE", 0.5)
+    monkeypatch.setattr(gate, "STALE", 1.0)
     monkeypatch.setattr(gate, "BEAT", 0.01)
     handle.claim()
     os.utime(sign, (time.time() + 3600,) * 2)
@@ -306,7 +306,7 @@ def test_while_it_waits_no_clock_that_is_set_matters(tmp_path: Path, monkeypatch
     def renewing(_: float) -> None:
         looks.append(handle.waiting())
         os.utime(sign, (1000.0 + len(looks),) * 2)  # far in the past, and alive
-        time.sleep(0.05)
+        time.sleep(0.06)
         if len(looks) > 20:
             handle.release()
 

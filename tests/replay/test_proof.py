@@ -236,7 +236,7 @@ def test_a_run_that_was_killed_has_its_finished_rounds(tmp_path):
     """
     run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     folder = tmp_path / "runs.db.d" / "tape" / "killed"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not (folder / "rounds" / "00000007").exists():
         assert time.monotonic() < end
         assert run.poll() is None

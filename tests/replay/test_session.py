@@ -338,7 +338,7 @@ def test_a_live_run_is_held_looked_at_and_let_go(tmp_path):
     """
     running = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while time.monotonic() < until:
             try:
                 session = fv.open_replay("live", tmp_path / "runs.db")
@@ -346,16 +346,16 @@ def test_a_live_run_is_held_looked_at_and_let_go(tmp_path):
             except (ConfigError, StoreError):
                 time.sleep(0.2)
         with session:
-            session.pause(timeout=60)
+            session.pause(timeout=120)
             held = session.running.held
             assert held == session.round
             assert session.next().title.startswith(f"round {held + 1} ")
             session.into("c1")
             assert session.material.trace(held + 1, "c1").exact
-            hit = session.run_until(f"round {held + 4}", timeout=60)
+            hit = session.run_until(f"round {held + 4}", timeout=120)
             assert (hit.round, session.round, session.running.held) == (held + 4,) * 3
             assert running.poll() is None
-        assert running.wait(60) == 0
+        assert running.wait(120) == 0
     finally:
         running.kill()
         running.wait()

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from support.waiting import PATIENCE
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 MISSING = "no Chromium on this machine (Debian: apt install chromium)"
@@ -53,9 +55,9 @@ def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple
     finally:
         _ENDED.add(urlsplit(url).port)
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE)
         process.stdout.close()
-        reading.join(5)
+        reading.join(PATIENCE)
         process.stderr.close()
 
 
@@ -106,7 +108,7 @@ def ready(page: object, url: str, view: str | None = None) -> None:
     """Open an address, and wait until its page has been drawn."""
     page.goto(url)
     wanted = "html[data-ready]" if view is None else f"html[data-ready='{view}']"
-    page.wait_for_selector(wanted, state="attached", timeout=15_000)
+    page.wait_for_selector(wanted, state="attached", timeout=1000 * PATIENCE)
 
 
 def judge(page: object) -> list[str]:

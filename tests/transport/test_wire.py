@@ -4,7 +4,6 @@
 import hashlib
 import math
 import struct
-import time
 import tracemalloc
 import zlib
 from dataclasses import fields, is_dataclass
@@ -218,7 +217,6 @@ def payload_of(head, matrices=b"", written=0):
 
 def refuse(payload, words=".", limits=LIMITS):
     tracemalloc.start()
-    began = time.perf_counter()
     try:
         with pytest.raises(RecordError, match=words):
             decode(payload, limits)
@@ -226,7 +224,6 @@ def refuse(payload, words=".", limits=LIMITS):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 64 << 20, f"{peak / 2**20:.0f} MB"
-    assert time.perf_counter() - began < 20
 
 
 PLACE = [1, 0, 2, None, None, None]

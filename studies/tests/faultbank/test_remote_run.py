@@ -241,9 +241,7 @@ def test_a_process_that_dies_is_replaced_and_only_its_task_is_lost():
 
 @pytest.mark.thorough
 def test_when_the_time_is_over_what_is_at_work_is_given_up():
-    began = time.monotonic()
-    assert [*in_processes(time.sleep, [60, 60, 60], 2, seconds=0.5)] == []
-    assert time.monotonic() - began < 20
+    assert [*in_processes(time.sleep, [3600, 3600, 3600], 2, seconds=0.5)] == []  # an hour, if it were not given up
 
 
 def test_a_process_with_many_cases_loads_a_data_set_once(monkeypatch):
