@@ -33,7 +33,7 @@ TRAINING = f"""
 import sys
 import fedvitals as fv
 from fedvitals import lab
-from fedvitals.replay import gate
+from fedvitals.replay.debugger import gate
 gate.STALE = float(sys.argv[2])
 experiment = lab.Experiment(
     dataset="digits", model="mlp", clients=4, rounds={ROUNDS}, faults=[lab.crash(nodes=["c1"], since=3, until=3)]
