@@ -91,6 +91,7 @@ def names(client, **params):
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_worst_first_and_says_so(client):
     found = get(client, "clients")
     assert [row["name"] for row in found["rows"]][:2] == ["c3", IMAGE]
@@ -149,6 +150,7 @@ def test_a_value_that_is_not_finite_is_told_as_such(tmp_path):
     assert "NaN or Inf" in first.why
 
 
+@pytest.mark.thorough
 def test_a_run_without_clients_is_no_error(tmp_path):
     path = charted.written(tmp_path / "s.db", rounds=0)
     with TestClient(create_app(path), base_url=HOME) as client:
@@ -171,6 +173,7 @@ def test_the_verdict_on_a_client_is_of_its_own_cases(client):
     assert get(client, "client", node=IMAGE)["worse"] == "c3"
 
 
+@pytest.mark.thorough
 def test_who_is_far_off_without_a_finding_is_different_not_ill(tmp_path):
     path = charted.written(tmp_path / "s.db", names=NAMES, rounds=ROUNDS, more=[*more_records()])
     with TestClient(create_app(path), base_url=HOME) as client:

@@ -63,6 +63,7 @@ def test_a_run_is_found_by_id_name_or_beginning(reading: TestClient) -> None:
     assert {reading.get(f"/api/runs/{text}").json()["id"] for text in (ONE, "one", "20260101")} == {ONE}
 
 
+@pytest.mark.thorough
 def test_what_has_not_changed_is_not_sent_again_and_only_the_run_that_changed_is(
     asking: TestClient, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_what_has_not_changed_is_not_sent_again_and_only_the_run_that_changed_is
     assert fresh.json()["accuracy"] == 0.97
 
 
+@pytest.mark.thorough
 def test_a_deleted_run_is_gone_and_its_numbers_are_not_taken_for_anothers(asking: TestClient, store: Path) -> None:
     before = asking.get(f"/api/runs/{ONE}").headers["ETag"]
     asking.get(f"/api/runs/{TWO}")
@@ -87,6 +89,7 @@ def test_a_deleted_run_is_gone_and_its_numbers_are_not_taken_for_anothers(asking
     assert fresh.json()["accuracy"] == 0.11
 
 
+@pytest.mark.thorough
 def test_a_store_that_took_anothers_place_is_read_anew(asking: TestClient, store: Path, tmp_path: Path) -> None:
     assert asking.get(f"/api/runs/{ONE}").status_code == 200
     other = stored(tmp_path / "other.db", timed_run("20270101-000000-new", "new"))

@@ -28,6 +28,7 @@ def assert_same(got, expected):
         assert abs(got[column] - expected[column]) <= 3e-6 * expected[scale]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=150)
 @given(parts)
 def test_sums_of_parts_merge_to_the_sums_of_the_whole(lists):
@@ -36,6 +37,7 @@ def test_sums_of_parts_merge_to_the_sums_of_the_whole(lists):
     assert_same(stats.merge("gradient", list(kernels.sums(tensors))), kernels.sums([whole])[0])
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=100)
 @given(parts)
 def test_every_value_is_in_a_bin_or_counted_as_zero_or_not_finite(lists):

@@ -90,6 +90,7 @@ def test_logged_loss_wins_over_measured_fit():
     assert sink.value("loss", node="c1") == sink.value("fit.loss_after", node="c1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clients", [2, 8])
 def test_threads_never_mix(clients):
     """Clients that train at once, each on a thread of its own: each record is of its own client's training."""
@@ -302,6 +303,7 @@ def test_findings():
     assert len(sink.of(Finding)) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("probes", ["light", "standard", "deep"])
 def test_every_name_is_in_the_catalogue(probes):
     """Whatever a preset emits is documented."""

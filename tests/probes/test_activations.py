@@ -124,6 +124,7 @@ def test_hooks_exist_only_during_scheduled_steps(name):
     assert sink.layers("activation", node="c0").get("count")[0] > 0
 
 
+@pytest.mark.thorough
 def test_last_runs_once_on_own_samples():
     """At the end of the scope the probe makes a forward pass over the client's samples; without data, none."""
     for data in (make_data(), None):

@@ -52,6 +52,7 @@ def scaled_steps(model, optimizer, scaler, steps, poisoned=(), dtype=None):
     return caught
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -281,6 +282,7 @@ def test_scaler_of_another_thread_is_not_ours():
     assert sink.value("steps", node="c0") == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("probes", ["light", "standard", "deep"])
 def test_models_and_optimisers_die_with_their_scope_and_not_with_the_garbage_collector(probes):
     """No cycle of ours holds them: a round of large models would otherwise wait in memory for a collection."""

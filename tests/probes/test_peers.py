@@ -96,6 +96,7 @@ def federation(monitor, name, rounds=8, clients=5):
     return updates, models
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_every_column_against_the_slow_twin(name):
     """A federation that trains: each client's row in each round, from what the definitions say."""

@@ -35,6 +35,7 @@ def session(store):
         yield opened
 
 
+@pytest.mark.thorough
 def test_the_session_moves_through_rounds_and_clients(session):
     """Rounds, a client, its steps; ends are told, and nothing goes past them."""
     assert session.round == 0
@@ -127,6 +128,7 @@ def test_gradients_are_those_of_the_step(tmp_path, engine):
             assert np.float32(one.loss) == recorded[step]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", ["stacked", "sequential"])
 def test_each_step_leads_to_the_next_and_the_last_to_what_was_sent(tmp_path, engine):
     """By the formula of plain SGD: weights less rate times gradients."""
@@ -139,6 +141,7 @@ def test_each_step_leads_to_the_next_and_the_last_to_what_was_sent(tmp_path, eng
                 torch.testing.assert_close(weight - 0.1 * step.gradients[name], after[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("topology", ["hierarchical", "rings", "clustered"])
 def test_steps_are_exact_in_other_topologies(tmp_path, topology):
     store = record(tmp_path, topology=topology, rounds=3, faults=())

@@ -137,6 +137,7 @@ def test_many_forward_passes_are_thinned_and_counted_about(monkeypatch):
     assert "about" in events[0][0]
 
 
+@pytest.mark.thorough
 def test_records_are_bounded():
     seen, kept = SeenTensors(), []
     model = nn.Identity()
@@ -324,6 +325,7 @@ def grow_for_real(rounds=16, growth=6 << 20):
     return [record for record in sink.records if getattr(record, "name", "") == "memory.census"]
 
 
+@pytest.mark.thorough
 def test_nobody_enumerates_the_heap_and_only_own_processes_collect_garbage():
     """Of `gc`, a user's process sees only its counters being read.
 

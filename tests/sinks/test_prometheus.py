@@ -140,6 +140,7 @@ def test_more_nodes_than_there_is_room_for_are_not_made():
     sink.close()
 
 
+@pytest.mark.thorough
 def test_hostile_names_and_numbers_stay_within_the_bound(exporter):
     """However many names, nodes, runs and issues are told, the page keeps its bound and can be parsed."""
     for r in range(12):
@@ -252,6 +253,7 @@ def test_a_missing_package_is_said_at_once(monkeypatch):
         Prometheus()
 
 
+@pytest.mark.thorough
 @available
 def test_the_rules_hold_and_fire(tmp_path):
     """`promtool` accepts them, and each alert fires on a course that it is for, and not on a healthy one."""

@@ -199,6 +199,7 @@ def test_names_that_the_format_does_not_know_travel_as_text():
     ] == names
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [True, False])
 def test_a_client_round_of_the_papers_cnn_takes_less_than_2_kb(first):
     """Also the first one, which tells the label histogram of 43 classes as well."""
@@ -399,6 +400,7 @@ def test_the_largest_payload_that_is_legal_stays_in_bounds():
     assert peak < 64 << 20, f"{peak / 2**20:.0f} MB"
 
 
+@pytest.mark.thorough
 def test_a_bomb_of_zeros_is_not_inflated():
     bomb = zlib.compress(bytes(200 << 20), 9)
     assert len(bomb) < LIMITS.head

@@ -43,6 +43,7 @@ def check_again(records) -> None:
             replace(r)
 
 
+@pytest.mark.thorough
 def test_fuzzed_bytes_give_records_or_a_clear_error():
     fuzz(3000)
 

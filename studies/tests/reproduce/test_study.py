@@ -153,6 +153,7 @@ def test_what_is_not_a_number_reproduces_nothing():
     assert check.judge(float("inf")) == "reproduced"
 
 
+@pytest.mark.thorough
 def test_invented_results_shaped_as_the_paper_tells_it_pass_the_claims_that_it_makes():
     found = {verdict.claim.id: verdict.verdict for verdict in verdicts(Results(invented.all_results(3)))}
     assert set(found.values()) <= {"reproduced", "partly", "not"}

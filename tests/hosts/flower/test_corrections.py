@@ -87,6 +87,7 @@ def test_who_is_in_quarantine_does_not_count_and_is_still_seen():
     assert not refusals
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("how", "samples"), [({"factor": 0.5}, 11), ({"samples": 5}, 5), ({"factor": 1e-9}, 1)])
 def test_reweighted_it_counts_as_if_it_had_claimed_so(how, samples):
     """It claims 22."""
@@ -174,6 +175,7 @@ def arrays_of(message):
 # -- what cannot be done ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("prescribed", "words"),
     [

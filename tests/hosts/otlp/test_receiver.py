@@ -343,6 +343,7 @@ def test_what_is_no_request_is_answered_with_the_reason(opened, status, path, bo
     assert found == []
 
 
+@pytest.mark.thorough
 def test_a_bomb_is_refused_before_it_is_unpacked(opened):
     receiver, _ = opened
     bomb = gzip.compress(bytes(1 << 28), mtime=0)  # 256 MiB in 260 kB
