@@ -19,7 +19,7 @@ from fedvitals.dashboard.pages.tape_index import NoTapeError, Row, Standing, ope
 from fedvitals.dashboard.pages.what_if import RULES, WhatIf, what_if
 from fedvitals.errors import ConfigError
 from fedvitals.records import Finding, Run
-from fedvitals.replay.tape.journal import Journal
+from fedvitals.replay.tape.journal import RoundJournal
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
@@ -91,9 +91,9 @@ def test_a_round_that_went_back_is_run_from_before_that():
 
 def test_each_entry_is_read_once_for_all_requests(taped, monkeypatch):
     read = []
-    plain = Journal.read_as
+    plain = RoundJournal.read_as
     monkeypatch.setattr(
-        Journal, "read_as", lambda self, kind, n: read.append((kind.__name__, n)) or plain(self, kind, n)
+        RoundJournal, "read_as", lambda self, kind, n: read.append((kind.__name__, n)) or plain(self, kind, n)
     )
     with TestClient(create_app(taped[0]), base_url=HOME) as client:
         for _ in range(3):
@@ -144,7 +144,7 @@ def test_the_cohort_says_who_was_used_and_who_failed_and_why(reader, taped, tape
     for row in rest:
         assert row.norm == pytest.approx(norms[row.node])
         assert row.ratio == pytest.approx(norms[row.node] / middle)
-        losses = np.frombuffer(entry.of(row.node).losses, "<f4")
+        losses = np.frombuffer(entry.reply_of(row.node).losses, "<f4")
         assert (row.first_loss, row.last_loss, row.steps) == (losses[0], losses[-1], len(losses))
 
 
@@ -323,7 +323,7 @@ def test_corrections_in_force_are_told_whatever_they_hold(tmp_path):
         {"arguments": {}},
     ]
     folder = written(store, "hand", ["a"])
-    journal = Journal(folder)
+    journal = RoundJournal(folder)
     entry = journal.read(1)
     entry.notes["actions"] = actions
     journal.write(entry)
@@ -382,7 +382,7 @@ def test_a_damaged_setting_is_a_tape_that_cannot_be_read(hand):
 def test_hostile_entries_do_no_harm(hand):
     """Digests that are paths, lengths that do not fit, clocks that are none."""
     store, folder = hand
-    journal = Journal(folder)
+    journal = RoundJournal(folder)
     entry = journal.read(2)
     evil = type(entry.came[0].mark)("../../../../etc/passwd", ("x",), (None,) * 50)
     came = (type(entry.came[0])("a", evil, float("1e308"), losses=b"abc"),)

@@ -2,6 +2,7 @@
 """What must hold of any numbers: statistics of parts merge to those of the whole."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,7 +13,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.protocols import History
 from fedvitals.records import Finding, Metric, Where
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
-from fedvitals.replay.debugger.cached_history import Remembered
+from fedvitals.replay.debugger.cached_history import CachedHistory
 from fedvitals.replay.debugger.conditions import EXAMPLES, parse, parse_quantity
 from fedvitals.store import MemoryStore, open_reader
 from fedvitals.store.read.queries import records
@@ -247,7 +247,7 @@ def test_a_watchpoint_tells_of_changes_alone(ill: Run) -> None:
 
 def test_a_remembered_history_gives_the_same_answers(ill: Run) -> None:
     history, findings = ill
-    known = Remembered(history)
+    known = CachedHistory(history)
     for text in ("any NaN", "any failure", "update.norm > 5 × its median", "update.norm of layer dense1 > 3"):
         assert rounds_that_hold((known, findings), text) == rounds_that_hold(ill, text)
     assert [e.name for e in known.events(None, 2)] == [e.name for e in history.events(None, 2)]

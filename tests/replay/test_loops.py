@@ -19,7 +19,7 @@ from fedvitals.errors import ConfigError, StoreError
 from fedvitals.loop_tape import random_states, set_random_states
 from fedvitals.protocols import Replayable
 from fedvitals.replay.debugger.commands import Interpreter
-from fedvitals.replay.player.loops import LoopPlayer, load_loop, loop_player
+from fedvitals.replay.player.loop_player import LoopPlayer, load_loop, loop_player
 from fedvitals.replay.player.proof import verify
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader

@@ -7,8 +7,15 @@ import pytest
 
 from fedvitals.diagnosis.detectors import memory as detect_memory
 from fedvitals.diagnosis.detectors import system
-from fedvitals.diagnosis.detectors.memory import growing
-from fedvitals.diagnosis.fits import ROOM, device_table, fits, largest_share, predicted_peak, size_words
+from fedvitals.diagnosis.detectors.memory import memory_growth
+from fedvitals.diagnosis.memory_fit import (
+    USABLE_SHARE,
+    device_table,
+    largest_share,
+    memory_remedies,
+    predicted_peak,
+    size_words,
+)
 from fedvitals.lab.network.profiles import DEVICES
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store.in_memory import MemoryStore
@@ -22,22 +29,22 @@ def test_each_remedy_brings_the_peak_under_the_limit():
     assert predicted_peak(SHARES) == 800 * MB
     assert predicted_peak(SHARES, batch=64, to_batch=32) == 480 * MB
     assert largest_share(SHARES) == ("activations", 0.8)
-    remedies = {one.kind: one for one in fits(SHARES, 500 * MB, 64)}
+    remedies = {one.kind: one for one in memory_remedies(SHARES, 500 * MB, 64)}
     assert remedies["batch"].value == (0.9 * 500 - 160) // 10  # 10 MB a sample
     assert "accumulated over 3" in remedies["batch"].text
     assert remedies["half"].bytes == 440 * MB
     assert remedies["prune"].value == pytest.approx(0.44)
-    assert all(one.bytes <= ROOM * 500 * MB for one in remedies.values())
-    assert fits(SHARES, 900 * MB, 64) == []
-    assert [one.kind for one in fits(SHARES, 10 * MB, 64)] == []
+    assert all(one.bytes <= USABLE_SHARE * 500 * MB for one in remedies.values())
+    assert memory_remedies(SHARES, 900 * MB, 64) == []
+    assert [one.kind for one in memory_remedies(SHARES, 10 * MB, 64)] == []
     assert largest_share({}) is None
 
 
 def test_one_more_sample_would_not_fit():
     for limit in (300, 444, 500, 777):
-        batch = next(one for one in fits(SHARES, limit * MB, 64) if one.kind == "batch")
-        assert predicted_peak(SHARES, 64, batch.value) <= ROOM * limit * MB
-        assert predicted_peak(SHARES, 64, batch.value + 1) > ROOM * limit * MB
+        batch = next(one for one in memory_remedies(SHARES, limit * MB, 64) if one.kind == "batch")
+        assert predicted_peak(SHARES, 64, batch.value) <= USABLE_SHARE * limit * MB
+        assert predicted_peak(SHARES, 64, batch.value + 1) > USABLE_SHARE * limit * MB
 
 
 def test_the_table_of_devices():
@@ -183,13 +190,13 @@ def leaking(count=24, each=3.0):
     ids=["flat", "logarithm", "exponential", "saw-tooth", "step", "little", "soon"],
 )
 def test_what_levels_off_or_comes_back_does_not_grow(values):
-    assert growing(range(len(values)), values) is None
+    assert memory_growth(range(len(values)), values) is None
 
 
 @pytest.mark.parametrize("tooth", [0, 20])
 def test_what_does_not_level_off_grows(tooth):
     values = [value + tooth * 2**20 * (n % 4) for n, value in enumerate(leaking())]
-    grown = growing(range(len(values)), values)
+    grown = memory_growth(range(len(values)), values)
     assert grown is not None
     assert grown.per_round == pytest.approx(3 * 2**20, rel=0.15)
 

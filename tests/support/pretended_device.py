@@ -120,13 +120,13 @@ class PretendedEngine:
                 update.state, update.start = away(update.state), away(update.start)
             yield batch
 
-    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(state, DeviceTensor)
-        return self._engine.examine(here(state))
+        return self._engine.evaluate(here(state))
 
-    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         assert all(isinstance(state, DeviceTensor) for state in states.values())
-        return self._engine.examine_locally({node: here(state) for node, state in states.items()})
+        return self._engine.evaluate_locally({node: here(state) for node, state in states.items()})
 
     def optimizers(self) -> dict[str, Tensor]:
         return {name: away(tensor) for name, tensor in self._engine.optimizers().items()}

@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.replay.counterfactual.bisect import Culprit
+    from fedvitals.replay.counterfactual.bisect import BisectResult
 
 
 @click.command(
@@ -83,7 +83,7 @@ def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, li
     return chosen, [*dict.fromkeys(named)]
 
 
-def _print(found: Culprit, store: str | None) -> None:
+def _print(found: BisectResult, store: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -25,7 +25,7 @@ def print_list(
     from fedvitals.views.labels import place_of
 
     for case in cases[:most]:
-        words = f"{shown(place_of(case, labels))}: {case.issue}, {case.confidence:.0%} sure, {case.course}"
+        words = f"{shown(place_of(case, labels))}: {case.issue}, {case.confidence:.0%} sure, {case.timeline}"
         console.print(f"{_coloured(case.severity)}  {words}", soft_wrap=True)
         console.print(f"          {shown(case.newest.message)}", soft_wrap=True)
     if most is not None and len(cases) > most:
@@ -44,12 +44,12 @@ def print_card(
     from fedvitals.views.cases import more_of, text_of
     from fedvitals.views.labels import named, place_of
 
-    known = case.known
+    known = case.issue_entry
     console.print(f"{_coloured(case.severity)}  [bold]{case.issue}[/bold]: {shown(known.title)}", soft_wrap=True)
     for title, text in (
         ("what", case.newest.message),
         ("where", place_of(case, labels)),
-        ("when", case.course),
+        ("when", case.timeline),
         ("how sure", _how_sure(case)),
     ):
         console.print(f"  {title:9} {shown(text)}", soft_wrap=True)
@@ -102,7 +102,7 @@ def _how_sure(case: Case) -> str:
     from fedvitals.cli.screen import sparkline
 
     course = f"  {sparkline(case.confidences)}  first {case.confidences[0]:.0%}" if len(case.confidences) > 1 else ""
-    exact = ", an exact test" if case.known.exact else ""
+    exact = ", an exact test" if case.issue_entry.exact else ""
     return f"{case.confidence:.0%}{exact}{course}"
 
 
@@ -143,7 +143,7 @@ def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = 
     """The case, with what the table of issues says of it, and the error that it is about where there is one."""
     from fedvitals.views.cases import traceback_of
 
-    known, newest = case.known, case.newest
+    known, newest = case.issue_entry, case.newest
     return {
         "issue": case.issue,
         "title": known.title,

@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
-    from fedvitals.diagnosis.compare import Difference
+    from fedvitals.diagnosis.compare import FindingsDifference
     from fedvitals.records import Finding
 
 ROWS = 20  # of each list
@@ -32,20 +32,20 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     """
     from fedvitals.cli import case_cards
     from fedvitals.diagnosis.cases import cases, is_trouble
-    from fedvitals.diagnosis.compare import compare
+    from fedvitals.diagnosis.compare import compare_findings
     from fedvitals.diagnosis.examine import DETECTORS, examine
-    from fedvitals.diagnosis.gaps import Failure, incomplete, no_all_clear
+    from fedvitals.diagnosis.gaps import MonitorFailure, incomplete, no_all_clear
     from fedvitals.records import Finding
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
 
-    failures: list[Failure] = []
+    failures: list[MonitorFailure] = []
     messages: list[str] = []
 
     def note(error: Exception, who: str) -> None:
-        failures.append(Failure(who, type(error).__name__))
+        failures.append(MonitorFailure(who, type(error).__name__))
         messages.append(f"{who} failed: {error!r}")
 
     with open_reader(store) as reader:
@@ -54,7 +54,7 @@ def command(run: str, store: str | None, as_json: bool) -> int:
         fresh = examine(reader.history(chosen), failed=note)
         missing = gaps_of(reader, chosen, failures)
         attendance, labels = queries.attendance(reader, chosen), labels_of(reader, chosen)
-    found, difference = cases(fresh, attendance), compare(stored, fresh)
+    found, difference = cases(fresh, attendance), compare_findings(stored, fresh)
     for message in dict.fromkeys(messages):
         click.echo(f"fedvitals: {message}", err=True)
     if as_json:
@@ -74,7 +74,7 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     return int(any(is_trouble(case) for case in found) or bool(missing))
 
 
-def _print(found: list[Case], difference: Difference, detectors: int, labels: Mapping[str, str]) -> None:
+def _print(found: list[Case], difference: FindingsDifference, detectors: int, labels: Mapping[str, str]) -> None:
     from rich.console import Console
 
     from fedvitals.cli import case_cards

@@ -47,15 +47,15 @@ def command(
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "lab", "The demo") from error
     from fedvitals.cli import case_cards
-    from fedvitals.diagnosis.evidence.outlier_ranking import clients_that_stand_out
+    from fedvitals.diagnosis.evidence.outlier_ranking import rank_outlier_clients
     from fedvitals.lab.data import datasets
-    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, Settings, federate
+    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, DemoSettings, federate
     from fedvitals.monitor.monitor import Monitor
     from fedvitals.store.in_memory import MemoryStore
 
     usual = (10, 8) if quick else (20, 20)
     chosen = [default if given is None else given for given, default in zip((clients, rounds), usual, strict=True)]
-    settings = Settings(clients=chosen[0], rounds=chosen[1], seed=seed)
+    settings = DemoSettings(clients=chosen[0], rounds=chosen[1], seed=seed)
     datasets.load("digits")  # a missing extra is told before anything is made
     torch.set_num_threads(1)
     memory = MemoryStore()
@@ -69,11 +69,11 @@ def command(
             try:
                 for number, accuracy in federate(settings, monitor):
                     monitor.flush()
-                    view.show(number, accuracy, history, clients_that_stand_out(history))
+                    view.show(number, accuracy, history, rank_outlier_clients(history))
             except KeyboardInterrupt:
                 click.echo(f"\nStopped; what was measured is kept: fedvitals show {monitor.run.id}", err=True)
                 raise
-        standing, found = clients_that_stand_out(history), monitor.findings()
+        standing, found = rank_outlier_clients(history), monitor.findings()
     took = time.perf_counter() - began
     if as_json:
         result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}

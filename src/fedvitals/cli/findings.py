@@ -89,7 +89,7 @@ def _verdicts(reader: Reader, run: str, number: int | None, found: list[Case]) -
     Who has a case that is more than a note is faulty, whatever the evidence as a whole says: NaN needs no peers.
     """
     from fedvitals.diagnosis.cases import is_trouble
-    from fedvitals.diagnosis.evidence.locate import verdicts
+    from fedvitals.diagnosis.evidence.faulty_clients import verdicts
     from fedvitals.views.gaps import gaps_of
 
     history = reader.history(run)

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from fedvitals.dashboard.reader_cache import Shelf
 from fedvitals.errors import ConfigError, FedvitalsError, StoreError
+from fedvitals.plain_json import as_builtin
 from fedvitals.store.read.queries import find_run
 from fedvitals.store.read.reader import Reader
 
@@ -95,12 +96,10 @@ def _joint(shelf: Shelf, runs: Sequence[str]) -> str:
 
 def encode(value: Any) -> bytes:
     """JSON; NaN and infinity become null."""
-    return msgspec.json.encode(value, enc_hook=_plain)
+    return msgspec.json.encode(value, enc_hook=lambda unknown: as_builtin(unknown, _refuse))
 
 
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numpy
-        return value.tolist()
+def _refuse(value: Any) -> Any:
     raise TypeError(f"Cannot answer with a {type(value).__name__}.")
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.analysis.live import LiveProfile
-from fedvitals.diagnosis.gaps import Failure, gaps
+from fedvitals.diagnosis.gaps import MonitorFailure, gaps
 from fedvitals.diagnosis.history_cutoff import LOOK_BACK
 from fedvitals.diagnosis.issues.table import ISSUES
-from fedvitals.diagnosis.live import Findings, LiveDetectors
+from fedvitals.diagnosis.live_detectors import Findings, LiveDetectors
 from fedvitals.errors import ConfigError
 from fedvitals.loop_tape import LoopTape
 from fedvitals.monitor.lifecycle import versions
@@ -85,7 +85,7 @@ class Chart:
         self.last_round: int | None = None
         self.tables: dict[str, LayerTable] = {}  # by digest
         self.own_tables: dict[str, LayerTable] = {}  # those of models known here and in our own workers
-        self._failures: list[Failure] = []  # of our own work, each cause once
+        self._failures: list[MonitorFailure] = []  # of our own work, each cause once
         self._lost_told = 0  # as last recorded
         self.missed = 0  # records of workers that never came home, as far as is known
         self._way_out = outlet
@@ -445,7 +445,7 @@ class Chart:
             return
         own.add(cause)
         self._causes.add(cause)
-        self._failures.append(Failure(doing, kind, place.round, place.node))
+        self._failures.append(MonitorFailure(doing, kind, place.round, place.node))
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.
         told = released(event, self._policy, stray=self._stray())

@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from fedvitals.diagnosis.corrections.correction_trials import Care
-from fedvitals.diagnosis.corrections.policy import Policy, policy_of
-from fedvitals.diagnosis.evidence.unusable_updates import Unusable
-from fedvitals.diagnosis.examine import STANDARD, choose
-from fedvitals.diagnosis.live import Findings
+from fedvitals.diagnosis.corrections.correction_trials import CorrectionTrials
+from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
+from fedvitals.diagnosis.evidence.unusable_updates import UnusableUpdateCheck
+from fedvitals.diagnosis.examine import STANDARD, choose_detectors
+from fedvitals.diagnosis.live_detectors import Findings
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.arrivals import Arrivals
 from fedvitals.monitor.chart import Chart
@@ -72,7 +72,7 @@ class Monitor:
         probes: Any = "standard",
         detectors: str | Sequence[Detector | str] = STANDARD,
         false_alarms: float = 1.0,
-        cure: str | Mapping[str, str] | Policy = "suggest",
+        cure: str | Mapping[str, str] | CorrectionPolicy = "suggest",
         sinks: Sequence[Sink] = (),
         privacy: int | None = None,
         cohort: int = LEAST_CLIENTS,
@@ -93,8 +93,8 @@ class Monitor:
         self._wanted = (privacy, cohort, tracebacks)  # of privacy
         self._policy = policy_for(host, *self._wanted)
         self._kit = instruments(probes, update_memory)
-        self._detectors = choose(detectors, false_alarms)
-        self._cure = policy_of(cure)
+        self._detectors = choose_detectors(detectors, false_alarms)
+        self._cure = correction_policy_of(cure)
         described = Run(
             id=id or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
@@ -119,9 +119,9 @@ class Monitor:
         self._clients = Clients(self._chart, lambda: self._kit, *joining, profile=profile, capture=capture)
         if machine:
             self._chart.watch_machine()
-        self._care = Care(described.id, self._cure, self._chart.emit, self._chart.history)
-        self._chart.heard = self._care.hear
-        self._unusable = Unusable()
+        self._care = CorrectionTrials(described.id, self._cure, self._chart.emit, self._chart.history)
+        self._chart.heard = self._care.add_finding
+        self._unusable = UnusableUpdateCheck()
         self._chart.owner = self
         close_at_exit(self)
 

@@ -29,7 +29,7 @@ def phases(run: Which, *, store: Target = None) -> Figure:
     """Seconds of each round's critical path by part of the work, stacked."""
     with opened(run, store) as (reader, chosen):
         found = phases_of(reader, chosen, POINTS)
-        cases = [case for case in cases_of(reader, chosen) if case.known.family == "system"]
+        cases = [case for case in cases_of(reader, chosen) if case.issue_entry.family == "system"]
     if not found.rounds:
         return nothing("No round was timed.", "`monitor.round(...)` times them.")
     return draw_phases(found, cases)

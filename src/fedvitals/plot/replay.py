@@ -24,7 +24,7 @@ from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, sh
 from fedvitals.plot.scale import label_ends, tick
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, words
 from fedvitals.plot.svg import svg_of
-from fedvitals.replay.debugger.shown import SERIES, TABLE, TENSOR, Shown, figure, harmless
+from fedvitals.replay.debugger.debugger_output import SERIES, TABLE, TENSOR, DebuggerOutput, format_cell, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ LINES = 8  # more are no picture any more: the others are one band
 LISTED = 1000  # rows below the picture of a page
 
 
-def draw(shown: Shown, path: str | Path | None = None) -> Figure:
+def draw(shown: DebuggerOutput, path: str | Path | None = None) -> Figure:
     """The picture of what is shown; written to `path` where one is given. Its ending says how."""
     kind = "" if path is None else Path(path).suffix.removeprefix(".").lower()
     if path is not None and kind not in FILES:
@@ -47,7 +47,7 @@ def draw(shown: Shown, path: str | Path | None = None) -> Figure:
 
 
 @drawn
-def _drawn(shown: Shown) -> Figure:
+def _drawn(shown: DebuggerOutput) -> Figure:
     if shown.kind == TENSOR:
         return _histogram(shown)
     if shown.kind == SERIES:
@@ -57,7 +57,7 @@ def _drawn(shown: Shown) -> Figure:
     return nothing(words(shown.title, 100), words(shown.text or shown.note, 400))
 
 
-def _histogram(shown: Shown) -> Figure:
+def _histogram(shown: DebuggerOutput) -> Figure:
     known = shown.summary
     if known is None or not known.counts:
         return nothing(words(shown.title, 100), "There is no finite value in it.")
@@ -72,14 +72,14 @@ def _histogram(shown: Shown) -> Figure:
     shape = " × ".join(map(str, known.shape)) if len(known.shape) > 1 else f"{known.count} values"
     odd = [f"{count} {name}" for name, count in (("NaN", known.nan), ("infinite", known.inf)) if count]
     odd += [f"{known.zeros / known.count:.0%} zero"] if known.zeros else []
-    head(axes, words(shown.title, 60), ", ".join([shape, f"norm {figure(known.norm)}", *odd]))
-    axes.set_xlabel(f"value; orange: the mean, {figure(known.mean).replace('-', '−')}", labelpad=1)
+    head(axes, words(shown.title, 60), ", ".join([shape, f"norm {format_cell(known.norm)}", *odd]))
+    axes.set_xlabel(f"value; orange: the mean, {format_cell(known.mean).replace('-', '−')}", labelpad=1)
     axes.set_ylabel("how many", labelpad=2)
     axes.xaxis.set_major_formatter(lambda value, _: tick(value))
     return made
 
 
-def _lines(shown: Shown) -> Figure:
+def _lines(shown: DebuggerOutput) -> Figure:
     there = {name: numbers(values) for name, values in shown.lines.items() if len(values) == len(shown.x)}
     if not shown.x or not any(np.isfinite(values).any() for values in there.values()):
         return nothing(words(shown.title, 100), "There is nothing finite to draw.")
@@ -125,7 +125,7 @@ def _most(block: Any) -> Any:
     return np.where(np.isfinite(block), block, -np.inf).max(axis=0)
 
 
-def _bars(shown: Shown) -> Figure:
+def _bars(shown: DebuggerOutput) -> Figure:
     column = _number_column(shown)
     if column is None:
         return nothing(words(shown.title, 100), words(f"No column of it has numbers. {shown.note}".strip(), 300))
@@ -139,7 +139,7 @@ def _bars(shown: Shown) -> Figure:
     reach = max(float(np.nanmax(np.abs(np.where(np.isfinite(values), values, 0)), initial=0)), 1e-12)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         end = value if math.isfinite(value) else 0.0
-        told = words(figure(row[column]), 20)
+        told = words(format_cell(row[column]), 20)
         side = "right" if end < 0 else "left"
         axes.text(end + math.copysign(0.01 * reach, end), place, told, va="center", ha=side, fontsize=SMALL)
     axes.set_yticks(places, [words(_named(row, column), 28) for row in rows])
@@ -151,7 +151,7 @@ def _bars(shown: Shown) -> Figure:
     return made
 
 
-def _number_column(shown: Shown) -> int | None:
+def _number_column(shown: DebuggerOutput) -> int | None:
     """The first column of numbers that is not the rows' own number; whole numbers only where there is nothing else."""
     found = [
         i
@@ -175,8 +175,8 @@ def _named(row: Sequence[object], column: int) -> str:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _write(made: Figure, shown: Shown, path: Path, kind: str) -> None:
-    title = harmless(shown.title)
+def _write(made: Figure, shown: DebuggerOutput, path: Path, kind: str) -> None:
+    title = printable(shown.title)
     if kind == "svg":
         path.write_text(svg_of(made, title, "replay"), encoding="utf-8")
     elif kind == "html":
@@ -190,21 +190,21 @@ def _saved(made: Figure, path: Path) -> None:
     made.savefig(path, dpi=144)
 
 
-def page_of(made: Figure, shown: Shown) -> str:
+def page_of(made: Figure, shown: DebuggerOutput) -> str:
     """A page of its own: the picture, and its numbers in a table that one can search and copy."""
-    title = html.escape(harmless(shown.title))
+    title = html.escape(printable(shown.title))
     columns, rows = _listed(shown)
-    cells = "".join(f"<th>{html.escape(harmless(name))}</th>" for name in columns)
+    cells = "".join(f"<th>{html.escape(printable(name))}</th>" for name in columns)
     body = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(harmless(figure(cell)))}</td>' for cell in row)}</tr>"
+        f"<tr>{''.join(f'<td>{html.escape(printable(format_cell(cell)))}</td>' for cell in row)}</tr>"
         for row in rows[:LISTED]
     )
     more = f"<p>{LISTED} of {len(rows)} rows.</p>" if len(rows) > LISTED else ""
-    note = f"<p>{html.escape(harmless(shown.note))}</p>" if shown.note else ""
+    note = f"<p>{html.escape(printable(shown.note))}</p>" if shown.note else ""
     table = f"<details open><summary>numbers</summary><table><tr>{cells}</tr>{body}</table>{more}</details>"
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style>\n'
-        f"<h1>{title}</h1>\n{svg_of(made, harmless(shown.title), 'replay')}\n{note}{table if rows else ''}</html>\n"
+        f"<h1>{title}</h1>\n{svg_of(made, printable(shown.title), 'replay')}\n{note}{table if rows else ''}</html>\n"
     )
 
 
@@ -216,7 +216,7 @@ STYLE = (
 )
 
 
-def _listed(shown: Shown) -> tuple[list[str], list[Sequence[Any]]]:
+def _listed(shown: DebuggerOutput) -> tuple[list[str], list[Sequence[Any]]]:
     if shown.kind == TABLE:
         return [*shown.columns], [*shown.rows]
     if shown.kind == SERIES:

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedvitals.plain_json import PlainJson, no_fields
 from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where
 from fedvitals.time_parts import unfold
 
@@ -281,18 +282,14 @@ def _is_in(where: Where, rounds: Container[int] | None) -> bool:
     return rounds is None or (where.round is not None and where.round in rounds)
 
 
-def _text(value: Any) -> str:
-    return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
-
-
-def _plain(value: Any, depth: int = 6) -> Any:
-    """What JSON can hold: NaN and infinity as text, absent values left out, nothing too long or too deep."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping) and depth:
-        return {str(k)[:TEXT]: _plain(v, depth - 1) for k, v in [*value.items()][:1000] if v is not None}
-    if isinstance(value, list | tuple) and depth:
-        return [_plain(item, depth - 1) for item in value[:1000]]
+def _cut(value: Any) -> str:
     return str(value)[:TEXT]
+
+
+_PLAIN = PlainJson(
+    nonfinite=str, fields=no_fields, unknown=_cut, name=_cut, text=_cut, most=1000, absent=False, depth=6
+)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(_PLAIN(value), separators=(",", ":"), allow_nan=False)

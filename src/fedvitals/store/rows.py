@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals import plain_json
 from fedvitals.errors import RecordError
 from fedvitals.records import (
     Action,
@@ -51,17 +52,7 @@ _PLACE = ("run", "round", "node", "step", "layer", "group")
 Row = tuple[Any, ...]
 
 
-def _plain(value: Any) -> Any:
-    """The value in what JSON has; numbers that JSON lacks become texts, things that it does not know their `str`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+_plain = plain_json.PlainJson(nonfinite=plain_json.word, fields=plain_json.no_fields, unknown=str)
 
 
 def to_json(value: Any) -> str:

@@ -51,7 +51,7 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
     return Brief(
         key=key,
         issue=case.issue,
-        title=case.known.title,
+        title=case.issue_entry.title,
         place=place_of(case, labels),
         node=case.node,
         label=labels.get(case.node or "", ""),
@@ -61,7 +61,7 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
         since=since_of(case),
         last=case.last,
         still_there=case.still_there,
-        course=case.course,
+        course=case.timeline,
         message=case.newest.message,
         acknowledged=key in marked.acknowledged,
         muted=key in marked.muted,

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedvitals.catalog import CATALOG, LEVELS
 from fedvitals.diagnosis.cases import Case, cases
-from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
+from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, Outlier, rank_outlier_clients, rank_outlier_layers
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store.read import queries
@@ -49,8 +49,8 @@ class Card:
     cases: Sequence[Case]  # what the detectors found, each trouble once, worst first
     detectors: int  # that looked at the run
     gaps: Sequence[str]  # what they did not judge, and why
-    clients: Sequence[StandOut]
-    layers: Sequence[StandOut]
+    clients: Sequence[Outlier]
+    layers: Sequence[Outlier]
     newest: Mapping[str | None, Mapping[str, float]]  # node → metrics, newest values of the last rounds
     events: Sequence[Event]  # the newest warnings and errors
     absent: Mapping[str, str]  # metric → what it needs
@@ -78,8 +78,8 @@ def health_card(reader: Reader, run: str) -> Card:
         cases=cases(queries.records(reader, run, Finding), queries.attendance(reader, run)),
         detectors=detectors_of(described),
         gaps=gaps_of(reader, run),
-        clients=clients_that_stand_out(history),
-        layers=layers_that_stand_out(history),
+        clients=rank_outlier_clients(history),
+        layers=rank_outlier_layers(history),
         newest=newest,
         events=sorted(troubles, key=lambda e: e.at),
         absent=_absent(set(queries.metric_names(reader, run)), level),

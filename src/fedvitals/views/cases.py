@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from fedvitals.diagnosis.cases import Case, cases
-from fedvitals.diagnosis.corrections.catalog import told
+from fedvitals.diagnosis.corrections.catalog import finding_label
 from fedvitals.errors import ConfigError
 from fedvitals.records import FAILURES, Action, Event, Finding
 from fedvitals.store.read import queries
@@ -57,7 +57,7 @@ def culprits(case: Case) -> tuple[str, ...]:
 
 def actions_about(case: Case, actions: Iterable[Action]) -> list[Action]:
     """What was proposed or done about a case, and what became of it last."""
-    answers = told(case.newest)
+    answers = finding_label(case.newest)
     newest = {(action.kind, action.target): action for action in actions if action.finding == answers}
     return list(newest.values())
 

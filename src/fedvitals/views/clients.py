@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedvitals.diagnosis.cases import Case, rank
+from fedvitals.diagnosis.cases import Case, severity_rank
 from fedvitals.diagnosis.evidence.attendance import groups_of
-from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, clients_that_stand_out
+from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, rank_outlier_clients
 from fedvitals.protocols import History
 from fedvitals.records import is_client, natural
 from fedvitals.store.read.reader import Reader
@@ -221,7 +221,7 @@ def roster(reader: Reader, run: str) -> Roster:
     rounds, ill, marked = history.rounds(), worst_cases(reader, run), Marked(reader, run)
     newest, labels = _Newest(reader, run, rounds), labels_of(reader, run)
     groups = groups_of(history, rounds[-1]) if rounds else {}
-    standing = {one.name: one for one in clients_that_stand_out(cast("History", newest))}
+    standing = {one.name: one for one in rank_outlier_clients(cast("History", newest))}
     columns = {
         "loss": newest.column(LOSSES),
         "norm": newest.column(("update.norm",)),
@@ -265,7 +265,7 @@ def roster(reader: Reader, run: str) -> Roster:
 
 
 def _worst_first(row: ClientRow) -> tuple[Any, ...]:
-    ill = rank(row.severity) if row.severity is not None else math.inf
+    ill = severity_rank(row.severity) if row.severity is not None else math.inf
     return ill, -(row.confidence or 0.0), not row.broken, -(row.score or 0.0), natural(row.name)
 
 

@@ -193,7 +193,7 @@ def telling_signs(case: Case) -> list[Sign]:
 
 def last_resorts(case: Case) -> list[Sign]:
     """Those of its family, then those of any, for want of anything nearer."""
-    return list(dict.fromkeys([*LAST_RESORT.get(case.known.family, ()), *LAST_RESORT["user"], Sign("steps")]))
+    return list(dict.fromkeys([*LAST_RESORT.get(case.issue_entry.family, ()), *LAST_RESORT["user"], Sign("steps")]))
 
 
 # What a sign is called on a plot, and its unit; others go by the catalogue's name.

@@ -162,7 +162,7 @@ def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
     short = brief(case, marked, labels)
     return CaseCard(
         **{part.name: getattr(short, part.name) for part in fields(short)},
-        family=case.known.family,
+        family=case.issue_entry.family,
         sentence=clause([case], labels),
         now=case.newest.severity,
         sure=sure(case),
@@ -242,7 +242,7 @@ def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
 
 def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
     case, labels = case_of(reader, run, key), labels_of(reader, run)
-    known = case.known
+    known = case.issue_entry
     return ToldFinding(
         case=card(case, Marked(reader, run), labels),
         symptom=known.symptom,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedvitals.diagnosis.gaps import DETECTOR, MONITOR_ERROR, Failure, failure_of, gaps
+from fedvitals.diagnosis.gaps import DETECTOR, MONITOR_ERROR, MonitorFailure, gaps, monitor_failure_of
 from fedvitals.store import spill_folder
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -14,14 +14,14 @@ from fedvitals.transport.spill import waiting_runs
 LIVE = (DETECTOR, "taking a finding")  # failures of the detectors that looked during the run
 
 
-def gaps_of(reader: Reader, run: str, again: Sequence[Failure] | None = None) -> tuple[str, ...]:
+def gaps_of(reader: Reader, run: str, again: Sequence[MonitorFailure] | None = None) -> tuple[str, ...]:
     """Why the run's findings may not be all, in words; empty when every detector saw everything.
 
     `again`: what failed when detectors looked at the store again, in place of what failed in those that looked live.
     What could not be measured or recorded is missing then as well.
     """
     errors = queries.events(reader, run, level="warning", name=MONITOR_ERROR)
-    failures = [failure for event in errors if (failure := failure_of(event)) is not None]
+    failures = [failure for event in errors if (failure := monitor_failure_of(event)) is not None]
     if again is not None:
         failures = [*again, *(failure for failure in failures if not failure.doing.startswith(LIVE))]
     reasons = gaps(failures, queries.lost_records(reader, run))

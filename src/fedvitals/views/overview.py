@@ -121,7 +121,7 @@ def suspects(found: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLi
             named = [(case.node, case.confidence, "")]
         for node, score, reason in named:
             before = worst.get(node)
-            why, label = reason or case.known.title, labels.get(node, "")
+            why, label = reason or case.issue_entry.title, labels.get(node, "")
             line = SuspectLine(node, label, score, why, case.severity, since_of(case), case_key(case))
             if before is None or (is_trouble(case), score) > (before.severity != "note", before.score or 0.0):
                 worst[node] = line

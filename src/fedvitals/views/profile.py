@@ -17,6 +17,7 @@ from fedvitals.analysis.timeline import RoundTime, main_clock, of_clock, timelin
 from fedvitals.analysis.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
 from fedvitals.analysis.what_if import Row, latencies, what_if
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import Fields, PlainJson, unchanged
 from fedvitals.records import Event, Run, Span, Transfer
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -235,17 +236,12 @@ def as_data(profile: Profile) -> dict[str, Any]:
 _LEFT_OUT = ("shape", "stays")  # only how the other numbers were come by
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses and named tuples as mappings, with what their properties say."""
-    kind = type(value)
+def _fields_and_properties(value: Any) -> Fields | None:
     if hasattr(value, "__dataclass_fields__"):
-        derived = [name for name, one in vars(kind).items() if isinstance(one, property)]
+        derived = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
         names = [name for name in (*value.__dataclass_fields__, *derived) if name not in _LEFT_OUT]
-        return {name: plain(getattr(value, name)) for name in names}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: plain(entry) for name, entry in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(entry) for entry in value]
-    return value
+        return {name: getattr(value, name) for name in names}
+    return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else None
+
+
+plain = PlainJson(nonfinite=unchanged, fields=_fields_and_properties, name=unchanged)

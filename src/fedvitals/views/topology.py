@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedvitals.analysis.traffic import TELEMETRY
-from fedvitals.diagnosis.cases import Case, rank
+from fedvitals.diagnosis.cases import Case, severity_rank
 from fedvitals.errors import ConfigError
 from fedvitals.records import is_client, natural
 from fedvitals.store.marks import marks
@@ -198,7 +198,7 @@ def _nodes(
                 role=role,
                 group=group_of.get(node),
                 health=_health(case, failed=node in failed, present=present),
-                issue=case.known.title if case else None,
+                issue=case.issue_entry.title if case else None,
                 key=case_key(case) if case else None,
                 sent=sent.get(node, 0.0),
                 received=received.get(node, 0.0),
@@ -230,7 +230,7 @@ def _worst(reader: Reader, run: str, number: int) -> dict[str, Case]:
         node = case.node or case.group
         if node is None or not case.still_there or case_key(case) in muted:
             continue
-        if node not in found or rank(case.newest.severity) < rank(found[node].newest.severity):
+        if node not in found or severity_rank(case.newest.severity) < severity_rank(found[node].newest.severity):
             found[node] = case
     return found
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from fedvitals.diagnosis.cases import Case, is_trouble, rank
-from fedvitals.diagnosis.evidence.locate import LEARNT
+from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
+from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.protocols import History
@@ -95,14 +95,14 @@ def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
 
 def _is_serious_now(case: Case) -> bool:
     """By its newest finding: who was suspected once and is hardly any more does not make the run ill."""
-    return rank(case.newest.severity) < rank("note")
+    return severity_rank(case.newest.severity) < severity_rank("note")
 
 
 # -- the sentence -----------------------------------------------------------------------------------------------------
 
 
 def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
-    worst = min(found, key=lambda case: (rank(case.newest.severity), -case.confidence))
+    worst = min(found, key=lambda case: (severity_rank(case.newest.severity), -case.confidence))
     same = [worst, *(case for case in found if case.issue == worst.issue and case is not worst and _alike(case, worst))]
     beginnings = [begin for case in same if (begin := since_of(case)) is not None]
     since = min(beginnings, default=None)

@@ -76,14 +76,14 @@ def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
     """Cases of one issue as one main clause, the worst first; without since-when and how-sure."""
     worst = same[0]
     layers = _unique(case.layer for case in same)
-    if worst.issue not in OF_CLIENTS and worst.known.family == "user":
+    if worst.issue not in OF_CLIENTS and worst.issue_entry.family == "user":
         return _own_words(worst, labels)
     who = _unique(case.node or case.group for case in same)
     suspects = _unique(suspect.node for suspect in worst.newest.suspects)
     if not who and worst.issue == "GROUP_LEFT_BEHIND" and suspects:
         return f"The global model does not serve {joined(suspects, labels)}"
     if not who or worst.issue not in OF_CLIENTS:
-        said = OF_THE_RUN.get(worst.issue, worst.known.title)
+        said = OF_THE_RUN.get(worst.issue, worst.issue_entry.title)
         said = f"{said}, on {joined(who, labels)}" if who else said
     else:
         whole_group = worst.node is None
@@ -106,7 +106,7 @@ def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({}
 
 def sure(case: Case) -> str:
     """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
-    certain = case.known.exact or case.known.family == "user"
+    certain = case.issue_entry.exact or case.issue_entry.family == "user"
     if case.confidence >= 0.995 and not (certain and case.confidence == 1):
         return "over 99 %"
     return f"{100 * case.confidence:.0f} %"

@@ -12,7 +12,7 @@ from torch import nn
 
 import fedvitals as fv
 from fedvitals import lab
-from fedvitals.diagnosis.detectors.plain_rules import Limits, crossed, plain_rules
+from fedvitals.diagnosis.detectors.plain_rules import PlainRuleLimits, crossed_limits, plain_rules
 from fedvitals.errors import ConfigError
 from fedvitals.lab.aggregators.robust import krum_order
 from fedvitals.store import MemoryStore
@@ -105,7 +105,7 @@ def test_layers():
     calm = history(gradient={}, gradient_steps={}, weight={})
     assert fixed_thresholds(calm, 0) == []
     told = history(gradient={}, gradient_steps={"norm_max": {("b", 2): 101.0, ("c", 0): 9e-8, ("d", 1): 99.0}})
-    found = crossed(told, 0, Limits())
+    found = crossed_limits(told, 0, PlainRuleLimits())
     assert issues(found) == {("EXPLODING_GRADIENT", "b"), ("VANISHING_GRADIENT", "c")}
     assert {one.layer for one in found} == {"two.weight", "one.weight"}
 
@@ -118,7 +118,7 @@ def test_a_layer_that_does_not_train_has_no_vanishing_gradient_but_one_of_zeros_
 
 def test_weights_are_of_the_run():
     told = history(weight={"absmax": {("b", 2): 1001.0, ("c", 0): 5000.0}})
-    (found,) = crossed(told, 0, Limits())
+    (found,) = crossed_limits(told, 0, PlainRuleLimits())
     assert (found.issue, found.node, found.layer, found.number.value) == ("WEIGHT_EXPLOSION", None, "one.weight", 5000)
 
 

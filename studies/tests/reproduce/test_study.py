@@ -445,7 +445,7 @@ def test_the_command_ends_with_1_if_a_condition_failed(lab, tmp_path, capsys):
 
 def test_the_criteria_are_shipped_beside_the_code():
     assert tomllib.loads(FILE.read_text(encoding="utf-8"))["claim"]
-    assert FILE.parent.name == "trials"
+    assert FILE.parent.name == "reproduce"
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedvitals import lab
-from fedvitals.diagnosis.detectors.copies import untrained
 from fedvitals.diagnosis.detectors.guards import DETECTORS, misfits
+from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates
 from fedvitals.lab.faults.updates import WrongSampleCount
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Event, Metric, Where
@@ -177,4 +177,4 @@ def test_the_same_update_twice_is_stale():
 
 def test_telemetry_tells_who_sent_something_else_than_it_trained():
     history = watched(lab.scaling(factor=3.0, **ILL))
-    assert [untrained(history, number) for number in (ONSET - 1, ONSET)] == [set(), {"c3"}]
+    assert [clients_with_altered_updates(history, number) for number in (ONSET - 1, ONSET)] == [set(), {"c3"}]

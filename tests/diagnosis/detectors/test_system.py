@@ -5,7 +5,7 @@ import pytest
 
 from fedvitals import lab
 from fedvitals.diagnosis.detectors.system import DETECTORS
-from fedvitals.diagnosis.evidence.attendance import chance_of
+from fedvitals.diagnosis.evidence.attendance import chance_of_failures
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store import MemoryStore
 from support.lab.examined import CULPRIT, NETWORK, ONSET, findings_by, first_rounds, watched
@@ -113,6 +113,6 @@ def test_many_slow_devices_are_a_kind_of_device():
 
 
 def test_a_chance_is_the_tail_of_a_binomial():
-    assert chance_of(0, 5, 0.1) == 1.0
-    assert chance_of(5, 5, 0.1) == pytest.approx(1e-5)
-    assert chance_of(1, 2, 0.5) == pytest.approx(0.75)
+    assert chance_of_failures(0, 5, 0.1) == 1.0
+    assert chance_of_failures(5, 5, 0.1) == pytest.approx(1e-5)
+    assert chance_of_failures(1, 2, 0.5) == pytest.approx(0.75)

@@ -16,8 +16,8 @@ from torch import nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data.partition import ClassesPerClient
-from fedvitals.lab.faults import table as ill
-from fedvitals.lab.faults.fault import Setting
+from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.faults.fault import RunFault
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.lab.local import SGD, Adam, Local
 from support.lab.faulty_training import (
@@ -79,7 +79,7 @@ def test_it_acts_where_it_says_and_the_same_each_time(kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not issubclass(KINDS[kind], Setting)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not issubclass(KINDS[kind], RunFault)])
 def test_nothing_changes_before_after_and_beside_it(kind):
     fault = fault_of(kind, since=2, until=3)
     for number, there in ((1, False), (2, True), (3, True), (4, False)):
@@ -112,7 +112,7 @@ def test_its_truth_says_what_a_detector_should(kind):
     assert told["kind"] == kind
     assert told["family"] in ("convergence", "client", "aggregation", "gradient", "system")
     assert re.fullmatch("[a-z_]+", told["issue"])
-    everywhere = list(NODES) if issubclass(KINDS[kind], Setting) else ["server"] if "server" in kind else ["c1"]
+    everywhere = list(NODES) if issubclass(KINDS[kind], RunFault) else ["server"] if "server" in kind else ["c1"]
     assert told["nodes"] == everywhere
     assert (told["since"], told["until"]) == (0, None)
     assert set(KINDS[kind].__struct_fields__) <= set(told)
@@ -120,28 +120,30 @@ def test_its_truth_says_what_a_detector_should(kind):
 
 
 def test_healthy_clients_pay_nothing():
-    some = [fault_of(kind, since=2) for kind in KINDS if not issubclass(KINDS[kind], Setting)]
+    some = [fault_of(kind, since=2) for kind in KINDS if not issubclass(KINDS[kind], RunFault)]
     for hook in ("data", "local", "state", "gradient", "step", "update", "journey"):
-        assert not ill.any_at(hook, some, 2, "c2")
-        assert not ill.any_at(hook, some, 1, "c1")
-        assert ill.any_at(hook, some, 2, "c1")
-    assert ill.gradient_spoiler(some, 2, "c2", 7) is None
-    assert not ill.colludes(some, 1)
-    assert ill.colludes(some, 2)
+        assert not fault_table.any_active(hook, some, 2, "c2")
+        assert not fault_table.any_active(hook, some, 1, "c1")
+        assert fault_table.any_active(hook, some, 2, "c1")
+    assert fault_table.gradient_fault(some, 2, "c2", 7) is None
+    assert not fault_table.any_collusion(some, 1)
+    assert fault_table.any_collusion(some, 2)
     x, y = data()
-    same_x, same_y = ill.apply_data(some, 2, "c2", x, y, CLASSES, 7)
+    same_x, same_y = fault_table.apply_data(some, 2, "c2", x, y, CLASSES, 7)
     assert same_x is x
     assert same_y is y
 
 
 def test_two_faults_of_one_kind_draw_apart_and_seeds_too():
     noise = fault_of("input_noise")
-    (once, _), (twice, _) = (ill.apply_data(some, 0, "c1", *data(), CLASSES, 7) for some in ([noise], [noise] * 2))
+    (once, _), (twice, _) = (
+        fault_table.apply_data(some, 0, "c1", *data(), CLASSES, 7) for some in ([noise], [noise] * 2)
+    )
     x = data()[0]
     added, second = once - x, twice - once
     assert float(torch.corrcoef(torch.stack((added.flatten(), second.flatten())))[0, 1]) < 0.2
-    assert not torch.equal(ill.apply_data([noise], 0, "c1", *data(), CLASSES, 8)[0], once)
-    other = ill.apply_data([fault_of("input_noise", since=0)], 5, "c1", *data(), CLASSES, 7)[0]
+    assert not torch.equal(fault_table.apply_data([noise], 0, "c1", *data(), CLASSES, 8)[0], once)
+    other = fault_table.apply_data([fault_of("input_noise", since=0)], 5, "c1", *data(), CLASSES, 7)[0]
     assert torch.equal(other, once)  # in every round the same
 
 
@@ -169,7 +171,7 @@ def test_nobody_elses_tensors_are_written_into():
 
 
 def drawn(kind, **settings):
-    return ill.apply_data([fault_of(kind, **settings)], 0, "c1", *data(), CLASSES, 7)
+    return fault_table.apply_data([fault_of(kind, **settings)], 0, "c1", *data(), CLASSES, 7)
 
 
 @pytest.mark.parametrize(("rate", "low", "high"), [(1.0, 60, 60), (0.5, 20, 40), (0.1, 1, 14)])
@@ -211,7 +213,9 @@ def test_inputs():
     assert 15 < int(turned.sum()) < 45
     assert torch.equal(half[turned], x.flip(-1)[turned])
     images = torch.rand(4, 3, 5, 5)
-    upside_down = ill.apply_data([fault_of("group_left_behind")], 0, "c1", images, torch.zeros(4), CLASSES, 7)[0]
+    upside_down = fault_table.apply_data([fault_of("group_left_behind")], 0, "c1", images, torch.zeros(4), CLASSES, 7)[
+        0
+    ]
     assert torch.equal(upside_down[2, 1, 0, 4], images[2, 1, 4, 0])
 
 
@@ -228,7 +232,7 @@ def test_one_client_dominates():
 @pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.1)])
 def test_wrong_learning_rate(optimizer):
     settings = Local(iterations=4, optimizer=optimizer, batch=8)
-    found = ill.apply_local([fault_of("wrong_learning_rate", factor=0.1)], 0, "c1", settings)
+    found = fault_table.apply_local([fault_of("wrong_learning_rate", factor=0.1)], 0, "c1", settings)
     wanted = msgspec.structs.replace(optimizer, learning_rate=0.1 * 0.1)
     assert found == msgspec.structs.replace(settings, optimizer=wanted)
 
@@ -263,7 +267,7 @@ def test_broken_batch_norm_spoils_evaluation_and_not_training():
 
 def test_machines():
     def stepped(fault, step):
-        ill.apply_step([fault], 0, "c1", step)
+        fault_table.apply_step([fault], 0, "c1", step)
 
     for kind, error, words in (
         ("crash", RuntimeError, "on purpose"),
@@ -285,7 +289,7 @@ def test_a_memory_hog_takes_it_and_gives_it_back():
 
     before, most = now(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     hog = KINDS["memory_hog"](nodes=["c1"], megabytes=int(most - before) + 100)
-    ill.apply_step([hog], 0, "c1", 0)
+    fault_table.apply_step([hog], 0, "c1", 0)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 > most + 50
     assert now() < before + 50
 
@@ -316,13 +320,13 @@ def test_units_without_a_slope(kind, activation):
 def test_overfitting_is_little_data_and_long_training():
     x, y = drawn("overfitting", samples=12)
     assert len(x) == len(y) == 12
-    changed_to = ill.apply_experiment(Settings((fault_of("overfitting", epochs=30),)))
+    changed_to = fault_table.apply_experiment(Settings((fault_of("overfitting", epochs=30),)))
     assert changed_to.local == Local(iterations=None, epochs=30)
     assert len(drawn("overfitting", samples=500)[1]) == 60  # no more than there are
 
 
 def test_client_drift_is_few_classes_and_fast_long_training():
-    found = ill.apply_experiment(Settings((fault_of("client_drift", classes=2, iterations=80, factor=4.0),)))
+    found = fault_table.apply_experiment(Settings((fault_of("client_drift", classes=2, iterations=80, factor=4.0),)))
     assert found.partition == ClassesPerClient(2)
     assert found.local.iterations == 80
     assert found.local.optimizer.learning_rate == pytest.approx(4 * Local().optimizer.learning_rate)

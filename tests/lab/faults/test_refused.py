@@ -10,8 +10,8 @@ from torch import nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.faults import table as ill
-from fedvitals.lab.faults.fault import Fault, within
-from fedvitals.lab.state import Layout
+from fedvitals.lab.faults.fault import Fault, require_within
+from fedvitals.lab.state import StateLayout
 from support.lab.faulty_training import CLASSES, KINDS, LAYOUT, NODES, STEPS, fault_of, first_model
 
 IMPOSSIBLE = [
@@ -62,7 +62,9 @@ def test_nodes_are_a_list_of_names():
 
 
 def checked(fault, **more):
-    ill.check(fault, **{"nodes": NODES, "layout": LAYOUT, "iterations": STEPS, "rounds": 5, "classes": CLASSES, **more})
+    ill.check_fault(
+        fault, **{"nodes": NODES, "layout": LAYOUT, "iterations": STEPS, "rounds": 5, "classes": CLASSES, **more}
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +101,7 @@ def test_many_nodes_are_not_listed_and_epochs_have_no_known_steps():
 
 
 def test_a_model_without_batch_norm_or_bias_is_named():
-    plain = Layout.of(nn.Sequential(nn.Linear(8, 4, bias=False)))
+    plain = StateLayout.of(nn.Sequential(nn.Linear(8, 4, bias=False)))
     with pytest.raises(ConfigError, match=r"no batch norm.*ResNet-18"):
         checked(fault_of("broken_batch_norm"), layout=plain)
     with pytest.raises(ConfigError, match=r"'0.weight' has no bias.*With one: none"):
@@ -119,6 +121,6 @@ def test_the_range_is_told_as_it_is():
         (((1, 3), {"above": True}), "above 1 up to 3"),
     ):
         with pytest.raises(ConfigError, match=f"it must be a number, {words}"):
-            within(Odd(nodes="all"), "strength", *limits[0], **limits[1])
+            require_within(Odd(nodes="all"), "strength", *limits[0], **limits[1])
     with pytest.raises(ConfigError, match="inf"):
-        within(Odd(nodes="all", strength=math.inf), "strength", 0)
+        require_within(Odd(nodes="all", strength=math.inf), "strength", 0)

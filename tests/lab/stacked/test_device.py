@@ -10,7 +10,7 @@ import fedvitals as fv
 from fedvitals import lab
 from fedvitals.kernels.sketch import COSINE_ERROR
 from fedvitals.lab.aggregators.averages import AggregationError
-from fedvitals.lab.topologies.exchanges import average, pass_on, together
+from fedvitals.lab.topologies.exchanges import average, exchange_for_stack, pass_to_next
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Sketch
 from fedvitals.testing import MemorySink
@@ -166,42 +166,42 @@ def one_by_one(exchange, groups, states, samples):
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("exchange", [average, pass_on])
+@pytest.mark.parametrize("exchange", [average, pass_to_next])
 @pytest.mark.parametrize("spoilt", [None, torch.nan, torch.inf])
 def test_all_groups_at_once_are_as_one_by_one(exchange, groups, spoilt, monkeypatch):
-    monkeypatch.setattr("fedvitals.lab.topologies.exchanges.AT_ONCE", 40)  # several stretches of a state
+    monkeypatch.setattr("fedvitals.lab.topologies.exchanges.MAX_NUMBERS", 40)  # several stretches of a state
     stream = torch.Generator().manual_seed(1)
     states, samples = torch.randn(9, 17, generator=stream), torch.randint(1, 50, (9,), generator=stream)
     if spoilt is not None:
         states[4, 3] = spoilt  # of a first member of some groups, and of others in the midst
     expected = one_by_one(exchange, GROUPS[groups], states, samples.float())
-    exchanged = together(exchange, GROUPS[groups], samples, "cpu")
+    exchanged = exchange_for_stack(exchange, GROUPS[groups], samples, "cpu")
     assert exchanged is not None
     found = states.clone()
     exchanged(found)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
-    if exchange is pass_on:
+    if exchange is pass_to_next:
         assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_who_has_no_samples_is_not_heard():
     states, samples = torch.tensor([[torch.nan], [2.0], [4.0]]), torch.tensor([0, 1, 3])
-    exchanged = together(average, [slice(0, 3)], samples, "cpu")
+    exchanged = exchange_for_stack(average, [slice(0, 3)], samples, "cpu")
     assert exchanged is not None
     exchanged(states)
     assert states.flatten().tolist() == [3.5, 3.5, 3.5]
     with pytest.raises(AggregationError, match="total weight"):
-        together(average, [slice(0, 1), slice(1, 3)], samples, "cpu")
+        exchange_for_stack(average, [slice(0, 1), slice(1, 3)], samples, "cpu")
 
 
 def test_an_exchange_of_ones_own_is_left_to_the_caller():
-    assert together(lambda states, _: states, [slice(0, 2)], torch.ones(2), "cpu") is None
+    assert exchange_for_stack(lambda states, _: states, [slice(0, 2)], torch.ones(2), "cpu") is None
 
 
-@pytest.mark.parametrize("exchange", [average, pass_on])
+@pytest.mark.parametrize("exchange", [average, pass_to_next])
 def test_groups_are_exchanged_without_waiting(exchange):
     with Pretending():
-        exchanged = together(exchange, GROUPS["unequal"], torch.arange(1, 10), DEVICE)
+        exchanged = exchange_for_stack(exchange, GROUPS["unequal"], torch.arange(1, 10), DEVICE)
         states = torch.randn(9, 17).to(DEVICE)
         DeviceTensor.waits.clear()
         assert exchanged is not None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.cli.alerts import _replayed
-from fedvitals.diagnosis.cases import QUIET
+from fedvitals.diagnosis.cases import QUIET_ROUNDS
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Finding, LayerStats, Metric, Where
 from fedvitals.sinks.alerts import watch as alert_watch
@@ -162,7 +162,7 @@ def test_a_case_is_told_once_and_over_when_it_is_quiet():
     made = replay("r1", [rule("finding NAN_UPDATE")], attended(range(20)), found, {})
     assert summaries(made) == [
         ("firing", 1, 1),
-        ("resolved", 4 + QUIET + 1, 1),
+        ("resolved", 4 + QUIET_ROUNDS + 1, 1),
         ("firing", 12, 12),
         ("resolved", 18, 12),
     ]

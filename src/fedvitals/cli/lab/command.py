@@ -81,7 +81,7 @@ def command(
         text = Path(experiment).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{experiment} is no TOML: it is not UTF-8 text ({error}).") from error
-    settings = {name: toml.value_of(value) for name, value in given.items()}
+    settings = {name: toml.parse_value(value) for name, value in given.items()}
     wanted = lab.read(text, settings if named is None else {**settings, "name": named})
     if wanted.name == "experiment":
         import msgspec
@@ -118,13 +118,13 @@ def _download(experiment: Experiment, folder: str | None) -> None:
 def _plan(experiment: Experiment, folder: str | None) -> None:
     """What would be run, and a picture of who holds what."""
     from fedvitals import lab
-    from fedvitals.lab.data.partition_picture import picture
+    from fedvitals.lab.data.partition_picture import partition_heat_map
 
     click.echo(experiment.to_toml() or "# all as by default")
     site = lab.Site.of(experiment, folder)
     weights, samples = site.layout.weights, len(site.dataset.y)
     click.echo(f"{site.dataset.name}: {samples} samples over {experiment.clients} clients; {weights} weights\n")
-    click.echo(picture([*site.shards.values()], site.dataset))
+    click.echo(partition_heat_map([*site.shards.values()], site.dataset))
 
 
 def _pair(change: str) -> tuple[str, str]:

@@ -76,7 +76,7 @@ def train(
 ) -> Ended:
     """The whole run, in other processes; its progress comes through Flower's log, its result through the store."""
     from fedvitals.hosts.flower.lab import launch
-    from fedvitals.lab.data.sources import places
+    from fedvitals.lab.data.sources import search_folders
     from fedvitals.store import store_target
 
     where, began = store_target(store), time.time()
@@ -95,7 +95,7 @@ def train(
         remember(folder, run, experiment)
         settings |= {"checkpoint": str(folder.absolute()), "resume": resume}
         own = {} if isinstance(where, Path) else {"FEDVITALS_STORE": where}
-        own |= {"FEDVITALS_DATA": str(places()[0].absolute())}  # processes of Flower have a folder of their own
+        own |= {"FEDVITALS_DATA": str(search_folders()[0].absolute())}  # processes of Flower have a folder of their own
         view.say(f"Starting Flower on Ray with {nodes} {'nodes' if nodes > 1 else 'node'}, which takes a while.")
         launch.simulate(settings, nodes, heard, own)
     else:
@@ -110,9 +110,9 @@ def train(
 def _check_here(experiment: Experiment, data: str | None) -> None:
     """What the server would refuse, told at once; elsewhere its data need not be here."""
     from fedvitals.hosts.flower.lab.engine import described
-    from fedvitals.lab.run import prepared
+    from fedvitals.lab.run import prepare_site
 
-    described(prepared(experiment, data).experiment)
+    described(prepare_site(experiment, data).experiment)
 
 
 def _hearing(view: Progress, log: deque[str]) -> Callable[[str], None]:

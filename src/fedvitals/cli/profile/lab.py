@@ -10,14 +10,14 @@ import click
 from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.diagnosis.fits import Row
-    from fedvitals.lab.rerun import Tried
+    from fedvitals.diagnosis.memory_fit import DeviceFit
+    from fedvitals.lab.rerun import RemedyTrial
     from fedvitals.views.profile import Profile
 
 COSTLY = 0.05  # of accuracy: less may be chance, with one seed
 
 
-def try_out(profile: Profile, most: int) -> list[Tried]:
+def try_out(profile: Profile, most: int) -> list[RemedyTrial]:
     """The first remedies that the lab can run, as they ran: those that keep the accuracy first, by their rounds."""
     run = profile.run
     if run.host != "lab":
@@ -35,17 +35,20 @@ def try_out(profile: Profile, most: int) -> list[Tried]:
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "To try remedies out") from error
     found = try_remedies(
-        experiment_of(run), profile.remedies, most=most, tell=lambda text: click.echo(f"running: {text} ...", err=True)
+        experiment_of(run),
+        profile.remedies,
+        most=most,
+        report=lambda text: click.echo(f"running: {text} ...", err=True),
     )
     return sorted(found, key=lambda one: (costs(one), one.measured))
 
 
-def costs(one: Tried) -> bool:
+def costs(one: RemedyTrial) -> bool:
     """Whether accuracy went down by more than chance does."""
     return (one.accuracy_cost or 0.0) > COSTLY
 
 
-def devices_for(profile: Profile) -> list[Row]:
+def devices_for(profile: Profile) -> list[DeviceFit]:
     """The predicted peak of the client that takes the most, on each of the lab's devices."""
     memory = profile.memory
     if memory is None or not memory.shares:
@@ -57,13 +60,13 @@ def devices_for(profile: Profile) -> list[Row]:
         from fedvitals.lab.network.profiles import DEVICES
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "The list of devices") from error
-    from fedvitals.diagnosis.fits import device_table
+    from fedvitals.diagnosis.memory_fit import device_table
 
     sizes = {name: float(one.memory_bytes) for name, one in DEVICES.items()}
     return sorted(device_table(memory.shares, sizes, memory.batch), key=lambda row: -row.memory_bytes)
 
 
-def print_tried(console: Any, profile: Profile, tried: list[Tried]) -> None:
+def print_tried(console: Any, profile: Profile, tried: list[RemedyTrial]) -> None:
     from rich.table import Table
 
     from fedvitals.cli.bars import percent
@@ -94,7 +97,7 @@ def _score(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f}"
 
 
-def print_devices(console: Any, profile: Profile, rows: list[Row]) -> None:
+def print_devices(console: Any, profile: Profile, rows: list[DeviceFit]) -> None:
     from rich.table import Table
 
     from fedvitals.cli.screen import shown, size

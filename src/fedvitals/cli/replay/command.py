@@ -13,8 +13,8 @@ from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.cli.replay import flower as replay_flower
 
 if TYPE_CHECKING:
+    from fedvitals.replay.debugger.debugger_output import DebuggerOutput
     from fedvitals.replay.debugger.session import Session
-    from fedvitals.replay.debugger.shown import Shown
 
 
 @click.command(epilog="Exit code: 1 if --verify finds a difference, 0 if not, 2 for wrong use or nothing to read.")
@@ -93,7 +93,7 @@ def command(
     return 0
 
 
-def _place(session: Session, number: int | None, node: str | None) -> Shown | None:
+def _place(session: Session, number: int | None, node: str | None) -> DebuggerOutput | None:
     if number is not None:
         session.goto(number)
     if node is not None:
@@ -101,7 +101,7 @@ def _place(session: Session, number: int | None, node: str | None) -> Shown | No
     return session.where() if number is not None or node is not None else None
 
 
-def _overview(session: Session, place: Shown | None, as_json: bool) -> None:
+def _overview(session: Session, place: DebuggerOutput | None, as_json: bool) -> None:
     from fedvitals.cli.screen import size
 
     covered = session.overview()
@@ -142,20 +142,20 @@ def _script(session: Session, lines: list[str], as_json: bool) -> None:
         print_json("replay", found)
 
 
-def _draw(one: Shown, path: Path) -> None:
+def _draw(one: DebuggerOutput, path: Path) -> None:
     from fedvitals.plot.replay import draw
 
     draw(one, path)
 
 
 def _span(rounds: str | None, number: int | None) -> tuple[int | None, int | None]:
-    from fedvitals.replay.debugger.commands import stretch
+    from fedvitals.replay.debugger.commands import parse_rounds
 
-    return stretch(rounds) if rounds is not None else (number, number)
+    return parse_rounds(rounds) if rounds is not None else (number, number)
 
 
 def _verify(session: Session, rounds: str | None, number: int | None, node: str | None, as_json: bool) -> int:
-    from fedvitals.replay.debugger import answers
+    from fedvitals.replay.debugger import result_output
 
     first, last = _span(rounds, number)
     proof = session.verify(first, last, node=node)
@@ -163,7 +163,7 @@ def _verify(session: Session, rounds: str | None, number: int | None, node: str 
         told = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
         print_json("replay", told | {"holds": proof.holds})
     else:
-        click.echo(str(answers.of_proof(proof, node)))
+        click.echo(str(result_output.show_proof(proof, node)))
     return 0 if proof.holds else 1
 
 
@@ -173,8 +173,8 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
     import contextlib
     import pdb  # noqa: T100 - what was asked for
 
-    from fedvitals.replay.player.loops import LoopPlayer, load_loop
-    from fedvitals.replay.player.trace import trace
+    from fedvitals.replay.player.loop_player import LoopPlayer, load_loop
+    from fedvitals.replay.player.trace import trace_client
 
     if loop is not None:
         parts = load_loop(loop)
@@ -199,5 +199,5 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
             debugger.set_trace()
 
     with contextlib.suppress(bdb.BdbQuit):  # «q» leaves it
-        trace(session.player, number, node, on_step=at_step)
+        trace_client(session.player, number, node, on_step=at_step)
     return 0

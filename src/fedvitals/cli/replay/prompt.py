@@ -17,8 +17,8 @@ from fedvitals.errors import ConfigError, FedvitalsError
 
 if TYPE_CHECKING:
     from fedvitals.replay.debugger.commands import Interpreter
+    from fedvitals.replay.debugger.debugger_output import DebuggerOutput
     from fedvitals.replay.debugger.session import Session
-    from fedvitals.replay.debugger.shown import Shown
 
 LEAVE = ("quit", "exit", "q", "EOF")
 REPEATED = ("step", "s", "next", "n", "back")  # by an empty line
@@ -103,12 +103,12 @@ def _history() -> Iterator[None]:
 
 def results(
     interpreter: Interpreter, lines: Iterable[str], *, named: bool = False
-) -> Iterator[tuple[str, Shown | str]]:
+) -> Iterator[tuple[str, DebuggerOutput | str]]:
     """What each command of some lines gives. The first wrong one ends it; `named`: its error says which it was."""
-    from fedvitals.replay.debugger.commands import split
+    from fedvitals.replay.debugger.commands import split_commands
 
     for line in lines:
-        for part in split(line):
+        for part in split_commands(line):
             if part in LEAVE:
                 return
             try:

@@ -24,7 +24,7 @@ from fedvitals.views.labels import labels_of
 from fedvitals.views.verdict_words import clause
 
 if TYPE_CHECKING:
-    from fedvitals.replay.tape.journal import Entry
+    from fedvitals.replay.tape.journal import RoundEntry
 
 HOW = (
     "Without a tape a run can be looked at, but not run again. Runs of `fedvitals lab` have one unless they were "
@@ -216,7 +216,7 @@ def replay_round(
         entry = found.tape.entry(number) if trouble is None else None
     except (FedvitalsError, OSError) as error:
         standing, trouble = Standing(DAMAGED, None, 0), str(error)
-    answered = entry is not None and node is not None and entry.of(node) is not None
+    answered = entry is not None and node is not None and entry.reply_of(node) is not None
     here = Here(run, store, found.tape.setting.host, number, node, answered)
     told = _about(reader, here, standing, trouble)
     if entry is None:
@@ -265,7 +265,7 @@ def _how(standing: Standing, trouble: str | None) -> str:
     }[standing.kind]
 
 
-def _state(found: Opened, entry: Entry, before: int | None) -> dict[str, Any]:
+def _state(found: Opened, entry: RoundEntry, before: int | None) -> dict[str, Any]:
     tape, model, after = found.tape, entry.state.get("model"), entry.after.get("model")
     names = tape.setting.layers[:LAYERS]
     steps = _steps(found, entry)
@@ -289,7 +289,7 @@ def _state(found: Opened, entry: Entry, before: int | None) -> dict[str, Any]:
     }
 
 
-def _steps(found: Opened, entry: Entry) -> dict[str, float]:
+def _steps(found: Opened, entry: RoundEntry) -> dict[str, float]:
     """How far each layer went, where the models before and after are on the tape, and not too large for a page."""
     tape, marks = found.tape, (entry.state.get("model"), entry.after.get("model"))
     if any(mark is None or not tape.has(mark.digest) for mark in marks):
@@ -311,7 +311,7 @@ def _clock(notes: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _metrics(found: Opened, entry: Entry, before: int | None) -> tuple[MetricRow, ...]:
+def _metrics(found: Opened, entry: RoundEntry, before: int | None) -> tuple[MetricRow, ...]:
     earlier: Mapping[str, float | None] = {}
     if before is not None:
         try:
@@ -325,7 +325,7 @@ def _metrics(found: Opened, entry: Entry, before: int | None) -> tuple[MetricRow
 
 
 def _cohort(
-    reader: Reader, run: str, found: Opened, entry: Entry, node: str | None, asked: tuple[str, int, int]
+    reader: Reader, run: str, found: Opened, entry: RoundEntry, node: str | None, asked: tuple[str, int, int]
 ) -> dict[str, Any]:
     sort, limit, offset = asked
     updates: Updates | str = "" if node is None else _updates(reader, run, found, entry)
@@ -348,7 +348,7 @@ def _cohort(
     }
 
 
-def _updates(reader: Reader, run: str, found: Opened, entry: Entry) -> Updates | str:
+def _updates(reader: Reader, run: str, found: Opened, entry: RoundEntry) -> Updates | str:
     try:
         return updates_of(reader, run, found, entry)
     except FedvitalsError as error:

@@ -18,7 +18,7 @@ from fedvitals.store.read.reader import Reader
 
 if TYPE_CHECKING:
     from fedvitals.dashboard.pages.what_if import Updates
-    from fedvitals.replay.tape.journal import Came, Entry
+    from fedvitals.replay.tape.journal import ClientReply, RoundEntry
 
 WORDS = 500  # characters of why somebody failed
 POINTS = 400  # of a client's local losses
@@ -89,7 +89,7 @@ class Norms:
         return float(np.median(finite)) if finite else None
 
 
-def norms_of(reader: Reader, run: str, entry: Entry, names: Sequence[str], updates: Updates | None) -> Norms:
+def norms_of(reader: Reader, run: str, entry: RoundEntry, names: Sequence[str], updates: Updates | None) -> Norms:
     """What the monitor measured of the updates; else the updates themselves; else the models that were sent."""
     measured = queries.layer_round(reader, run, "update", entry.round)
     there = {came.node for came in entry.came if came.mark is not None}
@@ -122,7 +122,7 @@ def _totals(nodes: Sequence[str], values: Array) -> dict[str, float]:
     return dict(zip(nodes, np.sqrt((values**2).sum(axis=1)).tolist(), strict=True))
 
 
-def cohort_of(entry: Entry, norms: Norms, whole: Any, sort: str) -> list[CameRow]:
+def cohort_of(entry: RoundEntry, norms: Norms, whole: Any, sort: str) -> list[CameRow]:
     """All rows of a round, in order; `whole(digest)`: whether that is on the tape."""
     total = sum(came.weight for came in entry.came if came.mark is not None and came.used)
     middle, usual = norms.median(), medians(norms.values) if len(norms.nodes) else np.empty(0)
@@ -151,7 +151,7 @@ def _oddness(row: CameRow) -> float | None:
     return abs(math.log2(row.ratio)) if row.ratio else 0.0
 
 
-def _row(came: Came, norms: Norms, usual: tuple[float | None, Array, float], whole: Any) -> CameRow:
+def _row(came: ClientReply, norms: Norms, usual: tuple[float | None, Array, float], whole: Any) -> CameRow:
     middle, medians_, total = usual
     state = "failed" if came.mark is None else "used" if came.used else "left out"
     losses = losses_of(came)
@@ -177,15 +177,17 @@ def _row(came: Came, norms: Norms, usual: tuple[float | None, Array, float], who
     )
 
 
-def losses_of(came: Came) -> Array:
+def losses_of(came: ClientReply) -> Array:
     """Of each local step of a training that came to an end; what is no whole number of floats is nothing."""
     usable = came.mark is not None and len(came.losses) % 4 == 0
     return np.frombuffer(came.losses, "<f4") if usable else np.empty(0, "<f4")
 
 
-def client_diff(entry: Entry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str) -> ClientDiff:
+def client_diff(
+    entry: RoundEntry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str
+) -> ClientDiff:
     """`updates`: all whole ones, or why they are not there."""
-    came = entry.of(node)
+    came = entry.reply_of(node)
     row = next((one for one in rows if one.node == node), None)
     cosines, whole, told = _cosines(updates, node)
     place = norms.nodes.get(node)

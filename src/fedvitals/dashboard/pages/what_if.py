@@ -20,7 +20,7 @@ from fedvitals.views.memo import remembered
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.replay.tape.journal import Entry
+    from fedvitals.replay.tape.journal import RoundEntry
     from fedvitals.replay.tape.reader import TapeReader
 
 LARGEST = 128 << 20  # bytes of updates that a page holds: more is for the command line
@@ -113,13 +113,13 @@ def what_if(
         return _not_ready(run, number, str(error), command, drop, rule)
 
 
-def updates_of(reader: Reader, run: str, found: Opened, entry: Entry) -> Updates:
+def updates_of(reader: Reader, run: str, found: Opened, entry: RoundEntry) -> Updates:
     """Those of one round are kept for the next question."""
     key = (run, entry.round, found.sign)
     return remembered(reader, "tape updates", "one round", key, lambda: whole_updates(found.tape, entry))
 
 
-def whole_updates(tape: TapeReader, entry: Entry) -> Updates:
+def whole_updates(tape: TapeReader, entry: RoundEntry) -> Updates:
     """LackingError says what the tape has not got."""
     import torch  # noqa: PLC0415 - an extra
 
@@ -163,7 +163,7 @@ def flat(tensors: Any) -> Tensor:
 
 
 def _compared(
-    run: str, tape: TapeReader, entry: Entry, updates: Updates, asked: tuple[Sequence[str], str, str]
+    run: str, tape: TapeReader, entry: RoundEntry, updates: Updates, asked: tuple[Sequence[str], str, str]
 ) -> WhatIf:
     drop, rule, command = asked
     if set(updates.start_of) != {"model"}:
@@ -193,11 +193,11 @@ def _compared(
     )  # fmt: skip
 
 
-def _is_there(tape: TapeReader, entry: Entry) -> bool:
+def _is_there(tape: TapeReader, entry: RoundEntry) -> bool:
     return "model" in entry.after and tape.has(entry.after["model"].digest)
 
 
-def _own_rule(tape: TapeReader, entry: Entry) -> tuple[Any, dict[str, Any], list[str]]:
+def _own_rule(tape: TapeReader, entry: RoundEntry) -> tuple[Any, dict[str, Any], list[str]]:
     """The aggregator of the run itself, with what it remembered; the mean where nobody knows."""
     from fedvitals.lab.aggregators.averages import FedAvg  # noqa: PLC0415 - needs torch
 
@@ -237,14 +237,14 @@ def _aggregated(rule: Any, updates: Updates, rows: Sequence[int], memory: dict[s
     return result
 
 
-def _is_recorded(updates: Updates, model: Tensor, entry: Entry) -> bool | None:
-    from fedvitals.replay.tape.digests import mark_of  # noqa: PLC0415 - needs torch
+def _is_recorded(updates: Updates, model: Tensor, entry: RoundEntry) -> bool | None:
+    from fedvitals.replay.tape.digests import state_digest_of  # noqa: PLC0415 - needs torch
 
     recorded = entry.after.get("model")
     if recorded is None:
         return None
     parts = zip(updates.names, model.split(updates.sizes), strict=True)
-    return mark_of(dict(parts)).layers == recorded.layers
+    return state_digest_of(dict(parts)).layers == recorded.layers
 
 
 def _numbers(mine: Tensor, yours: Tensor) -> tuple[float | None, float | None, float | None, float | None]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from fedvitals import plain_json
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
 
@@ -105,11 +106,8 @@ def as_json(message: Message) -> dict[str, Any]:
 
 
 def alert_json(alert: Alert) -> dict[str, Any]:
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(alert).items()
-        if name != "place"
-    }
+    plain = plain_json.shown(alert)
+    del plain["place"]
     plain |= {name: harmless(str(plain[name]), NAME) for name in ("node", "group", "layer", "issue") if plain[name]}
     return {"id": alert.id, **plain, "message": harmless(alert.message, WORDS), "run": harmless(alert.run, NAME)}
 

@@ -10,7 +10,7 @@
 | `fedvitals_nodes_<metric>{run,point}` | over the clients of the last round, the newest of each: min to max |
 | `fedvitals_*_total{run,...}` | counters: rounds, findings, failures, events, bytes, records lost |
 
-`rules.yml` beside this file has alert rules for them; its path is `RULES`.
+`rules.yml` beside this file has alert rules for them; its path is `Prometheus.RULES`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from fedvitals.transport.http_server import LOOPBACK
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-RULES = Path(__file__).with_name("rules.yml")
 PORT = 9464
 NODES, WORST, SERIES, RUNS = 50, 10, 2000, 8
 RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
@@ -46,6 +45,7 @@ class Prometheus:
     whole page. One object may serve several monitors.
     """
 
+    RULES = Path(__file__).with_name("rules.yml")  # alert rules for a Prometheus server
     name = "prometheus"
     ignores = (Action, LayerStats, Sketch, Snapshot, Span, Truth)
 

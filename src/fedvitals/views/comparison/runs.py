@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from fedvitals.analysis.traffic import LEVELS
-from fedvitals.diagnosis.cases import Case, is_trouble, rank
+from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
 from fedvitals.errors import ConfigError
 from fedvitals.records import Run
 from fedvitals.store.read import queries
@@ -288,9 +288,9 @@ def _troubles(sides: Sequence[Sequence[Figures]]) -> tuple[Trouble, ...]:
         for figures in side:
             for key, case in {_key(case): case for case in figures.cases}.items():
                 counts.setdefault(key, [0] * len(sides))[i] += 1
-                severities[key] = min(severities.get(key, case.severity), case.severity, key=rank)
+                severities[key] = min(severities.get(key, case.severity), case.severity, key=severity_rank)
     found = [Trouble(issue, place, severities[issue, place], tuple(n)) for (issue, place), n in counts.items()]
-    return tuple(sorted(found, key=lambda one: (rank(one.severity), one.issue, one.place)))
+    return tuple(sorted(found, key=lambda one: (severity_rank(one.severity), one.issue, one.place)))
 
 
 def _key(case: Case) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.remedies import Remedy, remedies
 from fedvitals.analysis.timeline import RoundTime, of_clock, timeline
 from fedvitals.analysis.what_if import what_if
-from fedvitals.lab.rerun import Tried, try_remedies
+from fedvitals.lab.rerun import RemedyTrial, try_remedies
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span, Transfer
 from fedvitals.store import open_reader
@@ -43,7 +43,7 @@ class PlantedVerdict:
     verdict: RunVerdict
     times: tuple[RoundTime, ...] = field(repr=False)
     remedies: tuple[Remedy, ...] = field(repr=False)
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[RemedyTrial, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -129,7 +129,7 @@ def table(verdicts: Iterable[PlantedVerdict]) -> list[str]:
     return lines
 
 
-def _tried(tried: Tried) -> list[str]:
+def _tried(tried: RemedyTrial) -> list[str]:
     seconds = [f"{value:.3g} s" for value in (tried.before, tried.predicted, tried.measured)]
     known = tried.accuracy_before is not None and tried.accuracy_after is not None
     accuracy = f"{tried.accuracy_before:.3f} → {tried.accuracy_after:.3f}" if known else ""

@@ -14,8 +14,8 @@ from statistics import median
 import msgspec
 
 from fedvitals import lab
-from fedvitals.diagnosis.corrections.policy import Policy
-from fedvitals.diagnosis.examine import choose
+from fedvitals.diagnosis.corrections.policy import CorrectionPolicy
+from fedvitals.diagnosis.examine import choose_detectors
 from fedvitals.lab.experiment import Experiment
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import Detector
@@ -56,7 +56,7 @@ class Cure:
 def course(
     experiment: Experiment,
     detectors: Sequence[Detector],
-    cure: str | dict[str, str] | Policy,
+    cure: str | dict[str, str] | CorrectionPolicy,
     data: str | os.PathLike[str] | None = None,
     engine: str = "auto",
 ) -> CorrectedRun:
@@ -72,7 +72,7 @@ def course(
 def measure(
     experiments: Iterable[Experiment],
     detectors: Sequence[Detector],
-    cure: str | dict[str, str] | Policy = "auto",
+    cure: str | dict[str, str] | CorrectionPolicy = "auto",
     data: str | os.PathLike[str] | None = None,
     engine: str = "auto",
 ) -> list[Cure]:
@@ -129,7 +129,7 @@ def study(seeds: Sequence[int]) -> list[Cure]:
         for seed in seeds
     ]
     well = [msgspec.structs.replace(plain, name="healthy", seed=100 + seed) for seed in range(len(ill))]
-    return measure([*ill, *well], choose("standard"), engine="stacked")
+    return measure([*ill, *well], choose_detectors("standard"), engine="stacked")
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ import numpy as np
 
 from fedvitals.errors import MissingExtraError
 from fedvitals.lab.data import datasets
-from fedvitals.lab.data.files import FashionMNIST
 from fedvitals.lab.data.gtsrb import GTSRB, PACKED
-from fedvitals.lab.data.sources import places
+from fedvitals.lab.data.image_archives import FashionMNIST
+from fedvitals.lab.data.sources import search_folders
 from fedvitals_studies.faultbank.cases import Bank
 from fedvitals_studies.faultbank.remote_run import BANK
 from fedvitals_studies.packs.pack import Packed, pack
@@ -52,7 +52,7 @@ def data_files(bank: Bank, drafts: Path, data: Path | None) -> Iterable[Path]:
         elif kind is FashionMNIST and len(wanted) == 1:
             yield from _fashion(datasets.load(first, data), drafts)
         elif hasattr(first, "find"):
-            yield from first.find(places(data))[0]
+            yield from first.find(search_folders(data))[0]
 
 
 def _fashion(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:

@@ -68,10 +68,10 @@ def default_measure(device: str | None = None, *, arrays: bool = False) -> Measu
 def has_gtsrb(data: Path | None) -> bool:
     """Whether GTSRB lies where the lab would look for it."""
     from fedvitals.lab.data.gtsrb import GTSRB  # noqa: PLC0415 - loads torch
-    from fedvitals.lab.data.sources import places  # noqa: PLC0415
+    from fedvitals.lab.data.sources import search_folders  # noqa: PLC0415
 
     try:
-        GTSRB().find(places(data))
+        GTSRB().find(search_folders(data))
     except ConfigError:
         return False
     return True

@@ -145,7 +145,7 @@ def test_what_the_guard_left_out_is_kept_and_left_out_again(tmp_path):
         return reply
 
     tape, _, _ = recorded(tmp_path, FedAvg(), client_app(train=train), attach={"guard": "drop"})
-    ill = tape.entry(1).of("101")
+    ill = tape.entry(1).reply_of("101")
     assert not ill.used
     assert "NaN" in ill.said["left_out"]
     assert torch.isnan(tape.update(1, "101")["dense.bias"]).all()
@@ -155,7 +155,7 @@ def test_what_the_guard_left_out_is_kept_and_left_out_again(tmp_path):
 def test_a_fleet_in_which_some_have_the_mod_and_some_have_not(tmp_path):
     plain, ours = client_app(), with_mod()
     tape, _, _ = recorded(tmp_path, strategy_of("FedAdam"), lambda m, c: (ours if c.node_id % 2 else plain)(m, c))
-    assert "fedvitals" not in tape.entry(1).of("101").said["content"]
+    assert "fedvitals" not in tape.entry(1).reply_of("101").said["content"]
     assert all(replay_aggregation(tape, number).holds for number in (1, 2, 3))
 
 

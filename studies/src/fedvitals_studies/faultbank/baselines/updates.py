@@ -14,8 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedvitals.probes.differential import elimination_order, judged, random_answers, states_of, votes_of
 from fedvitals.protocols import Node
+from fedvitals_studies.faultbank.baselines.differential import (
+    elimination_order,
+    judged,
+    random_answers,
+    states_of,
+    votes_of,
+)
 
 ScoresByMethod = dict[str, dict[Node, float]]  # by method, by client
 

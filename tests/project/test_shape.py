@@ -4,11 +4,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.paths import ROOT
 
 FILES = {
     "src/fedvitals/__init__.py": '"""The package."""\n\nfrom fedvitals.records import Row\n',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between a topology, the engines and the faults: tasks, updates, exchanges."""
+"""What topologies, engines and faults pass to each other: tasks, updates and exchanges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ which they begin the next one. It is a function of a module, since it goes to wo
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One group's local training in one round; a client that trains alone is a group of one."""
+    """The local training of one group in one round; a client that trains alone is a group of one."""
 
     round: int
     nodes: tuple[Node, ...]

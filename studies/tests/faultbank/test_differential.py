@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedvitals.errors import ConfigError
-from fedvitals.probes.differential import (
+from fedvitals_studies.faultbank.baselines.differential import (
     differential_scores,
     differential_votes,
     disagreement,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the lab hands to a tape, where there is one: all that is known between two rounds, and every update between.
+"""Records lab runs on a tape: the state between rounds, and every update.
 
-With that, and the description of the experiment, each round can be run again to the last bit: every random number of
-the lab comes from a stream of (seed, purpose, round, node), so there is no state of any generator to keep.
+With these and the experiment's description, each round can be re-executed to the last bit: all random numbers of the
+lab come from streams of (seed, purpose, round, node), so no generator state needs to be recorded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.engines.work import Node, Task, Update
-from fedvitals.lab.state import Layout, Named
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.state import NamedTensors, StateLayout
 from fedvitals.protocols import Message
 from fedvitals.records import Action
 
 if TYPE_CHECKING:
     from fedvitals.lab.engines.engine import AnyEngine
     from fedvitals.lab.experiment import Experiment
-    from fedvitals.lab.federation import Federation, Server
+    from fedvitals.lab.federation import Federation, ServerState
 
 State = dict[str, Mapping[str, Tensor]]
 OPTIMIZER = "optimizer/"
 
 
-def setting(experiment: Experiment, engine: AnyEngine, data: object) -> dict[str, Any]:
-    """What re-executing needs. An experiment with objects of the user's own has no text: they must bring it again."""
+def rerun_settings(experiment: Experiment, engine: AnyEngine, data: object) -> dict[str, Any]:
+    """Return what re-execution needs. An experiment with the user's own objects has no text: they must be passed
+    again.
+    """
     try:
         text = experiment.to_toml()
     except ConfigError:
@@ -59,8 +61,8 @@ def begin(federation: Federation, actions: Sequence[Action]) -> None:
     if recorder is None:
         return
     server = federation.server
-    notes = {**notes_of(server), "actions": [described(action) for action in actions]}
-    recorder.begin(federation.round, tensors_of(federation), notes)
+    notes = {**server_notes(server), "actions": [describe_action(action) for action in actions]}
+    recorder.begin(federation.round, state_tensors_of(federation), notes)
 
 
 def messages(
@@ -70,20 +72,20 @@ def messages(
     excluded: AbstractSet[Node],
     task_of: Mapping[Node, Task],
 ) -> None:
-    """A batch as it came: those that are of use, and those that are not."""
+    """Record a batch of updates as they arrived, usable or not."""
     recorder = federation.observer.recorder
     if recorder is None:
         return
-    layout, orders = federation.site.layout, federation.orders
-    states = dict(zip(map(id, arrived), copies([update.state for update in arrived]), strict=True))
-    found = []
+    layout, corrections = federation.site.layout, federation.corrections
+    states = dict(zip(map(id, arrived), cpu_copies([update.state for update in arrived]), strict=True))
+    messages = []
     for update in batch:
         came = id(update) in states
-        used = came and update.node not in excluded and not orders.shut_out(update.node, update.group)
-        found.append(
+        used = came and update.node not in excluded and not corrections.is_quarantined(update.node, update.group)
+        messages.append(
             Message(
                 update.node,
-                Named(layout, states[id(update)]) if came else None,
+                NamedTensors(layout, states[id(update)]) if came else None,
                 float(update.samples),
                 used,
                 update.group,
@@ -92,61 +94,61 @@ def messages(
                 update.error if update.error is not None or came else "refused",
             )
         )
-    recorder.messages(federation.round, found)
+    recorder.messages(federation.round, messages)
 
 
 def end(federation: Federation, metrics: Mapping[str, float]) -> None:
     recorder = federation.observer.recorder
     if recorder is not None:
-        recorder.end(federation.round, tensors_of(federation), notes_of(federation.server), metrics)
+        recorder.end(federation.round, state_tensors_of(federation), server_notes(federation.server), metrics)
 
 
-def tensors_of(federation: Federation) -> State:
-    """Copies: memory may be changed in place."""
+def state_tensors_of(federation: Federation) -> State:
+    """Return copies of the federation's tensors, since memory may be changed in place."""
     server, layout = federation.server, federation.site.layout
     held: dict[str, Tensor] = {"model": server.model}
     held |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
     held |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
     held |= {OPTIMIZER + key: tensor for key, tensor in _optimizers(federation.engine).items()}
-    return {key: named(layout, own) for key, own in zip(held, copies([*held.values()]), strict=True)}
+    return {key: name_tensors(layout, own) for key, own in zip(held, cpu_copies([*held.values()]), strict=True)}
 
 
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of each tensor one on the CPU, in memory of its own; those of one shape come from a device together."""
-    found = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
-    away: dict[tuple[object, ...], list[int]] = {}
-    for place, tensor in enumerate(found):
+def cpu_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a copy of each tensor on the CPU; those of one shape are fetched from a device together."""
+    copies = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
+    on_device: dict[tuple[object, ...], list[int]] = {}
+    for index, tensor in enumerate(copies):
         if not tensor.is_cpu:
-            away.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(place)
-    for places in away.values():
-        for place, row in zip(places, torch.stack([found[place] for place in places]).cpu(), strict=True):
-            found[place] = row.clone()  # a tape keeps some of them, and would keep them all
-    return found
+            on_device.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
+    for indices in on_device.values():
+        for index, row in zip(indices, torch.stack([copies[index] for index in indices]).cpu(), strict=True):
+            copies[index] = row.clone()  # a tape keeps some of them, and would keep them all
+    return copies
 
 
-def named(layout: Layout, tensor: Tensor) -> Mapping[str, Tensor]:
-    """By layer, where it is as long as the model or its weights; else (a count, a rate) as it is."""
+def name_tensors(layout: StateLayout, tensor: Tensor) -> Mapping[str, Tensor]:
+    """Return a vector by layer if it is as long as the model or its weights, else (a count, a rate) unchanged."""
     if tensor.dim() == 1 and len(tensor) in (layout.size, layout.weights):
-        return Named(layout, tensor)
+        return NamedTensors(layout, tensor)
     return {"": tensor}
 
 
-def notes_of(server: Server) -> dict[str, Any]:
+def server_notes(server: ServerState) -> dict[str, Any]:
     return {"notes": copy.deepcopy(server.notes), "clock": float(server.clock).hex()}
 
 
-def described(action: Action) -> dict[str, Any]:
-    told = dataclasses.asdict(action)
-    told["where"] = {"run": action.where.run, "round": action.where.round, "node": action.where.node}
-    return told
+def describe_action(action: Action) -> dict[str, Any]:
+    table = dataclasses.asdict(action)
+    table["where"] = {"run": action.where.run, "round": action.where.round, "node": action.where.node}
+    return table
 
 
-def _origin(server: Server, start: Tensor) -> str:
+def _origin(server: ServerState, start: Tensor) -> str:
     if start is server.model:
         return "model"
     return next((f"memory/{key}" for key, tensor in server.memory.items() if tensor is start), "model")
 
 
 def _optimizers(engine: AnyEngine) -> dict[str, Tensor]:
-    """The clients' own, where the experiment keeps them over the rounds."""
+    """Return the clients' optimiser states, where the experiment keeps them between rounds."""
     return engine.optimizers() if hasattr(engine, "optimizers") else {}

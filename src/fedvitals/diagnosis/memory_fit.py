@@ -22,13 +22,13 @@ WORDS = {
     "telemetry": "fedvitals itself",
     "activations": "activations",
 }
-ROOM = 0.9  # of a limit that may be filled: allocators round up, and others live there, too
+USABLE_SHARE = 0.9  # of a limit that may be filled: allocators round up, and others live there, too
 HALF, EIGHT = 0.5, 0.25  # of float32: float16 or bfloat16, int8
 MOST_PRUNED = 0.9  # share of the weights; who prunes more has another model
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class MemoryRemedy:
     """One way to make it fit."""
 
     kind: str  # «batch», «half», «int8», «prune»
@@ -48,82 +48,91 @@ def largest_share(shares: Mapping[str, float]) -> tuple[str, float] | None:
     whole = sum(shares.get(name, 0.0) for name in SHARES)
     if whole <= 0:
         return None
-    name = max(SHARES, key=lambda one: shares.get(one, 0.0))
+    name = max(SHARES, key=lambda share_name: shares.get(share_name, 0.0))
     return name, shares.get(name, 0.0) / whole
 
 
-def fits(shares: Mapping[str, float], limit_bytes: float, batch: float | None = None) -> list[Remedy]:
+def memory_remedies(shares: Mapping[str, float], limit_bytes: float, batch: float | None = None) -> list[MemoryRemedy]:
     """What would bring the predicted peak under the limit, the cheapest in accuracy first; [] if it fits already.
 
     `shares`: bytes by name as in `SHARES`; `batch`: the samples that the activations are of.
     """
-    room = ROOM * limit_bytes
-    if predicted_peak(shares) <= room:
+    usable = USABLE_SHARE * limit_bytes
+    if predicted_peak(shares) <= usable:
         return []
-    found = [_smaller_batch(shares, room, batch), _half(shares, room), _int8(shares, room), _pruned(shares, room)]
-    return [remedy for remedy in found if remedy is not None]
+    candidates = [
+        _smaller_batch(shares, usable, batch),
+        _half(shares, usable),
+        _int8(shares, usable),
+        _pruned(shares, usable),
+    ]
+    return [remedy for remedy in candidates if remedy is not None]
 
 
 def _fixed(shares: Mapping[str, float]) -> float:
     return sum(shares.get(name, 0.0) for name in FIXED)
 
 
-def _smaller_batch(shares: Mapping[str, float], room: float, batch: float | None) -> Remedy | None:
+def _smaller_batch(shares: Mapping[str, float], usable: float, batch: float | None) -> MemoryRemedy | None:
     active = shares.get("activations", 0.0)
     if not batch or active <= 0:
         return None
-    size = math.floor((room - _fixed(shares)) / (active / batch))
+    size = math.floor((usable - _fixed(shares)) / (active / batch))
     if size < 1:
         return None
     text = f"a batch of {size} in place of {batch:.0f}, gradients accumulated over {math.ceil(batch / size)} of them"
-    return Remedy("batch", text, size, predicted_peak(shares, batch, size))
+    return MemoryRemedy("batch", text, size, predicted_peak(shares, batch, size))
 
 
-def _half(shares: Mapping[str, float], room: float) -> Remedy | None:
+def _half(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
     """Activations, gradients and the model that computes in 16 bits; the optimiser keeps 32, as is usual."""
     small = sum(HALF * shares.get(name, 0.0) for name in ("model", "gradients", "activations"))
     peak = small + sum(shares.get(name, 0.0) for name in ("buffers", "optimizer", "telemetry"))
     text = "model, gradients and activations in 16 bits (bfloat16)"
-    return Remedy("half", text, HALF, round(peak)) if peak <= room else None
+    return MemoryRemedy("half", text, HALF, round(peak)) if peak <= usable else None
 
 
-def _int8(shares: Mapping[str, float], room: float) -> Remedy | None:
+def _int8(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
     """A frozen model in 8 bits and small adapters: gradients and optimiser state all but vanish."""
     peak = EIGHT * shares.get("model", 0.0) + HALF * shares.get("activations", 0.0)
     peak += shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
     text = "the model quantised to 8 bits, with adapters trained in 16"
-    return Remedy("int8", text, EIGHT, round(peak)) if peak <= room else None
+    return MemoryRemedy("int8", text, EIGHT, round(peak)) if peak <= usable else None
 
 
-def _pruned(shares: Mapping[str, float], room: float) -> Remedy | None:
+def _pruned(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
     """Channels pruned: model, gradients, optimiser state and activations shrink alike."""
     by_width = sum(shares.get(name, 0.0) for name in ("model", "gradients", "optimizer", "activations"))
     rest = shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
-    if by_width <= 0 or room <= rest:
+    if by_width <= 0 or usable <= rest:
         return None
-    share = math.ceil(100 * (1 - (room - rest) / by_width)) / 100
+    share = math.ceil(100 * (1 - (usable - rest) / by_width)) / 100
     if share > MOST_PRUNED:
         return None
     text = f"{share:.0%} of the channels pruned"
-    return Remedy("prune", text, share, round((1 - share) * by_width + rest))
+    return MemoryRemedy("prune", text, share, round((1 - share) * by_width + rest))
 
 
-def device_table(shares: Mapping[str, float], devices: Mapping[str, float], batch: float | None = None) -> list[Row]:
+def device_table(
+    shares: Mapping[str, float], devices: Mapping[str, float], batch: float | None = None
+) -> list[DeviceFit]:
     """For each device by name (and its memory in bytes): the predicted peak, whether it fits, and what would help."""
     peak = predicted_peak(shares)
     return [
-        Row(name, round(memory), peak, peak <= ROOM * memory, tuple(fits(shares, memory, batch)))
+        DeviceFit(
+            name, round(memory), peak, peak <= USABLE_SHARE * memory, tuple(memory_remedies(shares, memory, batch))
+        )
         for name, memory in devices.items()
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DeviceFit:
     device: str
     memory_bytes: int
     peak_bytes: int
     fits: bool
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[MemoryRemedy, ...]
 
 
 def size_words(count: float) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from fedvitals.diagnosis.cases import Attendance, Case, attend, cases, rank
-from fedvitals.diagnosis.examine import Examination, of_run
+from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
+from fedvitals.diagnosis.examine import Examination, with_run_and_time
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
@@ -17,7 +17,7 @@ from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 
 
-class Memory(Sink, Protocol):
+class HistorySink(Sink, Protocol):
     def history(self, run: str) -> History: ...
 
 
@@ -30,13 +30,13 @@ class LiveDetectors:
     def __init__(
         self,
         run: str,
-        memory: Memory,
+        memory: HistorySink,
         detectors: Sequence[Detector],
-        found: Callable[[Finding], None],
-        failed: Callable[[Exception, str], None],
+        on_finding: Callable[[Finding], None],
+        on_failure: Callable[[Exception, str], None],
     ) -> None:
-        self._run, self._memory, self._found, self._failed = run, memory, found, failed
-        self._examination = Examination(memory.history(run), detectors, failed)
+        self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
+        self._examination = Examination(memory.history(run), detectors, on_failure)
         self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
 
     def write(self, records: Sequence[Record], /) -> None:
@@ -49,20 +49,20 @@ class LiveDetectors:
             if isinstance(record, Metric) and record.name == ROUND_COMPLETE and _of_whole_round(record.where):
                 self._examine(record.where.round or 0)
 
-    def _examine(self, number: int) -> None:
+    def _examine(self, round_index: int) -> None:
         try:
-            attend(self.attendance, self._memory.history(self._run), number)
+            record_attendance(self.attendance, self._memory.history(self._run), round_index)
         except Exception as error:  # noqa: BLE001
             self._failed(error, "noting who took part")
         try:
-            for finding in self._examination.of(number):
+            for finding in self._examination.findings_of(round_index):
                 self._take(finding)
         except Exception as error:  # noqa: BLE001 - a detector's own errors are caught before
             self._failed(error, "examining a round")
 
     def _take(self, finding: Finding) -> None:
         try:
-            self._found(of_run(finding, self._run, time.time()))
+            self._found(with_run_and_time(finding, self._run, time.time()))
         except Exception as error:  # noqa: BLE001 - whatever a user's detector has made
             self._failed(error, "taking a finding")
 
@@ -88,7 +88,7 @@ class Findings(list[Finding]):
         attendance: Attendance | None = None,
         gaps: Sequence[str] = (),
     ) -> None:
-        super().__init__(sorted(findings, key=lambda f: (rank(f.severity), -f.confidence)))
+        super().__init__(sorted(findings, key=lambda f: (severity_rank(f.severity), -f.confidence)))
         self.installed = installed  # how many detectors looked
         self.gaps = tuple(gaps)  # why these need not be all; empty: everything was judged
         self._attendance = attendance

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fashion-MNIST from its four idx files, and CIFAR-10 from its official batches, python or binary, or a JPEG copy."""
+"""Readers for Fashion-MNIST (four idx files) and CIFAR-10 (official python or binary batches, or a JPEG copy)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab.data.arrays import Arrays
-from fedvitals.lab.data.limits import check_arrays, read_bounded, read_gzip
-from fedvitals.lab.data.pickles import batch as pickled_batch
-from fedvitals.lab.data.sources import Source, missing
+from fedvitals.lab.data.limits import check_npz_size, read_bounded, read_gzip
+from fedvitals.lab.data.pickles import read_batch as pickled_batch
+from fedvitals.lab.data.sources import Source, missing_dataset_error
 from fedvitals.lab.description import Description, require
 
 Numbers = np.ndarray[Any, Any]
 
 
 class FashionMNIST(Description, frozen=True):
-    """60,000 and 10,000 grey images of clothes, 28 × 28 (H. Xiao, K. Rasul, R. Vollgraf 2017); or fewer of them."""
+    """60,000 and 10,000 grey images of clothes, 28 × 28 (H. Xiao, K. Rasul, R. Vollgraf 2017), or a subset."""
 
     samples: int | None = None
     test_samples: int | None = None
@@ -48,22 +48,24 @@ class FashionMNIST(Description, frozen=True):
     )
 
     def __post_init__(self) -> None:
-        _sizes("fashion_mnist", self.samples, self.test_samples)
+        _check_sizes("fashion_mnist", self.samples, self.test_samples)
 
     def find(self, folders: Sequence[Path]) -> tuple[list[Path], Callable[[], Arrays]]:
-        """The files that the data set is made from, and the function that reads them."""
+        """Return the files of the data set, and the function that reads them."""
         for folder in folders:
             for inside in (folder / "fashion-mnist", folder / "FashionMNIST" / "raw", folder):
-                found = [_plain_or_packed(inside / name) for name in self.files]
-                if found[0].exists():
-                    return _all_there("Fashion-MNIST", found, self.page), partial(_fashion, found)
-        raise missing("fashion_mnist", self.page, "its four idx files (fashion-mnist/*-ubyte.gz)", folders)
+                paths = [_plain_or_gzipped(inside / name) for name in self.files]
+                if paths[0].exists():
+                    return _require_all("Fashion-MNIST", paths, self.page), partial(_read_fashion_mnist, paths)
+        raise missing_dataset_error(
+            "fashion_mnist", self.page, "its four idx files (fashion-mnist/*-ubyte.gz)", folders
+        )
 
 
 class CIFAR10(Description, frozen=True):
-    """50,000 and 10,000 colour images, 32 × 32 (A. Krizhevsky 2009); or fewer of them.
+    """50,000 and 10,000 colour images, 32 × 32 (A. Krizhevsky 2009), or a subset.
 
-    The JPEG copy (`cifar10_jpeg.npz`) does not have the original pixels; a data set read from it is named so.
+    The JPEG copy (`cifar10_jpeg.npz`) does not have the original pixels; a data set read from it is named accordingly.
     """
 
     samples: int | None = None
@@ -79,31 +81,31 @@ class CIFAR10(Description, frozen=True):
     )
 
     def __post_init__(self) -> None:
-        _sizes("cifar10", self.samples, self.test_samples)
+        _check_sizes("cifar10", self.samples, self.test_samples)
 
     def find(self, folders: Sequence[Path]) -> tuple[list[Path], Callable[[], Arrays]]:
-        """The files that the data set is made from, and the function that reads them."""
+        """Return the files of the data set, and the function that reads them."""
         for folder in folders:
-            for form in FORMS:
+            for form in BATCH_FORMATS:
                 for inside in (folder / form.folder, folder):
                     files = [inside / name for name in form.batches]
                     if files[0].exists():
-                        return _all_there("CIFAR-10", files, self.page), partial(_loose_batches, files, form)
+                        return _require_all("CIFAR-10", files, self.page), partial(_read_batch_files, files, form)
                 if (folder / form.archive).exists():
-                    return [folder / form.archive], partial(_packed_batches, folder / form.archive, form)
+                    return [folder / form.archive], partial(_read_batch_archive, folder / form.archive, form)
             copy = folder / "cifar10_jpeg.npz"
             if copy.exists():
-                return [copy], partial(_jpeg_copy, copy)
+                return [copy], partial(_read_jpeg_copy, copy)
         wanted = "cifar-10-binary.tar.gz or cifar-10-python.tar.gz (or its content, a folder of batches)"
-        raise missing("cifar10", self.page, wanted, folders)
+        raise missing_dataset_error("cifar10", self.page, wanted, folders)
 
 
-def _sizes(kind: str, samples: int | None, test_samples: int | None) -> None:
+def _check_sizes(kind: str, samples: int | None, test_samples: int | None) -> None:
     for name, value in (("samples", samples), ("test_samples", test_samples)):
         require(value is None or value >= 1, f"{name} of {kind}", value, "at least 1")
 
 
-def _all_there(name: str, paths: list[Path], page: str) -> list[Path]:
+def _require_all(name: str, paths: list[Path], page: str) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{name} is not complete: {path} is missing. Get it from {page}.")
@@ -113,16 +115,16 @@ def _all_there(name: str, paths: list[Path], page: str) -> list[Path]:
 # -- Fashion-MNIST -------------------------------------------------------------------------------------------------
 
 
-def _plain_or_packed(path: Path) -> Path:
+def _plain_or_gzipped(path: Path) -> Path:
     return path if path.exists() else path.with_name(path.name + ".gz")
 
 
-def _fashion(files: Sequence[Path]) -> Arrays:
-    x, y, test_x, test_y = (_idx(path) for path in files)
+def _read_fashion_mnist(files: Sequence[Path]) -> Arrays:
+    x, y, test_x, test_y = (_read_idx(path) for path in files)
     return Arrays(x[:, None], y, test_x[:, None], test_y, classes=10, name="fashion_mnist")
 
 
-def _idx(path: Path) -> Numbers:
+def _read_idx(path: Path) -> Numbers:
     """The idx format: two zero bytes, 8 for uint8, the number of axes, each axis as a 32-bit number, then the bytes."""
     try:
         raw = read_gzip(path) if path.suffix == ".gz" else path.read_bytes()
@@ -141,7 +143,7 @@ Batch = tuple[Numbers, Numbers]
 """Images [N, 3, 32, 32] and labels [N]."""
 
 
-def _batches(read: Sequence[Batch]) -> Arrays:
+def _join_batches(read: Sequence[Batch]) -> Arrays:
     x, y = (np.concatenate([batch[part] for batch in read[:-1]]) for part in (0, 1))
     return Arrays(x, y, *read[-1], classes=10, name="cifar10")
 
@@ -155,7 +157,7 @@ def _binary_batch(raw: bytes, name: str) -> Batch:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _BatchFormat:
     """One of the two forms in which the official batches are published."""
 
     folder: str
@@ -164,47 +166,49 @@ class _Form:
     read: Callable[[bytes, str], Batch]
 
 
-NUMBERED = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
-FORMS = (
-    _Form("cifar-10-batches-bin", "cifar-10-binary.tar.gz", tuple(f"{n}.bin" for n in NUMBERED), _binary_batch),
-    _Form("cifar-10-batches-py", "cifar-10-python.tar.gz", NUMBERED, pickled_batch),
+BATCH_NAMES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+BATCH_FORMATS = (
+    _BatchFormat(
+        "cifar-10-batches-bin", "cifar-10-binary.tar.gz", tuple(f"{n}.bin" for n in BATCH_NAMES), _binary_batch
+    ),
+    _BatchFormat("cifar-10-batches-py", "cifar-10-python.tar.gz", BATCH_NAMES, pickled_batch),
 )
 
 
-def _loose_batches(files: Sequence[Path], form: _Form) -> Arrays:
-    return _batches([form.read(file.read_bytes(), str(file)) for file in files])
+def _read_batch_files(files: Sequence[Path], form: _BatchFormat) -> Arrays:
+    return _join_batches([form.read(file.read_bytes(), str(file)) for file in files])
 
 
-def _packed_batches(path: Path, form: _Form) -> Arrays:
-    """Read where it lies: nothing is written to the disk, whatever the archive says about paths."""
+def _read_batch_archive(path: Path, form: _BatchFormat) -> Arrays:
+    """Read the batches from the archive without extracting anything to disk."""
     members = [f"{form.folder}/{name}" for name in form.batches]
-    found: dict[str, Batch] = {}
+    batches: dict[str, Batch] = {}
     try:
         with tarfile.open(path, "r:gz") as archive:
             for member in archive:  # in the archive's order, since a gzip cannot be sought in
                 file = archive.extractfile(member) if member.name in members else None
                 if file is not None:
-                    found[member.name] = form.read(read_bounded(file, f"{path}: {member.name}"), member.name)
+                    batches[member.name] = form.read(read_bounded(file, f"{path}: {member.name}"), member.name)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be unpacked: {error}. Get the file anew.") from error
     for name in members:
-        if name not in found:
+        if name not in batches:
             raise ConfigError(f"{path} does not hold {name}. Get the file anew.")
-    return _batches([found[name] for name in members])
+    return _join_batches([batches[name] for name in members])
 
 
-def _jpeg_copy(path: Path) -> Arrays:
+def _read_jpeg_copy(path: Path) -> Arrays:
     try:
-        check_arrays(path)
+        check_npz_size(path)
         with np.load(path, allow_pickle=False) as packed:
-            x, y = _decoded(packed["train_jpeg"], packed["train_off"]), packed["train_y"].astype(np.int64)
-            test_x, test_y = _decoded(packed["test_jpeg"], packed["test_off"]), packed["test_y"].astype(np.int64)
+            x, y = _decode_images(packed["train_jpeg"], packed["train_off"]), packed["train_y"].astype(np.int64)
+            test_x, test_y = _decode_images(packed["test_jpeg"], packed["test_off"]), packed["test_y"].astype(np.int64)
     except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{path} cannot be read as a JPEG copy of CIFAR-10: {error}. Get the file anew.") from error
     return Arrays(x, y, test_x, test_y, classes=10, name="cifar10 (JPEG copy)")
 
 
-def _decoded(data: Numbers, offsets: Numbers) -> Numbers:
+def _decode_images(data: Numbers, offsets: Numbers) -> Numbers:
     try:
         from PIL import Image  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

@@ -5,9 +5,9 @@ import dataclasses
 
 import torch
 
-from fedvitals.lab.data import resident as module
+from fedvitals.lab.data import cache as module
+from fedvitals.lab.data.cache import KEPT, resident
 from fedvitals.lab.data.datasets import Dataset
-from fedvitals.lab.data.resident import KEPT, resident
 
 
 def dataset(digest):
@@ -16,11 +16,11 @@ def dataset(digest):
 
 
 def test_a_data_set_is_uploaded_once_and_the_last_used_are_kept(monkeypatch):
-    monkeypatch.setattr(module, "_kept", {})
+    monkeypatch.setattr(module, "_resident", {})
     first = resident(dataset("a"), "cpu")
     assert resident(dataclasses.replace(dataset("a"), divisor=1.0), "cpu") is first  # the same bytes, however used
     assert first.x.dtype == torch.uint8
     for digest in "bacd":
         resident(dataset(digest), "cpu")
-    assert [key[0] for key in module._kept] == ["c", "d"]
-    assert len(module._kept) == KEPT
+    assert [key[0] for key in module._resident] == ["c", "d"]
+    assert len(module._resident) == KEPT

@@ -24,22 +24,22 @@ from typing import Self
 from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.records import Finding
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
-from fedvitals.replay.debugger.gate import BEAT, Handle, is_process
+from fedvitals.replay.debugger.round_gate import RENEWAL_SECONDS, GateHandle, is_process
 from fedvitals.store import Reader, Target, open_reader, store_target
 from fedvitals.store.lock import writer_of
 from fedvitals.store.read.queries import find_run, get_run, records, summary_of
 from fedvitals.store.tapes import tape_folder
 
-COMPLETE = "time.round"  # the monitor's last record of a round
-LOOK = 0.05  # seconds between two looks at the gate
-ASK = 0.5  # between two questions to the store
-PATIENCE = 30.0  # for a round to come into the store, that the run says is over
-SETTLED = 2.0  # after which a round that nobody held has its findings, too
-SILENT = 60.0  # without a word from a run, and with nobody who writes
-NEVER_HELD = ("flower",)
+ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
+GATE_POLL_SECONDS = 0.05  # seconds between two looks at the gate
+STORE_POLL_SECONDS = 0.5  # between two questions to the store
+STORE_WAIT_SECONDS = 30.0  # for a round to come into the store, that the run says is over
+SETTLE_SECONDS = 2.0  # after which a round that nobody held has its findings, too
+SILENT_SECONDS = 60.0  # without a word from a run, and with nobody who writes
+HOSTS_NEVER_HELD = ("flower",)
 
 
-class Live:
+class LiveSession:
     """Attached to one run. `tell` hears of every hit, also of watchpoints; it is called on a thread of its own."""
 
     def __init__(
@@ -58,18 +58,18 @@ class Live:
         with open_reader(store) as reader:
             described = get_run(reader, find_run(reader, run))
             last = described.started + (summary_of(reader, described.id).seconds or 0.0)
-        silent = self._trainer is None and time.time() - last > SILENT
+        silent = self._trainer is None and time.time() - last > SILENT_SECONDS
         if described.finished is not None or silent:
             how = "was broken off" if described.finished is None else "has ended"
             raise ConfigError(f"The run {described.id} {how}: replay it, with  fedvitals replay {described.id}")
-        self.run, self.holds = described.id, described.host not in NEVER_HELD
+        self.run, self.holds = described.id, described.host not in HOSTS_NEVER_HELD
         folder = tape_folder(store, self.run)
         if self.holds and not (folder / "tape.json").exists():
             raise ConfigError(
                 f"The run {self.run} has no tape ({folder} is not there), and waits for nobody. "
                 "In Python:  fv.Monitor(..., tape=fv.Tape())."
             )
-        self._handle = Handle(folder)
+        self._handle = GateHandle(folder)
         self._turn = threading.Condition()
         self._stop = threading.Event()
         self._paused: int | None = None
@@ -84,7 +84,7 @@ class Live:
 
     def __enter__(self) -> Self:
         with open_reader(self._store) as reader:  # what was before is for a replay
-            self._checked = set(reader.history(self.run).series(COMPLETE, None)[0])
+            self._checked = set(reader.history(self.run).series(ROUND_COMPLETE, None)[0])
         work = [self._look]
         if self.holds:
             self._handle.claim()
@@ -156,16 +156,16 @@ class Live:
             raise ConfigError(f"The run {self.run} is on Flower, and is never held up: replay the round instead.")
 
     def _go_on(self) -> None:
-        number, self._paused = self._paused, None
-        if number is not None:
+        round_index, self._paused = self._paused, None
+        if round_index is not None:
             self._stopping.clear()  # whoever lets it go knows why it stood
-            self._handle.renew(go=number)
+            self._handle.renew(go=round_index)
 
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """The sign of life, whatever the other thread is busy with."""
-        while not self._stop.wait(BEAT):
+        while not self._stop.wait(RENEWAL_SECONDS):
             try:
                 self._handle.renew()
             except (OSError, FedvitalsError) as error:
@@ -174,9 +174,9 @@ class Live:
     def _look(self) -> None:
         try:
             with open_reader(self._store) as reader:
-                while not self._stop.wait(LOOK):
+                while not self._stop.wait(GATE_POLL_SECONDS):
                     self._at_gate(reader)
-                    if time.monotonic() - self._asked > ASK:
+                    if time.monotonic() - self._asked > STORE_POLL_SECONDS:
                         self._in_store(reader)
         except Exception as error:  # noqa: BLE001 - whatever it is: the run must not wait for us
             self._give_up(error)
@@ -191,52 +191,57 @@ class Live:
                 self._handle.release()
 
     def _at_gate(self, reader: Reader) -> None:
-        number = self._handle.waiting() if self.holds else None
-        if number is None:
+        round_index = self._handle.waiting() if self.holds else None
+        if round_index is None:
             if self._handle.go >= 0 and self.holds:
                 self._handle.renew(go=-1)  # a run that goes on from an earlier round waits there again
             if self._paused is not None and not self._handle.stands():
                 with self._turn:
                     self._paused = None  # it did not want to wait any longer
             return
-        if number == self._paused or number <= self._handle.go:
+        if round_index == self._paused or round_index <= self._handle.go:
             return
-        late = [r for r in self._complete(reader, number) if r < number]
-        hits = [hit for each in (*late, number) for hit in self._check(reader, each)]
+        late = [r for r in self._complete(reader, round_index) if r < round_index]
+        hits = [hit for each in (*late, round_index) for hit in self._check(reader, each)]
         with self._turn:
             if self._pausing and not any(hit.stops for hit in hits):
-                hits.append(Hit(0, number, "pause", "held, as asked"))
+                hits.append(Hit(0, round_index, "pause", "held, as asked"))
             if any(hit.stops for hit in hits):
-                self._paused, self._pausing = number, False
+                self._paused, self._pausing = round_index, False
             else:
-                self._handle.renew(go=number)
+                self._handle.renew(go=round_index)
         self._announce(hits)
 
-    def _complete(self, reader: Reader, number: int | None = None) -> list[int]:
+    def _complete(self, reader: Reader, round_index: int | None = None) -> list[int]:
         """Rounds that the store has whole and that were not checked yet.
 
         A run has written all of a round before it waits after it; but a store may be slow, or on another machine.
         """
-        deadline, history = time.monotonic() + PATIENCE, reader.history(self.run)
+        deadline, history = time.monotonic() + STORE_WAIT_SECONDS, reader.history(self.run)
         while True:
-            found = history.series(COMPLETE, None)[0]
-            if number is None or number in found or time.monotonic() > deadline or self._stop.wait(LOOK):
-                return [r for r in found if r not in self._checked]
+            stored = history.series(ROUND_COMPLETE, None)[0]
+            if (
+                round_index is None
+                or round_index in stored
+                or time.monotonic() > deadline
+                or self._stop.wait(GATE_POLL_SECONDS)
+            ):
+                return [r for r in stored if r not in self._checked]
 
     def _in_store(self, reader: Reader) -> None:
         """Rounds that nobody held, which are told of afterwards; and whether the run has ended."""
         over = self._is_over(reader)
         now = self._asked = time.monotonic()
         complete = self._complete(reader)
-        for number in complete:
-            since = self._seen.setdefault(number, now)
+        for round_index in complete:
+            since = self._seen.setdefault(round_index, now)
             # A run that can be held may be about to wait after its last round.
-            passed = number != complete[-1] if self.holds else now - since > SETTLED
+            passed = round_index != complete[-1] if self.holds else now - since > SETTLE_SECONDS
             if over or passed:
-                self._announce(self._check(reader, number))
+                self._announce(self._check(reader, round_index))
         if over:
-            for number in tuple(self._hit):
-                self._announce(self._check(reader, number))
+            for round_index in tuple(self._hit):
+                self._announce(self._check(reader, round_index))
             with self._turn:
                 self._ended, self._paused = True, None
                 self._turn.notify_all()
@@ -247,19 +252,22 @@ class Live:
         gone = self._trainer is not None and not is_process(self._trainer)
         return gone or get_run(reader, self.run).finished is not None
 
-    def _check(self, reader: Reader, number: int) -> list[Hit]:
+    def _check(self, reader: Reader, round_index: int) -> list[Hit]:
         """Of this round, and of the one before again: a loop may tell its accuracy after the round is closed."""
         history, findings = reader.history(self.run), records(reader, self.run, Finding)
         points = {point.number for point in self.breakpoints}
         later = points - self._knew  # made since the round before was looked at: they are not about it
-        rounds = {**{each: known | later for each, known in self._hit.items()}, number: self._hit.get(number, set())}
+        rounds = {
+            **{each: known | later for each, known in self._hit.items()},
+            round_index: self._hit.get(round_index, set()),
+        }
         self._knew = points
-        found: list[Hit] = []
+        hits: list[Hit] = []
         for each, known in rounds.items():
-            found += self.breakpoints.check(history, findings, each, but=known)
-        self._hit = {number: rounds[number] | {hit.number for hit in found if hit.round == number}}
-        self._checked.add(number)
-        return found
+            hits += self.breakpoints.check(history, findings, each, but=known)
+        self._hit = {round_index: rounds[round_index] | {hit.number for hit in hits if hit.round == round_index}}
+        self._checked.add(round_index)
+        return hits
 
     def _announce(self, hits: list[Hit]) -> None:
         with self._turn:
@@ -273,5 +281,5 @@ class Live:
 def _writer(store: Target) -> int | None:
     """The process that trains, where it is known: it writes the store, a file on this machine."""
     target = store_target(store)
-    number = None if isinstance(target, str) or sys.platform == "win32" else writer_of(target)
-    return number if number is not None and is_process(number) else None
+    process_id = None if isinstance(target, str) or sys.platform == "win32" else writer_of(target)
+    return process_id if process_id is not None and is_process(process_id) else None

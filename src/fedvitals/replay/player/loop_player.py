@@ -32,20 +32,20 @@ from torch import Tensor
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.loop_tape import DELTA, RANDOM, random_states, set_random_states, tensors_of
 from fedvitals.protocols import Message, Replayable
-from fedvitals.replay.player.averages import Averages
-from fedvitals.replay.player.player import Played
+from fedvitals.replay.player.averages import AverageFinder
+from fedvitals.replay.player.player import ReplayedRound
 from fedvitals.replay.tape.digests import Tensors, digest_of
-from fedvitals.replay.tape.journal import Came, Entry
+from fedvitals.replay.tape.journal import ClientReply, RoundEntry
 from fedvitals.replay.tape.reader import TapeReader
 
 Restore = Callable[[int, dict[str, Tensor], Mapping[str, Any]], Any]
 Train = Callable[[str, Any, int], Any]
 Aggregate = Callable[[dict[str, Tensor], Mapping[str, Tensors], Mapping[str, float]], Mapping[str, Tensor]]
-SHAPE = "an object (or a module) with restore(round, tensors, notes) and train(node, state, round)"
+LOOP_DESCRIPTION = "an object (or a module) with restore(round, tensors, notes) and train(node, state, round)"
 
 
 @dataclass
-class Standing:
+class LoopState:
     """The global model before a round; `number`: of that round."""
 
     number: int
@@ -67,7 +67,7 @@ class LoopPlayer:
                 "replayed without functions of yours, `fedvitals replay RUN`."
             )
         self.tape, self._restore, self._train, self._aggregate = tape, restore, train, aggregate
-        self._averages = Averages()
+        self._averages = AverageFinder()
 
     def __enter__(self) -> Self:
         return self
@@ -92,68 +92,70 @@ class LoopPlayer:
 
     site = experiment
 
-    def start(self, number: int) -> int:
-        start = self.tape.nearest(number)
+    def start(self, round_index: int) -> int:
+        start = self.tape.nearest(round_index)
         if start is None:
             raise StoreError(
-                f"Round {number} cannot be run again: no whole state before it is on the tape any more. A larger "
+                f"Round {round_index} cannot be run again: no whole state before it is on the tape any more. A larger "
                 "budget, or a smaller every=, keeps more: fv.Tape(every=1)."
             )
         return start
 
-    def stored(self, number: int) -> Standing:
-        return Standing(number, self.tape.state(number)["model"])
+    def stored(self, round_index: int) -> LoopState:
+        return LoopState(round_index, self.tape.state(round_index)["model"])
 
-    def server(self, number: int) -> Standing:
+    def server(self, round_index: int) -> LoopState:
         """The global model before a round: read, or run again from the nearest state that can be."""
-        standing = self.stored(self.start(number))
-        for played in self.rounds(standing.number, number - 1, standing):
+        standing = self.stored(self.start(round_index))
+        for played in self.rounds(standing.number, round_index - 1, standing):
             del played
         return standing
 
-    def rounds(self, first: int, last: int, server: Standing, *, node: str | None = None, **_: Any) -> Iterator[Played]:
+    def rounds(
+        self, first: int, last: int, server: LoopState, *, node: str | None = None, **_: Any
+    ) -> Iterator[ReplayedRound]:
         """Run them again from the beginning of the first; `server` is moved along.
 
         `node`: the only client that matters in the last of them; the others are not trained in it.
         """
-        numbers = [number for number in self.tape.rounds if first <= number <= last]
-        for number in numbers:
-            entry = self.tape.entry(number)
-            alone = node if number == last else None
+        numbers = [round_index for round_index in self.tape.rounds if first <= round_index <= last]
+        for round_index in numbers:
+            entry = self.tape.entry(round_index)
+            alone = node if round_index == last else None
             with self._as_it_was():
-                messages = [self._client(entry, came, server.model) for came in _asked(entry, alone)]
-                played = Played(number, {"model": server.model}, dict(entry.notes), messages)
+                messages = [self._client(entry, came, server.model) for came in _replies_of(entry, alone)]
+                played = ReplayedRound(round_index, {"model": server.model}, dict(entry.notes), messages)
                 if alone is None:  # the generators stand where the last client left them, as they did then
                     if entry.lost or not entry.after:
-                        server.model = self._beyond(entry, number == numbers[-1], server.model)
+                        server.model = self._beyond(entry, round_index == numbers[-1], server.model)
                     else:
                         ended, server.model = self._ended(entry, server.model, messages)
                         played.after, played.after_notes = {"model": ended}, dict(entry.after_notes)
-                    server.number = number + 1
+                    server.number = round_index + 1
             yield played
 
-    def round(self, number: int, *, node: str | None = None, **_: Any) -> Played:
+    def round(self, round_index: int, *, node: str | None = None, **_: Any) -> ReplayedRound:
         """One round, from its own beginning; of one client alone, if it is named."""
-        with contextlib.closing(self.rounds(number, number, self.server(number), node=node)) as rounds:  # type: ignore[type-var]
+        with contextlib.closing(self.rounds(round_index, round_index, self.server(round_index), node=node)) as rounds:  # type: ignore[type-var]
             return next(rounds)
 
     # -- one client ---------------------------------------------------------------------------------------------------
 
-    def _client(self, entry: Entry, came: Came, model: Tensors) -> Message:
+    def _client(self, entry: RoundEntry, came: ClientReply, model: Tensors) -> Message:
         copied = {name: tensor.clone() for name, tensor in model.items()}
         state = self._restore(entry.round, copied, entry.notes)
         if RANDOM in came.said:
             set_random_states(came.said[RANDOM])
-        given: Any = None
+        returned: Any = None
         error: str | None = None
         try:
-            given = self._train(came.node, state, entry.round)
+            returned = self._train(came.node, state, entry.round)
         except Exception as raised:
             if came.error is None:
                 raise  # a mistake of the function, until the recording says otherwise
             error = f"{type(raised).__name__}: {raised}"[:1000]
-        given, losses = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-        tensors = None if error is not None else _checked(given, came, entry)
+        returned, losses = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        tensors = None if error is not None else _checked(returned, came, entry)
         if losses is None or not came.losses:  # only one of the two told them: they are not compared
             losses = torch.frombuffer(bytearray(came.losses), dtype=torch.float32) if came.losses else None
         return Message(came.node, tensors, came.weight, came.used, came.group, came.start, losses, error, came.said)
@@ -171,31 +173,31 @@ class LoopPlayer:
 
     # -- the aggregation ----------------------------------------------------------------------------------------------
 
-    def _ended(self, entry: Entry, before: Tensors, messages: list[Message]) -> tuple[Tensors, Tensors]:
+    def _ended(self, entry: RoundEntry, before: Tensors, messages: list[Message]) -> tuple[Tensors, Tensors]:
         """The state at the round's end, and the one that the next begins with: a loop may aggregate between the two."""
-        recorded, next_one = entry.after["model"].digest, self._next(entry)
+        recorded, next_digest = entry.after["model"].digest, self._next(entry)
         out = set(entry.after_notes.get("excluded", ()))
         useful = [m for m in messages if m.tensors is not None and m.used and m.node not in out]
         if self._aggregate is not None:
             updates = {m.node: m.tensors for m in useful if m.tensors is not None}
             weights = {m.node: m.weight for m in useful}
-            found = tensors_of(self._aggregate({k: t.clone() for k, t in before.items()}, updates, weights))
-            if found is None:
+            aggregated = tensors_of(self._aggregate({k: t.clone() for k, t in before.items()}, updates, weights))
+            if aggregated is None:
                 raise ConfigError("aggregate(state, updates, weights) gives the next global state: tensors by name.")
-            unchanged = digest_of(before) == recorded and recorded != next_one
-            return (before, found) if unchanged else (found, found)
-        ended = self._averages.of(before, useful, recorded)
+            unchanged = digest_of(before) == recorded and recorded != next_digest
+            return (before, aggregated) if unchanged else (aggregated, aggregated)
+        ended = self._averages.find(before, useful, recorded)
         if ended is None:
             ended = self._unexplained(entry, before, messages)
-        if next_one in (None, digest_of(ended)):
+        if next_digest in (None, digest_of(ended)):
             return ended, ended
-        return ended, self._averages.of(before, useful, str(next_one)) or ended
+        return ended, self._averages.find(before, useful, str(next_digest)) or ended
 
-    def _beyond(self, entry: Entry, last: bool, before: Tensors) -> Tensors:
+    def _beyond(self, entry: RoundEntry, last: bool, before: Tensors) -> Tensors:
         """Past a round of which the tape lost a part: nobody knows who else took part in it."""
         if last:
             return before
-        later = next(number for number in self.tape.rounds if number > entry.round)
+        later = next(round_index for round_index in self.tape.rounds if round_index > entry.round)
         if not self.tape.has_state(later):
             raise StoreError(
                 f"The tape lost a part of round {entry.round}, so those after it cannot be run again before its next "
@@ -203,11 +205,11 @@ class LoopPlayer:
             )
         return self.tape.state(later)["model"]
 
-    def _next(self, entry: Entry) -> str | None:
-        later = next((number for number in self.tape.rounds if number > entry.round), None)
+    def _next(self, entry: RoundEntry) -> str | None:
+        later = next((round_index for round_index in self.tape.rounds if round_index > entry.round), None)
         return None if later is None else self.tape.entry(later).state["model"].digest
 
-    def _unexplained(self, entry: Entry, before: Tensors, messages: list[Message]) -> Tensors:
+    def _unexplained(self, entry: RoundEntry, before: Tensors, messages: list[Message]) -> Tensors:
         """No average gives what was recorded. Who computed other updates than then is told of that by the proof."""
         same = all(
             (came.mark is None) == (message.tensors is None)
@@ -231,26 +233,28 @@ def load_loop(text: str) -> Replayable:
     """
     module, _, attribute = text.partition(":")
     if not module:
-        raise ConfigError(f"--loop takes module:name, {SHAPE}; got '{text}'.")
+        raise ConfigError(f"--loop takes module:name, {LOOP_DESCRIPTION}; got '{text}'.")
     here = os.getcwd()  # noqa: PTH109 - as Python itself has it for a script
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module)
+        loop_object: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             raise ConfigError(f"There is no module '{module}' here ({here}) or among what is installed.") from error
         raise
     for part in attribute.split(".") if attribute else ():
-        if not hasattr(found, part):
-            raise ConfigError(f"'{module}' has no '{attribute}'. --loop takes module:name, {SHAPE}.")
-        found = getattr(found, part)
-    if not hasattr(found, "restore") and callable(found):
-        found = found()
-    missing = [name for name in ("restore", "train") if not callable(getattr(found, name, None))]
+        if not hasattr(loop_object, part):
+            raise ConfigError(f"'{module}' has no '{attribute}'. --loop takes module:name, {LOOP_DESCRIPTION}.")
+        loop_object = getattr(loop_object, part)
+    if not hasattr(loop_object, "restore") and callable(loop_object):
+        loop_object = loop_object()
+    missing = [name for name in ("restore", "train") if not callable(getattr(loop_object, name, None))]
     if missing:
-        raise ConfigError(f"'{text}' has no function {' and '.join(missing)}. --loop takes module:name, {SHAPE}.")
-    loop: Replayable = found
+        raise ConfigError(
+            f"'{text}' has no function {' and '.join(missing)}. --loop takes module:name, {LOOP_DESCRIPTION}."
+        )
+    loop: Replayable = loop_object
     return loop
 
 
@@ -260,23 +264,23 @@ def loop_player(tape: TapeReader, loop: Replayable | str) -> LoopPlayer:
     return LoopPlayer(tape, parts.restore, parts.train, getattr(parts, "aggregate", None))
 
 
-def _asked(entry: Entry, node: str | None) -> tuple[Came, ...]:
+def _replies_of(entry: RoundEntry, node: str | None) -> tuple[ClientReply, ...]:
     if node is None:
         return entry.came
-    came = entry.of(node)
+    came = entry.reply_of(node)
     if came is None:
-        nodes = ", ".join(one.node for one in entry.came) or "nobody"
+        nodes = ", ".join(reply.node for reply in entry.came) or "nobody"
         raise ConfigError(f"'{node}' took no part in round {entry.round}. It had: {nodes}.")
     return (came,)
 
 
-def _checked(given: Any, came: Came, entry: Entry) -> Tensors:
-    tensors = tensors_of(given)
+def _checked(returned: Any, came: ClientReply, entry: RoundEntry) -> Tensors:
+    tensors = tensors_of(returned)
     if tensors is None:
         difference = came.said.get("kind") == DELTA
         wanted = "what was sent, differences by name" if difference else "the client's state, a state_dict or a module"
         raise ConfigError(
             f"train('{came.node}', state, {entry.round}) must give {wanted}, or a pair of it and the losses; got "
-            f"{type(given).__name__}."
+            f"{type(returned).__name__}."
         )
     return tensors

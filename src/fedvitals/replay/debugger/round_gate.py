@@ -27,52 +27,52 @@ from fedvitals.replay.tape.unpack_limits import read_note
 if sys.platform != "win32":
     import fcntl
 
-SIGN, AT = "debugger", "waiting"
-STALE = 10.0  # seconds without a sign of life after which nobody is there
-BEAT = 1.0  # seconds between two signs
-POLL = 0.05
+CLAIM_FILE, WAITING_FILE = "debugger", "waiting"
+STALE_SECONDS = 10.0  # seconds without a sign of life after which nobody is there
+RENEWAL_SECONDS = 1.0  # seconds between two signs
+POLL_SECONDS = 0.05
 
 
-class Orders(msgspec.Struct):
+class SessionClaim(msgspec.Struct):
     go: int = -1  # rounds up to this one may be followed by the next
     owner: str = ""  # the session: machine, process, and a mark of its own
 
 
-def _fresh(path: Path) -> bool:
+def _is_fresh(path: Path) -> bool:
     """Whether a sign was given lately. One of the future is of a clock that was set back: of nobody who is there."""
     with contextlib.suppress(OSError):
-        return abs(time.time() - path.stat().st_mtime) < STALE
+        return abs(time.time() - path.stat().st_mtime) < STALE_SECONDS
     return False
 
 
-class Gate:
+class RoundGate:
     """The run's side."""
 
     def __init__(self, folder: Path) -> None:
-        self._sign, self._at = folder / SIGN, folder / AT
+        self._sign, self._at = folder / CLAIM_FILE, folder / WAITING_FILE
         self.close()  # a run that was killed here, and goes on now, waits no more
 
     @property
     def asked(self) -> bool:
         """Whether somebody is there: one look at a file for each round."""
-        return _fresh(self._sign)
+        return _is_fresh(self._sign)
 
-    def wait(self, number: int, sleep: Callable[[float], None] = time.sleep) -> None:
+    def wait(self, round_index: int, sleep: Callable[[float], None] = time.sleep) -> None:
         """After a round, until the session lets the run go on, or is gone.
 
         How long nothing was renewed is measured by a clock that nobody sets.
         """
-        stamp, renewed, told = self._stamp(), time.monotonic(), time.monotonic()
+        stamp, renewed, written = self._stamp(), time.monotonic(), time.monotonic()
         try:
-            self._at.write_text(str(number), encoding="ascii")
-            while stamp is not None and time.monotonic() - renewed < STALE and self._orders().go < number:
-                sleep(POLL)
-                if time.monotonic() - told > BEAT:
+            self._at.write_text(str(round_index), encoding="ascii")
+            while stamp is not None and time.monotonic() - renewed < STALE_SECONDS and self._orders().go < round_index:
+                sleep(POLL_SECONDS)
+                if time.monotonic() - written > RENEWAL_SECONDS:
                     os.utime(self._at)
-                    told = time.monotonic()
-                found = self._stamp()
-                if found != stamp:
-                    stamp, renewed = found, time.monotonic()
+                    written = time.monotonic()
+                seen = self._stamp()
+                if seen != stamp:
+                    stamp, renewed = seen, time.monotonic()
         finally:
             self.close()
 
@@ -82,20 +82,20 @@ class Gate:
 
     def _stamp(self) -> tuple[int, int] | None:
         with contextlib.suppress(OSError):
-            found = self._sign.stat()
-            return found.st_mtime_ns, found.st_ino
+            status = self._sign.stat()
+            return status.st_mtime_ns, status.st_ino
         return None
 
-    def _orders(self) -> Orders:
-        return _read(self._sign) or Orders()
+    def _orders(self) -> SessionClaim:
+        return _read_claim(self._sign) or SessionClaim()
 
 
-class Handle:
+class GateHandle:
     """The session's side: `claim` the run, then `renew` at least every few seconds, and `release` it in the end."""
 
     def __init__(self, folder: Path) -> None:
-        self._sign, self._at = folder / SIGN, folder / AT
-        self._orders = Orders(owner=f"{socket.gethostname()}:{os.getpid()}:{os.urandom(4).hex()}")
+        self._sign, self._at = folder / CLAIM_FILE, folder / WAITING_FILE
+        self._orders = SessionClaim(owner=f"{socket.gethostname()}:{os.getpid()}:{os.urandom(4).hex()}")
         self._lock = threading.Lock()
 
     @property
@@ -105,9 +105,14 @@ class Handle:
     def claim(self) -> None:
         """BusyError where another session holds the run, and is alive."""
         with self._alone():
-            found = _read(self._sign)
-            if found is not None and found.owner != self._orders.owner and _fresh(self._sign) and _alive(found.owner):
-                raise BusyError(self._busy(found.owner))
+            claim = _read_claim(self._sign)
+            if (
+                claim is not None
+                and claim.owner != self._orders.owner
+                and _is_fresh(self._sign)
+                and _is_alive(claim.owner)
+            ):
+                raise BusyError(self._busy(claim.owner))
             self._write()
 
     def renew(self, go: int | None = None) -> None:
@@ -116,12 +121,12 @@ class Handle:
         BusyError: this session was not heard of for so long that another one has taken the run.
         """
         with self._lock:
-            found = _read(self._sign)
-            if found is not None and found.owner != self._orders.owner and _fresh(self._sign):
-                raise BusyError(self._busy(found.owner))
+            claim = _read_claim(self._sign)
+            if claim is not None and claim.owner != self._orders.owner and _is_fresh(self._sign):
+                raise BusyError(self._busy(claim.owner))
             if go is not None:
                 self._orders.go = go
-            if found == self._orders:
+            if claim == self._orders:
                 os.utime(self._sign)  # takes no room: a full disk holds nobody up
             else:
                 self._write()
@@ -129,7 +134,7 @@ class Handle:
     def waiting(self) -> int | None:
         """The round after which the run waits now."""
         with contextlib.suppress(OSError, ValueError):
-            return int(read_note(self._at)) if _fresh(self._at) else None
+            return int(read_note(self._at)) if _is_fresh(self._at) else None
         return None
 
     def stands(self) -> bool:
@@ -139,8 +144,8 @@ class Handle:
     def release(self) -> None:
         """The run goes on by itself from here."""
         with self._lock:
-            found = _read(self._sign)
-            if found is None or found.owner == self._orders.owner:
+            claim = _read_claim(self._sign)
+            if claim is None or claim.owner == self._orders.owner:
                 self._sign.unlink(missing_ok=True)
 
     def _write(self) -> None:
@@ -150,7 +155,7 @@ class Handle:
     def _alone(self) -> Iterator[None]:
         """Two sessions that begin in the same moment look one after the other."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-        file = os.open(self._sign.with_name(f"{SIGN}.lock"), flags, 0o644)
+        file = os.open(self._sign.with_name(f"{CLAIM_FILE}.lock"), flags, 0o644)
         try:
             if sys.platform != "win32":
                 with contextlib.suppress(OSError):  # a folder of a file server may know no locks
@@ -163,18 +168,18 @@ class Handle:
         machine, _, process = owner.rpartition(":")[0].rpartition(":")
         return (
             f"Another session holds this run: process {process or '?'} on {machine or '?'}, and one does at a time. "
-            f"End that one; where it died, its hold ends by itself after {STALE:.0f} s. Reading is always free."
+            f"End that one; where it died, its hold ends by itself after {STALE_SECONDS:.0f} s. Reading is always free."
         )
 
 
-def _read(sign: Path) -> Orders | None:
+def _read_claim(sign: Path) -> SessionClaim | None:
     """None where there is no sign, or one that cannot be read."""
     with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
-        return msgspec.json.decode(read_note(sign), type=Orders)
+        return msgspec.json.decode(read_note(sign), type=SessionClaim)
     return None
 
 
-def _alive(owner: str) -> bool:
+def _is_alive(owner: str) -> bool:
     """Whether the session's process is there; of another machine it is believed."""
     machine, _, process = owner.rpartition(":")[0].rpartition(":")
     if machine != socket.gethostname() or not process.isdecimal() or sys.platform == "win32":
@@ -182,10 +187,10 @@ def _alive(owner: str) -> bool:
     return is_process(int(process))
 
 
-def is_process(number: int) -> bool:
+def is_process(process_id: int) -> bool:
     """Whether a process of this machine is there, whoever's it is."""
     try:
-        os.kill(number, 0)
+        os.kill(process_id, 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):

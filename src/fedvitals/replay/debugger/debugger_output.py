@@ -27,7 +27,7 @@ Cell = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class TensorSummary:
     """A tensor in a few numbers. Moments and extremes are of the finite values; the norm is of all."""
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Shown:
+class DebuggerOutput:
     """One thing that is shown. `note`: what one has to know to read it."""
 
     title: str
@@ -56,30 +56,34 @@ class Shown:
     lines: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     x_name: str = ""
     y_name: str = ""
-    summary: Summary | None = None
+    summary: TensorSummary | None = None
     text: str = ""
     note: str = ""
     tensor: Any = field(default=None, compare=False, repr=False)  # the values themselves, of a tensor
 
     def __str__(self) -> str:
-        bodies: dict[str, Callable[[Shown], str]] = {TENSOR: _tensor_text, TABLE: _table_text, SERIES: _series_text}
+        bodies: dict[str, Callable[[DebuggerOutput], str]] = {
+            TENSOR: _tensor_text,
+            TABLE: _table_text,
+            SERIES: _series_text,
+        }
         body = bodies[self.kind](self) if self.kind in bodies else self.text
-        parts = [harmless(self.title), harmless(body), harmless(self.note)]
+        parts = [printable(self.title), printable(body), printable(self.note)]
         return "\n".join(part for part in parts if part)
 
     def as_json(self) -> dict[str, Any]:
         """For scripts; what is not finite is left to the writer."""
-        told: dict[str, Any] = {"title": self.title, "kind": self.kind}
+        document: dict[str, Any] = {"title": self.title, "kind": self.kind}
         if self.kind == TENSOR and self.summary is not None:
-            told["summary"] = asdict(self.summary)
+            document["summary"] = asdict(self.summary)
         elif self.kind == TABLE:
-            told |= {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
+            document |= {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
         elif self.kind == SERIES:
-            told |= {"x_name": self.x_name, "y_name": self.y_name, "x": list(self.x)}
-            told["lines"] = {name: list(values) for name, values in self.lines.items()}
+            document |= {"x_name": self.x_name, "y_name": self.y_name, "x": list(self.x)}
+            document["lines"] = {name: list(values) for name, values in self.lines.items()}
         else:
-            told["text"] = self.text
-        return told | ({"note": self.note} if self.note else {})
+            document["text"] = self.text
+        return document | ({"note": self.note} if self.note else {})
 
     def as_csv(self) -> str:
         """Rows under a head: of a tensor one row of its numbers, of a series a column for each line."""
@@ -89,25 +93,25 @@ class Shown:
             writer.writerow([self.x_name or "x", *self.lines])
             writer.writerows(zip(self.x, *self.lines.values(), strict=True))
         elif self.kind == TENSOR and self.summary is not None:
-            told = {key: value for key, value in asdict(self.summary).items() if key not in ("counts", "edges")}
-            told["shape"] = "×".join(map(str, self.summary.shape))
-            writer.writerow(told)
-            writer.writerow(told.values())
+            fields = {key: value for key, value in asdict(self.summary).items() if key not in ("counts", "edges")}
+            fields["shape"] = "×".join(map(str, self.summary.shape))
+            writer.writerow(fields)
+            writer.writerow(fields.values())
         else:
             writer.writerow(self.columns or ("text",))
             writer.writerows(self.rows or [(self.text,)])
         return out.getvalue()
 
 
-def said(title: str, text: str = "", note: str = "") -> Shown:
-    return Shown(title, TEXT, text=text, note=note)
+def text_output(title: str, text: str = "", note: str = "") -> DebuggerOutput:
+    return DebuggerOutput(title, TEXT, text=text, note=note)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], note: str = "") -> Shown:
-    return Shown(title, TABLE, tuple(columns), tuple(tuple(row) for row in rows), note=note)
+def table_output(title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], note: str = "") -> DebuggerOutput:
+    return DebuggerOutput(title, TABLE, tuple(columns), tuple(tuple(row) for row in rows), note=note)
 
 
-def series(
+def series_output(
     title: str,
     x: Iterable[float],
     lines: Mapping[str, Iterable[float | None]],
@@ -115,16 +119,16 @@ def series(
     x_name: str = "round",
     y_name: str = "",
     note: str = "",
-) -> Shown:
+) -> DebuggerOutput:
     held = {name: tuple(values) for name, values in lines.items()}
-    return Shown(title, SERIES, x=tuple(x), lines=held, x_name=x_name, y_name=y_name, note=note)
+    return DebuggerOutput(title, SERIES, x=tuple(x), lines=held, x_name=x_name, y_name=y_name, note=note)
 
 
-def tensor(title: str, values: Any, note: str = "") -> Shown:
-    return Shown(title, TENSOR, summary=summary(values), note=note, tensor=values)
+def tensor_output(title: str, values: Any, note: str = "") -> DebuggerOutput:
+    return DebuggerOutput(title, TENSOR, summary=summarize(values), note=note, tensor=values)
 
 
-def summary(values: Any, bins: int = BINS) -> Summary:
+def summarize(values: Any, bins: int = BINS) -> TensorSummary:
     """Of a tensor of torch or numpy."""
     held = values.detach().cpu() if hasattr(values, "detach") else values
     held = held.float() if "bfloat16" in str(getattr(held, "dtype", "")) else held  # numpy has none
@@ -137,7 +141,7 @@ def summary(values: Any, bins: int = BINS) -> Summary:
     if finite.size:
         mean, std, low, high = (float(f(finite)) for f in (np.mean, np.std, np.min, np.max))
         counts, edges = _histogram(finite, bins)
-    return Summary(
+    return TensorSummary(
         tuple(int(n) for n in np.shape(held)),
         int(flat.size),
         norm,
@@ -160,13 +164,13 @@ def _histogram(finite: Any, bins: int) -> tuple[Any, Any]:
     return np.histogram(finite, bins)
 
 
-def picture(counts: Sequence[int]) -> str:
+def histogram_bars(counts: Sequence[int]) -> str:
     """A histogram in one line: what is there at all is at least a dot high."""
     most = max(counts, default=0)
     return "".join(BARS[0 if n == 0 else max(1, round(n / most * (len(BARS) - 1)))] for n in counts)
 
 
-def figure(value: Cell) -> str:
+def format_cell(value: Cell) -> str:
     """A number in four digits; everything else as it is."""
     if value is None:
         return "–"
@@ -177,60 +181,64 @@ def figure(value: Cell) -> str:
     return str(value)
 
 
-def harmless(text: str) -> str:
+def printable(text: str) -> str:
     """Names come from tapes and stores: no control character of theirs moves a cursor."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
-def _tensor_text(one: Shown) -> str:
-    s = one.summary
-    if s is None:
+def _tensor_text(output: DebuggerOutput) -> str:
+    summary = output.summary
+    if summary is None:
         return ""
-    shape = " × ".join(map(str, s.shape)) or "a number"
-    odd = f"NaN {s.nan}, Inf {s.inf}, zeros {s.zeros}" + (f" ({s.zeros / s.count:.0%})" if s.count else "")
+    shape = " × ".join(map(str, summary.shape)) or "a number"
+    odd = f"NaN {summary.nan}, Inf {summary.inf}, zeros {summary.zeros}" + (
+        f" ({summary.zeros / summary.count:.0%})" if summary.count else ""
+    )
     lines = [
-        f"  shape {shape} ({s.count} values)   norm {figure(s.norm)}",
-        f"  mean {figure(s.mean)}   std {figure(s.std)}   min {figure(s.min)}   max {figure(s.max)}",
+        f"  shape {shape} ({summary.count} values)   norm {format_cell(summary.norm)}",
+        "  " + "   ".join(f"{name} {format_cell(getattr(summary, name))}" for name in ("mean", "std", "min", "max")),
         f"  {odd}",
     ]
-    if s.counts:
-        lines.append(f"  {figure(s.edges[0])} ▕{picture(s.counts)}▏ {figure(s.edges[-1])}")
+    if summary.counts:
+        lines.append(
+            f"  {format_cell(summary.edges[0])} ▕{histogram_bars(summary.counts)}▏ {format_cell(summary.edges[-1])}"
+        )
     return "\n".join(lines)
 
 
-def _table_text(one: Shown) -> str:
-    cells = [[figure(cell).replace("\n", " ") for cell in row] for row in one.rows]
+def _table_text(output: DebuggerOutput) -> str:
+    cells = [[format_cell(cell).replace("\n", " ") for cell in row] for row in output.rows]
     if not cells:
         return "  (nothing)"
-    widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(one.columns)]
-    right = [all(isinstance(row[i], int | float | None) for row in one.rows) for i in range(len(one.columns))]
+    widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(output.columns)]
+    right = [all(isinstance(row[i], int | float | None) for row in output.rows) for i in range(len(output.columns))]
 
     def line(row: Sequence[str]) -> str:
         parts = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
         return "  " + "  ".join(parts).rstrip()
 
-    return "\n".join([line(one.columns), *(line(row) for row in cells)])
+    return "\n".join([line(output.columns), *(line(row) for row in cells)])
 
 
-def _series_text(one: Shown) -> str:
+def _series_text(output: DebuggerOutput) -> str:
     lines = []
-    width = max((len(name) for name in one.lines), default=0)
-    for name, values in one.lines.items():
+    width = max((len(name) for name in output.lines), default=0)
+    for name, values in output.lines.items():
         known = [v for v in values if v is not None and math.isfinite(v)]
         if not known:
             lines.append(f"  {name.ljust(width)}  nothing finite")
             continue
         ends = [v for v in values if v is not None]
         lines.append(
-            f"  {name.ljust(width)}  {_course(values)}  {figure(ends[0])} → {figure(ends[-1])}"
-            f"  (min {figure(min(known))}, max {figure(max(known))})"
+            f"  {name.ljust(width)}  {_sparkline(values)}  {format_cell(ends[0])} → {format_cell(ends[-1])}"
+            f"  (min {format_cell(min(known))}, max {format_cell(max(known))})"
         )
-    if one.x:
-        lines.append(f"  {one.x_name} {figure(one.x[0])} to {figure(one.x[-1])}")
+    if output.x:
+        lines.append(f"  {output.x_name} {format_cell(output.x[0])} to {format_cell(output.x[-1])}")
     return "\n".join(lines) or "  (nothing)"
 
 
-def _course(values: Sequence[float | None], width: int = 40) -> str:
+def _sparkline(values: Sequence[float | None], width: int = 40) -> str:
     """The course of a value; what is missing or not finite is a dot."""
     if len(values) > width:
         values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from fedvitals.errors import ConfigError
 from fedvitals.replay.debugger.breakpoints import Hit
-from fedvitals.replay.debugger.live import Live
+from fedvitals.replay.debugger.live_session import LiveSession
 
 if TYPE_CHECKING:
     from fedvitals.replay.debugger.session import Session
 
 
-class Running:
+class HeldRun:
     """The session's hold on its run. It is taken when first needed, and let go when the session ends."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._live: Live | None = None
+        self._live: LiveSession | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -30,12 +30,12 @@ class Running:
         """The round after which the run waits for us."""
         return None if self._live is None else self._live.paused
 
-    def attach(self) -> Live:
+    def attach(self) -> LiveSession:
         if not self.goes_on:
             raise ConfigError(f"The run {self._session.run.name} has ended: there is nothing to hold up.")
         if self._live is None:
             session = self._session
-            self._live = Live(session.store, session.run.id, session.breakpoints)
+            self._live = LiveSession(session.store, session.run.id, session.breakpoints)
             self._live.__enter__()
         return self._live
 
@@ -65,7 +65,7 @@ class Running:
         live.resume()
         return self._wait(live, timeout)
 
-    def _wait(self, live: Live, timeout: float | None) -> Hit | None:
+    def _wait(self, live: LiveSession, timeout: float | None) -> Hit | None:
         hit = live.wait_for_hit(timeout)
         if hit is None and live.ended:
             self.close()

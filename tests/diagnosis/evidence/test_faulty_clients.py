@@ -11,12 +11,18 @@ import pytest
 from fedvitals import lab
 from fedvitals.diagnosis.evidence import log_odds
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
-from fedvitals.diagnosis.evidence.locate import Locator, by_group, probability, suspicion, verdicts
+from fedvitals.diagnosis.evidence.faulty_clients import (
+    FaultyClientLocator,
+    evidence_totals,
+    fault_probabilities,
+    merge_by_group,
+    verdicts,
+)
 from fedvitals.diagnosis.evidence.scores import FEWEST, Scorer
 from fedvitals.diagnosis.evidence.student_t import normal_scores
-from fedvitals.diagnosis.evidence.trend import cohort_of
-from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, SIGNS, Vitals, as_measured, vitals
-from fedvitals.diagnosis.examine import DETECTORS, choose
+from fedvitals.diagnosis.evidence.trend import cohort_kind
+from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, SIGNS, VitalSigns, as_measured, vital_signs_of
+from fedvitals.diagnosis.examine import DETECTORS, choose_detectors
 from fedvitals.diagnosis.finding import finding
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
@@ -39,9 +45,9 @@ def watched(**settings: object) -> object:
     return store.history(monitor.run.id)
 
 
-def accusations(history, locator: Locator | None = None) -> dict[str, set[str]]:
+def accusations(history, locator: FaultyClientLocator | None = None) -> dict[str, set[str]]:
     """Who is accused, of what."""
-    locator = locator or Locator()
+    locator = locator or FaultyClientLocator()
     accused: dict[str, set[str]] = {}
     for number in history.rounds():
         for one in locator(history, number):
@@ -68,12 +74,12 @@ def test_student_scores_are_those_of_numerical_integration(t: float, freedom: in
     assert normal_scores(np.array([-t]), freedom)[0] == -normal_scores(np.array([t]), freedom)[0]
 
 
-def invented(values: np.ndarray) -> Vitals:
+def invented(values: np.ndarray) -> VitalSigns:
     """Vitals of clients that differ only in their values, [clients, SIGNS]."""
     count = len(values)
     nodes = [f"c{i}" for i in range(count)]
     empty = np.full(count, np.nan)
-    return Vitals(
+    return VitalSigns(
         nodes, values, np.zeros(count), empty, np.full((count, len(ABSOLUTE)), np.nan), np.full((count, 2), np.nan)
     )
 
@@ -122,14 +128,14 @@ def test_a_change_of_ones_own_shows_against_the_own_past() -> None:
 
 
 def test_cohorts_are_told_apart_by_who_takes_part() -> None:
-    assert cohort_of(10, 10) == "small"
-    assert cohort_of(50, 50) == "large"
-    assert cohort_of(9, 30) == "partial"
-    assert cohort_of(50, 50, exchanged=True) == "exchanging"
+    assert cohort_kind(10, 10) == "small"
+    assert cohort_kind(50, 50) == "large"
+    assert cohort_kind(9, 30) == "partial"
+    assert cohort_kind(50, 50, exchanged=True) == "exchanging"
 
 
 def test_every_kind_has_an_issue_and_words() -> None:
-    model = log_odds.shipped()
+    model = log_odds.shipped_model()
     kinds = {kind for view in model.views.values() for kind in view.kinds}
     assert kinds == set(ISSUE_OF) == set(WORDS)
     assert set(ISSUE_OF.values()) <= set(ISSUES_BY_CODE)
@@ -146,13 +152,13 @@ def test_trees_answer_as_scikit_learns_do() -> None:
     x[chance.random(x.shape) < 0.1] = np.nan
     y = (np.nan_to_num(x[:, 0]) * np.nan_to_num(x[:, 1]) + 0.3 * chance.normal(size=600) > 0).astype(int)
     trees = HistGradientBoostingClassifier(max_iter=20, random_state=0).fit(x, y)
-    straight = LogisticRegression().fit(log_odds.linear(x, SCORED["server"]), y)
-    ours = log_odds.Trees.of(as_numbers((trees, straight), "server")["trees"])
+    straight = LogisticRegression().fit(log_odds.linear_features(x, SCORED["server"]), y)
+    ours = log_odds.BoostedTrees.from_json(as_numbers((trees, straight), "server")["trees"])
     assert np.allclose(ours(x), trees.decision_function(x), atol=1e-3)
 
 
 def test_limits_grow_as_fewer_alarms_are_allowed() -> None:
-    for view in log_odds.shipped().views.values():
+    for view in log_odds.shipped_model().views.values():
         for cohort in ("partial", "small", "large", "exchanging"):
             limits = [view.limit(cohort, allowed) for allowed in (0.05, 0.2, 1.0, 5.0)]
             assert limits == sorted(limits, reverse=True)
@@ -178,20 +184,20 @@ def test_the_faulty_client_is_named_with_its_cause(fault, issue: str) -> None:
     assert set(accused) == {"c4"}
     assert issue in accused["c4"]
     last = history.rounds()[-1]
-    ranked = suspicion(history, last)
+    ranked = evidence_totals(history, last)
     assert max(ranked, key=lambda node: ranked[node]) == "c4"
     assert verdicts(history, last)["c4"] == "faulty"
-    assert probability(history, last)["c4"] > 0.5
+    assert fault_probabilities(history, last)["c4"] > 0.5
 
 
 def test_a_detector_that_begins_late_says_the_same() -> None:
     """Pure: what it remembers of earlier rounds is only to save time."""
     history = watched(faults=[lab.label_noise(nodes=["c4"], rate=1.0)], rounds=8)
-    going, last = Locator(), history.rounds()[-1]
+    going, last = FaultyClientLocator(), history.rounds()[-1]
     for number in history.rounds():
         step_by_step = list(going(history, number))
     assert [(f.where.node, f.issue, f.confidence) for f in step_by_step] == [
-        (f.where.node, f.issue, f.confidence) for f in Locator()(history, last)
+        (f.where.node, f.issue, f.confidence) for f in FaultyClientLocator()(history, last)
     ]
 
 
@@ -205,7 +211,7 @@ def test_what_is_not_trained_yet_is_not_called_healthy() -> None:
 @pytest.mark.parametrize("clients", [2, 3, 5])
 def test_tiny_cohorts_are_examined_without_complaint(clients: int) -> None:
     history = watched(clients=clients, rounds=5)
-    assert len(vitals(history, 4).nodes) == clients
+    assert len(vital_signs_of(history, 4).nodes) == clients
     assert accusations(history) == {}
 
 
@@ -217,7 +223,7 @@ def accusation(node: str, confidence: float) -> Finding:
 def test_a_group_that_is_ill_as_a_whole_is_accused_as_one() -> None:
     groups = {f"c{i}": f"ring-{i // 3}" for i in range(9)}
     found = [accusation("c3", 0.8), accusation("c4", 0.9), accusation("c8", 0.7)]
-    told = list(by_group(found, [f"c{i}" for i in range(9)], groups))
+    told = list(merge_by_group(found, [f"c{i}" for i in range(9)], groups))
     assert [(one.where.node, one.where.group) for one in told] == [("c8", None), (None, "ring-1")]
     assert [suspect.node for suspect in told[1].suspects] == ["c4", "c3"]
 
@@ -225,27 +231,27 @@ def test_a_group_that_is_ill_as_a_whole_is_accused_as_one() -> None:
 def test_accusations_everywhere_are_no_matter_of_groups() -> None:
     groups = {f"c{i}": f"ring-{i // 3}" for i in range(6)}
     found = [accusation(f"c{i}", 0.8) for i in range(6)]
-    assert list(by_group(found, [f"c{i}" for i in range(6)], groups)) == found
+    assert list(merge_by_group(found, [f"c{i}" for i in range(6)], groups)) == found
 
 
 def test_the_user_says_how_many_false_alarms_are_allowed() -> None:
-    assert choose("standard") == DETECTORS
-    stricter = choose("standard", 0.1)
+    assert choose_detectors("standard") == DETECTORS
+    stricter = choose_detectors("standard", 0.1)
     assert len(stricter) == len(DETECTORS)
     assert stricter[-1] is not DETECTORS[-1]
     for wrong in (0.0, -1.0, 50.0):
         with pytest.raises(ConfigError, match="per 100 healthy rounds"):
-            choose("standard", wrong)
+            choose_detectors("standard", wrong)
 
 
 @pytest.mark.parametrize("fault", [lab.label_noise(nodes=["c4"], since=2), lab.sign_flip(nodes=["c4"], since=2)])
 def test_what_is_said_of_a_round_does_not_depend_on_which_rounds_were_asked_before(fault) -> None:
     history = watched(faults=[fault], rounds=10)
-    going = Locator()
+    going = FaultyClientLocator()
     each = {number: [(f.where.node, f.issue, f.message) for f in going(history, number)] for number in history.rounds()}
     assert any(each.values())
     for number in (3, 6, 9):
-        assert [(f.where.node, f.issue, f.message) for f in Locator()(history, number)] == each[number]
+        assert [(f.where.node, f.issue, f.message) for f in FaultyClientLocator()(history, number)] == each[number]
 
 
 def test_what_signs_are_compared_as_can_be_undone():
