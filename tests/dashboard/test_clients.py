@@ -5,7 +5,6 @@ import base64
 
 import numpy as np
 import pytest
-from playwright.sync_api import expect
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
@@ -17,7 +16,7 @@ from fedvitals.store import open_reader
 from fedvitals.store.marks import set_mark
 from fedvitals.views.clients import Rosters, clients_page, roster
 from support import overview_run as charted
-from support.dashboard_server import judge, ready, serve
+from support.dashboard_server import expect, judge, ready, serve
 
 HOME = "http://127.0.0.1:8321"
 IMAGE = "<img src=x onerror=alert(1)>"

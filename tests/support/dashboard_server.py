@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -59,6 +60,13 @@ def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple
         process.stdout.close()
         reading.join(PATIENCE)
         process.stderr.close()
+
+
+def expect(subject: Any, message: str | None = None) -> Any:
+    """Playwright's `expect`, loaded when a test of a browser needs it: most runs have none."""
+    from playwright.sync_api import expect as expect_of_playwright
+
+    return expect_of_playwright(subject, message)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@
 import json
 
 import pytest
-from playwright.sync_api import expect
 from starlette.testclient import TestClient
 
 from fedvitals.cli.main import main
@@ -14,7 +13,7 @@ from fedvitals.records import Event, Metric, Where
 from fedvitals.report.write import report
 from fedvitals.store import open_reader
 from fedvitals.views.labels import labels_of, node_of, short
-from support.dashboard_server import judge, ready, serve
+from support.dashboard_server import expect, judge, ready, serve
 from support.runs_by_hand import JUDGED, course, find
 from support.timed_run import begin, stored
 

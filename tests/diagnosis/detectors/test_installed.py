@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fedvitals as fv
-from fedvitals.diagnosis.examine import DETECTORS, choose
+from fedvitals.diagnosis.examine import DETECTORS, choose_detectors
 from fedvitals.store import open_reader
 from fedvitals.testing import MemorySink
 from fedvitals.views.gaps import gaps_of
@@ -65,7 +65,7 @@ def test_named_detector_looks(installed):
 
 def test_names_sets_and_functions_may_be_mixed(installed):
     installed("acme_two", SEES_EVERYBODY, acme="BOTH")
-    chosen = choose(["standard", "acme", also_mine])
+    chosen = choose_detectors(["standard", "acme", also_mine])
     assert len(chosen) == len(DETECTORS) + 3
     assert [detector.__name__ for detector in chosen[-3:]] == ["acme.detect", "acme.silent", "also_mine"]
     found = small_run(detectors=["standard", "acme", also_mine], strict=True).findings()

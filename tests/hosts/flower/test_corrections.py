@@ -122,6 +122,7 @@ def test_updates_are_cut_to_a_length():
 def test_the_server_takes_shorter_steps():
     result, *_ = corrected(action("server_rate", factor=0.5), rounds=1)
     start, whole = values(model()), values(plain(rounds=1).arrays)
+    assert values(result.arrays).keys() == start.keys()
     for name, found in values(result.arrays).items():
         assert np.allclose(found, start[name] + 0.5 * (whole[name] - start[name]), atol=1e-6)
 
