@@ -39,6 +39,11 @@ def null(_: float) -> None:
     """Replace a number that is not finite by null."""
 
 
+def finite(number: float | None) -> float | None:
+    """Return the number, or None if it is not finite or there is none."""
+    return number if number is not None and math.isfinite(number) else None
+
+
 def word(number: float) -> str:
     """Replace a number that is not finite by its name: "NaN", "Infinity" or "-Infinity"."""
     return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(number, "NaN")

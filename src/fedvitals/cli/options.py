@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that verbs share, and the one shape of their `--json`."""
+"""Options that verbs share, and the common shape of their `--json`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def json_option(function: F) -> F:
 
 
 def print_json(verb: str, result: Any) -> None:
-    """One shape for every verb: {"fedvitals": version, "verb": ..., "result": ...}; what is not finite is null."""
+    """Print {"fedvitals": version, "verb": ..., "result": ...}; numbers that are not finite are null."""
     shape = {"fedvitals": __version__, "verb": verb, "result": _PLAIN(result)}
     click.echo(json.dumps(shape, indent=2, ensure_ascii=False, allow_nan=False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay session shows, drawn: a histogram of a tensor, a series as lines, a table as bars, words as words.
+"""Draws what a replay session shows: a tensor as a histogram, a series as lines, a table as bars, text as text.
 
     from fedvitals.plot.replay import draw
     with fv.open_replay("RUN") as r:
@@ -36,14 +36,14 @@ LISTED = 1000  # rows below the picture of a page
 
 
 def draw(shown: DebuggerOutput, path: str | Path | None = None) -> Figure:
-    """The picture of what is shown; written to `path` where one is given. Its ending says how."""
+    """Return the picture of what is shown, and write it to `path` if there is one; its suffix chooses the format."""
     kind = "" if path is None else Path(path).suffix.removeprefix(".").lower()
     if path is not None and kind not in FILES:
         raise ConfigError(f"A picture is a file that ends in {', '.join(FILES)}; got '{path}'.")
-    made = _drawn(shown)
+    picture = _drawn(shown)
     if path is not None:
-        _write(made, shown, Path(path), kind)
-    return made
+        _write(picture, shown, Path(path), kind)
+    return picture
 
 
 @drawn
@@ -61,7 +61,7 @@ def _histogram(shown: DebuggerOutput) -> Figure:
     known = shown.summary
     if known is None or not known.counts:
         return nothing(words(shown.title, 100), "There is no finite value in it.")
-    made, grid = sheet(1, 2.3)
+    picture, grid = sheet(1, 2.3)
     axes = grid[0, 0]
     if len(known.counts) == 1:  # one value only
         axes.bar([known.edges[0]], known.counts, color=BLUE, width=max(abs(known.edges[0]) * 0.02, 1e-3))
@@ -76,14 +76,14 @@ def _histogram(shown: DebuggerOutput) -> Figure:
     axes.set_xlabel(f"value; orange: the mean, {format_cell(known.mean).replace('-', '−')}", labelpad=1)
     axes.set_ylabel("how many", labelpad=2)
     axes.xaxis.set_major_formatter(lambda value, _: tick(value))
-    return made
+    return picture
 
 
 def _lines(shown: DebuggerOutput) -> Figure:
     there = {name: numbers(values) for name, values in shown.lines.items() if len(values) == len(shown.x)}
     if not shown.x or not any(np.isfinite(values).any() for values in there.values()):
         return nothing(words(shown.title, 100), "There is nothing finite to draw.")
-    made, grid = sheet(1, 2.3)
+    picture, grid = sheet(1, 2.3)
     axes, ends = grid[0, 0], []
     single = [*there][: min(len(there), LINES)]
     others = [there[name] for name in there if name not in single]
@@ -106,7 +106,7 @@ def _lines(shown: DebuggerOutput) -> Figure:
     axes.set_ylabel(words(shown.y_name), labelpad=2)
     axes.yaxis.set_major_formatter(lambda value, _: tick(value))
     label_ends(axes, ends)
-    return made
+    return picture
 
 
 def _whole_steps(axes: Any, places: Sequence[float]) -> None:
@@ -131,7 +131,7 @@ def _bars(shown: DebuggerOutput) -> Figure:
         return nothing(words(shown.title, 100), words(f"No column of it has numbers. {shown.note}".strip(), 300))
     rows = shown.rows[:BARS]
     values = numbers([_number(row[column]) for row in rows])
-    made, grid = sheet(1, 0.7 + 0.18 * len(rows))
+    picture, grid = sheet(1, 0.7 + 0.18 * len(rows))
     axes = grid[0, 0]
     places = np.arange(len(rows))
     axes.barh(places, np.nan_to_num(values, posinf=0, neginf=0), 0.7, color=BLUE, linewidth=0)
@@ -139,28 +139,28 @@ def _bars(shown: DebuggerOutput) -> Figure:
     reach = max(float(np.nanmax(np.abs(np.where(np.isfinite(values), values, 0)), initial=0)), 1e-12)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         end = value if math.isfinite(value) else 0.0
-        told = words(format_cell(row[column]), 20)
+        label = words(format_cell(row[column]), 20)
         side = "right" if end < 0 else "left"
-        axes.text(end + math.copysign(0.01 * reach, end), place, told, va="center", ha=side, fontsize=SMALL)
+        axes.text(end + math.copysign(0.01 * reach, end), place, label, va="center", ha=side, fontsize=SMALL)
     axes.set_yticks(places, [words(_named(row, column), 28) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.xaxis.set_major_formatter(lambda value, _: tick(value))
     more = f"{len(rows)} of {len(shown.rows)} rows" if len(shown.rows) > len(rows) else words(shown.note, 70)
     head(axes, words(f"{shown.title}: {shown.columns[column]}", 60), more)
-    return made
+    return picture
 
 
 def _number_column(shown: DebuggerOutput) -> int | None:
     """The first column of numbers that is not the rows' own number; whole numbers only where there is nothing else."""
-    found = [
+    columns = [
         i
         for i in range(len(shown.columns))
         if any(_number(row[i]) is not None for row in shown.rows)
         and all(row[i] is None or _number(row[i]) is not None for row in shown.rows)
     ]
-    real = [i for i in found if any(isinstance(row[i], float) for row in shown.rows)]
-    return next(iter([*real, *(i for i in found if i), *found]), None)
+    real = [i for i in columns if any(isinstance(row[i], float) for row in shown.rows)]
+    return next(iter([*real, *(i for i in columns if i), *columns]), None)
 
 
 def _number(cell: object) -> float | None:
@@ -175,23 +175,23 @@ def _named(row: Sequence[object], column: int) -> str:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _write(made: Figure, shown: DebuggerOutput, path: Path, kind: str) -> None:
+def _write(picture: Figure, shown: DebuggerOutput, path: Path, kind: str) -> None:
     title = printable(shown.title)
     if kind == "svg":
-        path.write_text(svg_of(made, title, "replay"), encoding="utf-8")
+        path.write_text(svg_of(picture, title, "replay"), encoding="utf-8")
     elif kind == "html":
-        path.write_text(page_of(made, shown), encoding="utf-8")
+        path.write_text(page_of(picture, shown), encoding="utf-8")
     else:
-        _saved(made, path)
+        _saved(picture, path)
 
 
 @drawn
-def _saved(made: Figure, path: Path) -> None:
-    made.savefig(path, dpi=144)
+def _saved(picture: Figure, path: Path) -> None:
+    picture.savefig(path, dpi=144)
 
 
-def page_of(made: Figure, shown: DebuggerOutput) -> str:
-    """A page of its own: the picture, and its numbers in a table that one can search and copy."""
+def page_of(picture: Figure, shown: DebuggerOutput) -> str:
+    """Return an HTML page with the picture, and its numbers in a table that can be searched and copied."""
     title = html.escape(printable(shown.title))
     columns, rows = _listed(shown)
     cells = "".join(f"<th>{html.escape(printable(name))}</th>" for name in columns)
@@ -204,7 +204,7 @@ def page_of(made: Figure, shown: DebuggerOutput) -> str:
     table = f"<details open><summary>numbers</summary><table><tr>{cells}</tr>{body}</table>{more}</details>"
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style>\n'
-        f"<h1>{title}</h1>\n{svg_of(made, printable(shown.title), 'replay')}\n{note}{table if rows else ''}</html>\n"
+        f"<h1>{title}</h1>\n{svg_of(picture, printable(shown.title), 'replay')}\n{note}{table if rows else ''}</html>\n"
     )
 
 

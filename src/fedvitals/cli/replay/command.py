@@ -61,7 +61,7 @@ def command(
     RUN is a run's id, the beginning of one, or a name (its newest run). Without a terminal and without commands this
     prints what can be replayed, and how.
     """
-    from fedvitals.cli.replay.prompt import Bar, lines_of
+    from fedvitals.cli.replay.prompt import ProgressBar, lines_of
     from fedvitals.replay.debugger.session import open_replay
 
     if pdb and (number is None or node is None):
@@ -69,11 +69,11 @@ def command(
     if rounds is not None and not verify:
         raise click.UsageError("--rounds goes with --verify; the debugger begins at --round.")
     if tape is not None:
-        told: dict[str, Any] = {"debugger": pdb, "as_json": as_json, "phase": phase, "store": store}
-        found = replay_flower.rerun(run, tape, number, node, app, **told)
-        return int(verify and found.holds is False)
+        options: dict[str, Any] = {"debugger": pdb, "as_json": as_json, "phase": phase, "store": store}
+        client_rerun = replay_flower.rerun(run, tape, number, node, app, **options)
+        return int(verify and client_rerun.holds is False)
     lines = lines_of(script, commands)
-    with open_replay(run, store, data=data, workers=workers, loop=loop) as session, Bar(session, quiet=as_json):
+    with open_replay(run, store, data=data, workers=workers, loop=loop) as session, ProgressBar(session, quiet=as_json):
         if session.tape.setting.host == "flower" and (verify or pdb or app or strategy):
             first, last = _span(rounds, number)
             own = {"node": node, "app": app, "strategy": strategy}
@@ -109,13 +109,13 @@ def _overview(session: Session, place: DebuggerOutput | None, as_json: bool) -> 
         click.echo(str(covered if place is None else place))
         return
     coverage = [
-        {"round": one.round, "how": one.how, "stored": one.stored, "since": one.since, "updates": one.updates,
-         "answers": one.answers}
-        for one in session.tape.coverage()
+        {"round": entry.round, "how": entry.how, "stored": entry.stored, "since": entry.since, "updates": entry.updates,
+         "answers": entry.answers}
+        for entry in session.tape.coverage()
     ]  # fmt: skip
-    told: dict[str, Any] = {"run": session.run.id, "name": session.run.name, "host": session.tape.setting.host}
-    told |= {"bytes": session.tape.bytes, "size": size(session.tape.bytes), "coverage": coverage}
-    print_json("replay", told | ({} if place is None else {"place": place.as_json()}))
+    overview: dict[str, Any] = {"run": session.run.id, "name": session.run.name, "host": session.tape.setting.host}
+    overview |= {"bytes": session.tape.bytes, "size": size(session.tape.bytes), "coverage": coverage}
+    print_json("replay", overview | ({} if place is None else {"place": place.as_json()}))
 
 
 def _prompt(session: Session) -> None:
@@ -131,21 +131,21 @@ def _script(session: Session, lines: list[str], as_json: bool) -> None:
     from fedvitals.cli.replay.prompt import results
     from fedvitals.replay.debugger.commands import Interpreter
 
-    found: list[dict[str, Any]] = []
-    for said, result in results(Interpreter(session, _draw), lines, named=True):
+    answers: list[dict[str, Any]] = []
+    for line, result in results(Interpreter(session, _draw), lines, named=True):
         if as_json:
-            told = {"text": result} if isinstance(result, str) else result.as_json()
-            found.append({"command": said, **told})
+            answer = {"text": result} if isinstance(result, str) else result.as_json()
+            answers.append({"command": line, **answer})
         elif str(result):
             click.echo(str(result))
     if as_json:
-        print_json("replay", found)
+        print_json("replay", answers)
 
 
-def _draw(one: DebuggerOutput, path: Path) -> None:
+def _draw(picture: DebuggerOutput, path: Path) -> None:
     from fedvitals.plot.replay import draw
 
-    draw(one, path)
+    draw(picture, path)
 
 
 def _span(rounds: str | None, number: int | None) -> tuple[int | None, int | None]:
@@ -160,8 +160,8 @@ def _verify(session: Session, rounds: str | None, number: int | None, node: str 
     first, last = _span(rounds, number)
     proof = session.verify(first, last, node=node)
     if as_json:
-        told = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
-        print_json("replay", told | {"holds": proof.holds})
+        fields = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
+        print_json("replay", fields | {"holds": proof.holds})
     else:
         click.echo(str(result_output.show_proof(proof, node)))
     return 0 if proof.holds else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The debugger's prompt, its scripts, and the bar that is seen while rounds are run again."""
+"""The debugger's prompt, its scripts, and the progress bar shown while rounds are rerun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HISTORY = 1000  # lines
 
 
 class Prompt(cmd.Cmd):
-    """Ctrl-D leaves; Tab completes; an empty line takes another step. A wrong command is told, and nothing is lost."""
+    """Ctrl-D leaves, Tab completes, an empty line takes another step. A wrong command only prints an error."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _history() -> Iterator[None]:
 def results(
     interpreter: Interpreter, lines: Iterable[str], *, named: bool = False
 ) -> Iterator[tuple[str, DebuggerOutput | str]]:
-    """What each command of some lines gives. The first wrong one ends it; `named`: its error says which it was."""
+    """Yield the result of each command. The first wrong command ends it; `named`: the error says which one it was."""
     from fedvitals.replay.debugger.commands import split_commands
 
     for line in lines:
@@ -121,25 +121,26 @@ def results(
 
 
 def lines_of(script: str | None, commands: tuple[str, ...]) -> list[str]:
-    """Of a file (or «-», standard input), then those of the command line."""
-    found: list[str] = []
+    """Return the lines of a script (or «-», standard input), then those of the command line."""
+    lines: list[str] = []
     if script is not None:
         try:
-            found = (sys.stdin.read() if script == "-" else Path(script).read_text(encoding="utf-8")).splitlines()
+            lines = (sys.stdin.read() if script == "-" else Path(script).read_text(encoding="utf-8")).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The script '{script}' cannot be read: {error}") from error
-    return [*found, *commands]
+    return [*lines, *commands]
 
 
-class Bar:
-    """Seen while rounds are run again, on a terminal; nothing elsewhere."""
+class ProgressBar:
+    """A bar on a terminal while rounds are rerun; nothing elsewhere."""
 
     def __init__(self, session: Session, *, quiet: bool) -> None:
         self._bar: Any = None
         self._shown = not quiet and sys.stderr.isatty()
-        session.progress = self.told
+        session.progress = self.show_progress
 
-    def told(self, number: int, first: int, last: int) -> None:
+    def show_progress(self, number: int, first: int, last: int) -> None:
+        """Show how far the rounds are."""
         if not self._shown or first == last:
             return
         if self._bar is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live progress out of a long client task, to a server that listens by `otlp_receiver`.
+"""Sends live progress from inside a long client task to a server that runs a `hosts.otlp.receiver`.
 
     with live(headers, "http://server:4318", token="...", node="c7") as scope:     # headers: `carried`, by the server
         for epoch in range(epochs):
@@ -23,9 +23,9 @@ from fedvitals.catalog import public_name
 from fedvitals.records import Metric
 from fedvitals.scope import Scope
 from fedvitals.sinks.otel.sink import OpenTelemetry
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.recorder import where
-from fedvitals.transport.sink_writer import Outlet
+from fedvitals.transport.sink_writer import SinkWriter
 from fedvitals.transport.traceparent import arrived, entered
 
 
@@ -36,27 +36,28 @@ def live(
     *,
     token: str | None = None,
     node: str | None = None,
-    policy: Policy | None = None,
+    policy: PrivacyPolicy | None = None,
     timeout: float = 5.0,
 ) -> Iterator[Scope]:
-    """A scope whose `timed` blocks and metrics go to the server at once, as children of the span in `headers`.
+    """Open a scope whose `timed` blocks and metrics are sent to the server at once, as children of the span in
+    `headers`.
 
     `policy`: what may leave this client; that of a deployment (level 2, no tracebacks) where none is given. At the end
     it waits at most `timeout` seconds for what is still on its way.
     """
     sink = OpenTelemetry(endpoint, {} if token is None else {"Authorization": f"Bearer {token}"}, timeout=timeout)
-    policy = policy or Policy(level=2, tracebacks=False)
-    outlet = Outlet([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
+    policy = policy or PrivacyPolicy(level=2, tracebacks=False)
+    writer = SinkWriter([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
     # Stray: whatever this process says is a client's, whoever it names.
-    scope = arrived(headers, functools.partial(outlet.emit, stray=True), node=node)
+    scope = arrived(headers, functools.partial(writer.emit, stray=True), node=node)
     try:
         with entered(scope):
             yield scope
     finally:
-        outlet.close(timeout)
+        writer.close(timeout)
 
 
 def tell(scope: Scope, **values: float) -> None:
-    """Metrics of the client, as they are now."""
+    """Send metrics of the client, as of now."""
     for name, value in values.items():
         scope.emit(Metric(where(scope), time.time(), public_name(name), float(value)))

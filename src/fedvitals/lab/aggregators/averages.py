@@ -166,64 +166,54 @@ class FedAvgM(Aggregator, frozen=True):
         return MeanAccumulator(server, conclude)
 
 
-class FedAdam(Aggregator, frozen=True):
+class Adaptive(Aggregator, frozen=True):
+    """The step that FedAdam and FedYogi share; they differ in how the second moment follows the squared difference."""
+
+    learning_rate: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__.lower()
+        require_positive(f"learning_rate of {kind}", self.learning_rate)
+        require_below_one(f"beta1 of {kind}", self.beta1)
+        require_below_one(f"beta2 of {kind}", self.beta2)
+        require_positive(f"tau of {kind}", self.tau)
+
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        """Return the next second moment, from the last one and the squared difference."""
+        raise NotImplementedError
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
+        m = stored_moment(memory, "momentum", server, weights)
+        v = stored_moment(memory, "second_moment", server, weights, self.tau**2)  # the paper begins with v ≥ τ²
+
+        def conclude(mean: Tensor) -> Tensor:
+            difference = mean[:weights] - server[:weights]
+            memory["momentum"] = self.beta1 * m + (1 - self.beta1) * difference
+            memory["second_moment"] = self.second_moment(v, difference**2)
+            step = self.learning_rate * memory["momentum"] / (memory["second_moment"].sqrt() + self.tau)
+            return apply_step(server, mean, step)
+
+        return MeanAccumulator(server, conclude)
+
+
+class FedAdam(Adaptive, frozen=True):
     """Adam at the server (Reddi et al. 2021, algorithm 2): x ← x + η·m / (√v + τ), without bias correction.
 
     β₁, β₂ and τ are the paper's. The paper tunes η on a grid for each task, so 0.01 is only a starting point.
     """
 
-    learning_rate: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require_adaptive_settings(self, self.learning_rate, self.beta1, self.beta2, self.tau)
-
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        def second_moment(v: Tensor, squared: Tensor) -> Tensor:
-            return self.beta2 * v + (1 - self.beta2) * squared
-
-        return adaptive_accumulator(server, memory, weights, second_moment, (self.learning_rate, self.beta1, self.tau))
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        return self.beta2 * v + (1 - self.beta2) * squared
 
 
-class FedYogi(Aggregator, frozen=True):
+class FedYogi(Adaptive, frozen=True):
     """Yogi at the server (Reddi et al. 2021): like FedAdam, but v moves towards Δ² by steps of (1 − β₂)·Δ²."""
 
-    learning_rate: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        require_adaptive_settings(self, self.learning_rate, self.beta1, self.beta2, self.tau)
-
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        def second_moment(v: Tensor, squared: Tensor) -> Tensor:
-            return v - (1 - self.beta2) * squared * torch.sign(v - squared)
-
-        return adaptive_accumulator(server, memory, weights, second_moment, (self.learning_rate, self.beta1, self.tau))
-
-
-def adaptive_accumulator(
-    server: Tensor,
-    memory: Memory,
-    weights: int,
-    second_moment: Callable[[Tensor, Tensor], Tensor],
-    settings: tuple[float, float, float],
-) -> MeanAccumulator:
-    """Return the accumulator that FedAdam and FedYogi share; they differ in `second_moment`."""
-    learning_rate, beta1, tau = settings
-    m = stored_moment(memory, "momentum", server, weights)
-    v = stored_moment(memory, "second_moment", server, weights, tau**2)  # the paper begins with v ≥ τ²
-
-    def conclude(mean: Tensor) -> Tensor:
-        difference = mean[:weights] - server[:weights]
-        memory["momentum"] = beta1 * m + (1 - beta1) * difference
-        memory["second_moment"] = second_moment(v, difference**2)
-        return apply_step(server, mean, learning_rate * memory["momentum"] / (memory["second_moment"].sqrt() + tau))
-
-    return MeanAccumulator(server, conclude)
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        return v - (1 - self.beta2) * squared * torch.sign(v - squared)
 
 
 def scaled_step(server: Tensor, mean: Tensor, weights: int, rate: float) -> Tensor:
@@ -249,15 +239,6 @@ def stored_moment(memory: Memory, name: str, server: Tensor, weights: int, initi
             "It belongs to another model: begin with an empty memory."
         )
     return kept.to(torch.float64, copy=True)
-
-
-def require_adaptive_settings(rule: Description, learning_rate: float, beta1: float, beta2: float, tau: float) -> None:
-    """Raise ConfigError unless the settings of FedAdam or FedYogi are in range."""
-    kind = type(rule).__name__.lower()
-    require_positive(f"learning_rate of {kind}", learning_rate)
-    require_below_one(f"beta1 of {kind}", beta1)
-    require_below_one(f"beta2 of {kind}", beta2)
-    require_positive(f"tau of {kind}", tau)
 
 
 def require_positive(what: str, value: float) -> None:

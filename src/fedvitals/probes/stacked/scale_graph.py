@@ -49,7 +49,7 @@ class ScaleGraph:
     def _record(self, model: StackModel, x: Tensor, *, exact: bool) -> _Recording | None:
         try:
             return _Recording(model, x, exact=exact)
-        except RuntimeError as error:  # an operation that waits, or no memory for a pool of its own
+        except (RuntimeError, Warning) as error:  # an operation that waits, or no memory for a pool of its own
             self.failures.append(f"{tuple(x.shape)}: {error}")
             return None
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedvitals.records import Finding, Metric, Record, natural
-from fedvitals.sinks.alerts.message import FIRING, RESOLVED, Alert, said
-from fedvitals.sinks.alerts.once import Once
-from fedvitals.sinks.alerts.rules import SEVERITIES, WINDOW, Condition, Found, Rule
+from fedvitals.sinks.alerts.deduplication import CaseDeduplication
+from fedvitals.sinks.alerts.message import FIRING, RESOLVED, Alert, value_text
+from fedvitals.sinks.alerts.rules import SEVERITIES, WINDOW, Condition, FindingCondition, Rule
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 ATTENDANCE = ("steps", "update.norm")  # who has one of these took part, as for `diagnosis.cases`
@@ -35,23 +35,23 @@ REMEMBERED = 256  # rounds of attendance
 
 
 @dataclass(slots=True)
-class _Course:
+class _RuleState:
     """One rule at one place: how long it has held, and what was said of it."""
 
     since: int | None = None  # the first round of the present stretch
     last: int | None = None  # its newest
     count: int = 0  # rounds of it
     judged: int | None = None  # the newest round whose value was judged
-    told: int | None = None  # the onset of the alert that is open
+    open_since: int | None = None  # the onset of the alert that is open
     severity: str = "warning"  # of that alert
-    said_round: int | None = None  # when an alert was last sent
-    said_at: float = -math.inf
+    sent_round: int | None = None  # when an alert was last sent
+    sent_at: float = -math.inf
     past: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # usual values, newest last
     stretch: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # values since `since`
 
 
-class Watch:
-    """Judges one run's records by rules. `families`: the family of each issue, for rules that ask for one.
+class RuleEvaluation:
+    """Evaluates rules on the records of one run. `families`: the family of each issue, for rules that name one.
 
     `open_alerts` (rule, place, onset) were told before this process began, and are not told again.
     """
@@ -68,16 +68,16 @@ class Watch:
         self.left_out = 0  # values and findings that no rule was held against, since there were too many places
         self._run, self._families, self._clock = run, families or {}, clock
         self._by_metric: dict[str, list[tuple[Rule, Condition]]] = {}
-        self._on_findings: list[tuple[Rule, Found]] = []
+        self._on_findings: list[tuple[Rule, FindingCondition]] = []
         for rule in rules:
-            if isinstance(rule.when, Found):
+            if isinstance(rule.when, FindingCondition):
                 self._on_findings.append((rule, rule.when))
             else:
                 self._by_metric.setdefault(rule.when.metric, []).append((rule, rule.when))
-        self._courses: dict[str, dict[str, _Course]] = {rule.name: {} for rule in rules}
+        self._states: dict[str, dict[str, _RuleState]] = {rule.name: {} for rule in rules}
         for name, place, onset in open_alerts:
-            if name in self._courses:
-                self._courses[name][place] = _Course(told=onset, since=onset, last=onset, said_round=onset)
+            if name in self._states:
+                self._states[name][place] = _RuleState(open_since=onset, since=onset, last=onset, sent_round=onset)
         # Metric → round → node → (at, value), until judged.
         self._waiting: dict[str, dict[int, dict[str | None, tuple[float, float]]]] = {}
         self._findings: dict[int, list[Finding]] = {}
@@ -85,10 +85,10 @@ class Watch:
         self._attending: dict[int, set[str]] = {}
         self._attended: dict[str | None, list[int]] = {None: []}  # complete rounds, ascending, by node; None: all
         self._completed: dict[int, tuple[float, float]] = {}  # round → when: by its record, and by our clock
-        self._made: list[Alert] = []
+        self._pending: list[Alert] = []
 
     def see(self, record: Record) -> None:
-        """Take one record into account; `alerts` tells what followed."""
+        """Take one record into account; `alerts` returns what follows from it."""
         where = None if not isinstance(record, Metric | Finding) else record.where
         if where is None or where.run != self._run:
             return
@@ -106,16 +106,16 @@ class Watch:
             self._take(record, where.round, where.node)
 
     def alerts(self) -> list[Alert]:
-        """What has begun or ended to hold since the last call, in order."""
+        """Return the alerts that began or ended since the last call, in order."""
         for number in sorted(number for number in self._findings if number <= self._newest):
             for finding in self._findings.pop(number):
                 self._judge_finding(finding, number)
         self._end_cases(final=False)
-        made, self._made = self._made, []
-        return made
+        alerts, self._pending = self._pending, []
+        return alerts
 
     def finish(self) -> list[Alert]:
-        """The last alerts: nothing more will come."""
+        """Return the last alerts of a run that has ended."""
         for metric, waiting in self._waiting.items():
             for number in sorted(waiting):
                 self._judge_values(metric, number, waiting[number])
@@ -124,8 +124,8 @@ class Watch:
             for finding in self._findings.pop(number):
                 self._judge_finding(finding, number)
         self._end_cases(final=True)
-        made, self._made = self._made, []
-        return made
+        alerts, self._pending = self._pending, []
+        return alerts
 
     @property
     def _newest(self) -> int:
@@ -158,7 +158,7 @@ class Watch:
 
     def _complete(self, number: int, at: float) -> None:
         for metric, waiting in self._waiting.items():
-            for ready in sorted(one for one in waiting if one <= number):
+            for ready in sorted(round_index for round_index in waiting if round_index <= number):
                 self._judge_values(metric, ready, waiting.pop(ready))
         if number not in self._completed:
             for node in (None, *sorted(self._attending.pop(number, ()))):
@@ -174,47 +174,48 @@ class Watch:
         places = [(node, json.dumps({"node": node})) for node in sorted(values, key=lambda name: natural(name or ""))]
         for rule, condition in self._by_metric[metric]:
             for node, place in places:
-                course = self._course(rule, place) if _meant(rule, node) else None
-                if course is not None and (course.judged is None or course.judged < number):
-                    course.judged = number
+                state = self._state_of(rule, place) if _meant(rule, node) else None
+                if state is not None and (state.judged is None or state.judged < number):
+                    state.judged = number
                     at, value = values[node]
-                    made = _Making(self._run, rule, place, number, at, node, metric=metric)
-                    self._judge_value(condition, course, made, value, common)
+                    origin = _AlertOrigin(self._run, rule, place, number, at, node, metric=metric)
+                    self._judge_value(condition, state, origin, value, common)
 
     def _judge_value(
-        self, condition: Condition, course: _Course, made: _Making, value: float, common: float | None
+        self, condition: Condition, state: _RuleState, origin: _AlertOrigin, value: float, common: float | None
     ) -> None:
-        number, node = made.round, made.node
-        bound = _bound(condition, course, common)
-        only_nan = course.count > 0 and all(math.isnan(one) for one in course.stretch)
+        number, node = origin.round, origin.node
+        bound = _bound(condition, state, common)
+        only_nan = state.count > 0 and all(math.isnan(earlier) for earlier in state.stretch)
         if bound is None and not math.isnan(value) and not only_nan:  # too little to compare with
             if math.isfinite(value):
-                course.past.append(value)
+                state.past.append(value)
             return
         if math.isnan(value) or (bound is not None and _breaks(condition.comparison, value, bound)):
-            if course.count == 0 and course.told is None:
-                course.since = number
-            course.count, course.last = course.count + 1, number
-            course.stretch.append(value)
+            if state.count == 0 and state.open_since is None:
+                state.since = number
+            state.count, state.last = state.count + 1, number
+            state.stretch.append(value)
             if (
-                course.count >= condition.rounds
-                and course.told is None
-                and _after_gap(made.rule, course, number, made.at)
+                state.count >= condition.rounds
+                and state.open_since is None
+                and _after_gap(origin.rule, state, number, origin.at)
             ):
-                course.severity = made.rule.severity or "warning"
-                words = _words(condition, node, value, bound, course)
-                self._fire(course, made, words, value, bound)
-            if course.count % WINDOW == 0 and condition.against in ("own", "before"):
+                state.severity = origin.rule.severity or "warning"
+                words = _words(condition, node, value, bound, state)
+                self._fire(state, origin, words, value, bound)
+            if state.count % WINDOW == 0 and condition.against in ("own", "before"):
                 # It has lasted so long that it is the usual by now.
-                course.past = deque((v for v in course.stretch if math.isfinite(v)), maxlen=WINDOW)
+                state.past = deque((v for v in state.stretch if math.isfinite(v)), maxlen=WINDOW)
             return
-        if course.told is not None:
-            words = f"{condition.metric} of {_place(node)} is {said(value, condition.metric)}: no longer «{condition}»"
-            self._resolve(course, made, words, value, bound)
-        course.since, course.last, course.count = None, None, 0
-        course.stretch.clear()
+        if state.open_since is not None:
+            now = value_text(value, condition.metric)
+            words = f"{condition.metric} of {_place(node)} is {now}: no longer «{condition}»"
+            self._resolve(state, origin, words, value, bound)
+        state.since, state.last, state.count = None, None, 0
+        state.stretch.clear()
         if math.isfinite(value):
-            course.past.append(value)
+            state.past.append(value)
 
     # --- findings ----------------------------------------------------------------------------------------------------
 
@@ -223,28 +224,28 @@ class Watch:
         group = where.group if where.node is None else None
         place = json.dumps({"issue": finding.issue, "node": where.node, "group": group, "layer": where.layer})
         for rule, _ in self._on_findings:  # of all rules, before any speaks: what is over stands in no one's way
-            past = self._courses[rule.name].get(place)
+            past = self._states[rule.name].get(place)
             over = None if past is None else self._over(past, where.node, before=number)
             if past is not None and over is not None:
                 self._end_case(rule, past, place, over)
-        first = len(self._made)
+        first = len(self._pending)
         for rule, asked in self._on_findings:
             if not self._matches(rule, asked, finding):
                 continue
-            course = self._course(rule, place)
-            if course is None:
+            state = self._state_of(rule, place)
+            if state is None:
                 continue
-            if course.last is None:
-                course.since = number
-            if course.last is None or number > course.last:
-                course.count, course.last = course.count + 1, number
-            if course.count >= asked.rounds and course.told is None and _after_gap(rule, course, number, finding.at):
-                course.severity = rule.severity or finding.severity
-                self._fire(course, _making(self._run, rule, place, number, finding.at), finding.message)
-        if len(self._made) > first:
-            self._made[first] = replace(self._made[first], others=len(self._made) - first - 1)
+            if state.last is None:
+                state.since = number
+            if state.last is None or number > state.last:
+                state.count, state.last = state.count + 1, number
+            if state.count >= asked.rounds and state.open_since is None and _after_gap(rule, state, number, finding.at):
+                state.severity = rule.severity or finding.severity
+                self._fire(state, _origin_of(self._run, rule, place, number, finding.at), finding.message)
+        if len(self._pending) > first:
+            self._pending[first] = replace(self._pending[first], others=len(self._pending) - first - 1)
 
-    def _matches(self, rule: Rule, asked: Found, finding: Finding) -> bool:
+    def _matches(self, rule: Rule, asked: FindingCondition, finding: Finding) -> bool:
         if asked.issue not in (None, finding.issue) or not _meant(rule, finding.where.node or finding.where.group):
             return False
         if asked.family is not None and self._families.get(finding.issue, "user") != asked.family:
@@ -252,59 +253,71 @@ class Watch:
         worse = SEVERITIES[SEVERITIES.index(asked.severity) :] if asked.severity else None
         return (worse is None or finding.severity in worse) and finding.confidence >= asked.confidence
 
-    def _over(self, course: _Course, node: str | None, before: int | None = None) -> int | None:
+    def _over(self, state: _RuleState, node: str | None, before: int | None = None) -> int | None:
         """The round in which a case became one of the past; None while it is not."""
-        if course.last is None:
+        if state.last is None:
             return None
         rounds = (self._attended.get(node) if node is not None else None) or self._attended[None]
-        start = bisect_right(rounds, course.last)
+        start = bisect_right(rounds, state.last)
         end = len(rounds) if before is None else bisect_left(rounds, before)
         return rounds[start + QUIET] if end - start > QUIET else None
 
     def _end_cases(self, *, final: bool) -> None:
         for rule, _ in self._on_findings:
-            for place, course in self._courses[rule.name].items():
-                over = self._over(course, json.loads(place)["node"]) if course.last is not None else None
+            for place, state in self._states[rule.name].items():
+                over = self._over(state, json.loads(place)["node"]) if state.last is not None else None
                 if over is None:
                     continue
                 settled = self._clock() - self._completed.get(over, (0.0, -math.inf))[1] >= SETTLE_SECONDS
                 if final or over < self._heard or settled:
-                    self._end_case(rule, course, place, over)
+                    self._end_case(rule, state, place, over)
 
-    def _end_case(self, rule: Rule, course: _Course, place: str, over: int) -> None:
-        if course.told is not None:
-            made = _making(self._run, rule, place, over, self._completed.get(over, (0.0, 0.0))[0])
-            words = f"{made.issue} at {_place(made.node or made.group)} has not been seen since round {course.last}"
-            self._resolve(course, made, words)
-        course.since, course.last, course.count = None, None, 0
+    def _end_case(self, rule: Rule, state: _RuleState, place: str, over: int) -> None:
+        if state.open_since is not None:
+            origin = _origin_of(self._run, rule, place, over, self._completed.get(over, (0.0, 0.0))[0])
+            words = (
+                f"{origin.issue} at {_place(origin.node or origin.group)} has not been seen since round {state.last}"
+            )
+            self._resolve(state, origin, words)
+        state.since, state.last, state.count = None, None, 0
 
     # --- both --------------------------------------------------------------------------------------------------------
 
-    def _course(self, rule: Rule, place: str) -> _Course | None:
-        courses = self._courses[rule.name]
-        course = courses.get(place)
-        if course is None and len(courses) < MOST_PLACES:
-            course = courses[place] = _Course()
-        if course is None:
+    def _state_of(self, rule: Rule, place: str) -> _RuleState | None:
+        states = self._states[rule.name]
+        state = states.get(place)
+        if state is None and len(states) < MOST_PLACES:
+            state = states[place] = _RuleState()
+        if state is None:
             self.left_out += 1
-        return course
+        return state
 
     def _fire(
-        self, course: _Course, made: _Making, words: str, value: float | None = None, bound: float | None = None
+        self,
+        state: _RuleState,
+        origin: _AlertOrigin,
+        words: str,
+        value: float | None = None,
+        bound: float | None = None,
     ) -> None:
-        course.told = made.round if course.since is None else course.since
-        course.said_round, course.said_at = made.round, made.at
-        self._made.append(made.alert(FIRING, course, words, value, bound))
+        state.open_since = origin.round if state.since is None else state.since
+        state.sent_round, state.sent_at = origin.round, origin.at
+        self._pending.append(origin.alert(FIRING, state, words, value, bound))
 
     def _resolve(
-        self, course: _Course, made: _Making, words: str, value: float | None = None, bound: float | None = None
+        self,
+        state: _RuleState,
+        origin: _AlertOrigin,
+        words: str,
+        value: float | None = None,
+        bound: float | None = None,
     ) -> None:
-        self._made.append(made.alert(RESOLVED, course, words, value, bound))
-        course.told = None
+        self._pending.append(origin.alert(RESOLVED, state, words, value, bound))
+        state.open_since = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Making:
+class _AlertOrigin:
     """What is known of an alert before its words."""
 
     run: str
@@ -318,14 +331,14 @@ class _Making:
     issue: str | None = None
     metric: str | None = None
 
-    def alert(self, kind: str, course: _Course, words: str, value: float | None, bound: float | None) -> Alert:
+    def alert(self, kind: str, state: _RuleState, words: str, value: float | None, bound: float | None) -> Alert:
         return Alert(
             run=self.run,
             rule=self.rule.name,
             place=self.place,
-            onset=self.round if course.told is None else course.told,
+            onset=self.round if state.open_since is None else state.open_since,
             kind=kind,
-            severity=course.severity,
+            severity=state.severity,
             round=self.round,
             at=self.at,
             message=words,
@@ -339,13 +352,23 @@ class _Making:
         )
 
 
-def _making(run: str, rule: Rule, place: str, number: int, at: float) -> _Making:
+def _origin_of(run: str, rule: Rule, place: str, number: int, at: float) -> _AlertOrigin:
     """Of a case, whose place tells the rest."""
-    told = json.loads(place)
-    return _Making(run, rule, place, number, at, told["node"], told["group"], told["layer"], told["issue"])
+    coordinates = json.loads(place)
+    return _AlertOrigin(
+        run,
+        rule,
+        place,
+        number,
+        at,
+        coordinates["node"],
+        coordinates["group"],
+        coordinates["layer"],
+        coordinates["issue"],
+    )
 
 
-def _bound(condition: Condition, course: _Course, common: float | None) -> float | None:
+def _bound(condition: Condition, state: _RuleState, common: float | None) -> float | None:
     """What the value is held against; None where there is too little to tell."""
     match condition.against:
         case "limit":
@@ -353,9 +376,9 @@ def _bound(condition: Condition, course: _Course, common: float | None) -> float
         case "cohort":
             return None if common is None else condition.number * common
         case "own":
-            usual = statistics.median(course.past) if len(course.past) >= LEAST_PAST else None
+            usual = statistics.median(state.past) if len(state.past) >= LEAST_PAST else None
             return None if usual is None else condition.number * usual
-    before = list(course.past)[-condition.within :]
+    before = list(state.past)[-condition.within :]
     if not before:
         return None
     return max(before) - condition.limit if condition.comparison == "drops" else min(before) + condition.limit
@@ -376,29 +399,29 @@ def _breaks(comparison: str, value: float, bound: float) -> bool:
     return value >= bound or math.isclose(value, bound, rel_tol=1e-9)
 
 
-def _words(condition: Condition, node: str | None, value: float, bound: float | None, course: _Course) -> str:
+def _words(condition: Condition, node: str | None, value: float, bound: float | None, state: _RuleState) -> str:
     metric = condition.metric
-    text = f"{metric} of {_place(node)} is {said(value, metric)}"
+    text = f"{metric} of {_place(node)} is {value_text(value, metric)}"
     match condition.against if bound is not None else None:
         case None:
             pass
         case "limit":
-            text += f" ({condition.comparison} {said(condition.limit, metric)})"
+            text += f" ({condition.comparison} {value_text(condition.limit, metric)})"
         case "before":
             step = condition.limit if condition.comparison == "drops" else -condition.limit
-            text += f", after {said((bound or 0.0) + step, metric)}"
+            text += f", after {value_text((bound or 0.0) + step, metric)}"
         case _:
             whose = "its own median" if condition.against == "own" else "the cohort's median"
-            usual = said((bound or 0.0) / condition.number, metric)
+            usual = value_text((bound or 0.0) / condition.number, metric)
             text += f" ({condition.comparison} {condition.number:g} × {whose}, {usual})"
-    return text + (f", for {course.count} rounds, since round {course.since}" if condition.rounds > 1 else "")
+    return text + (f", for {state.count} rounds, since round {state.since}" if condition.rounds > 1 else "")
 
 
-def _after_gap(rule: Rule, course: _Course, number: int, at: float) -> bool:
-    if course.said_round is None:
+def _after_gap(rule: Rule, state: _RuleState, number: int, at: float) -> bool:
+    if state.sent_round is None:
         return True
     seconds = rule.gap.seconds
-    return number - course.said_round >= rule.gap.number if seconds is None else at - course.said_at >= seconds
+    return number - state.sent_round >= rule.gap.number if seconds is None else at - state.sent_at >= seconds
 
 
 def _meant(rule: Rule, node: str | None) -> bool:
@@ -425,16 +448,18 @@ def replay(
     families: Mapping[str, str],
     channels: Sequence[str] = ("",),
 ) -> list[Alert]:
-    """The alerts that a stored run gives on any of these channels, by round: those that it gave while it trained."""
-    once = Once(rules, channels)
-    watch = Watch(run, rules, families=families)
-    made: list[Alert] = []
+    """Return the alerts of a stored run on any of these channels, by round: the same as while it trained."""
+    deduplication = CaseDeduplication(rules, channels)
+    evaluation = RuleEvaluation(run, rules, families=families)
+    alerts: list[Alert] = []
     for finding in findings:
-        watch.see(finding)
+        evaluation.see(finding)
     for metric in metrics:
-        watch.see(metric)
+        evaluation.see(metric)
         if metric.name == ROUND_COMPLETE and metric.where.node is None:
-            made += watch.alerts()
-    made += watch.finish()
-    made = [alert for alert in made if once.channels(alert)]
-    return sorted(made, key=lambda alert: (alert.round, alert.kind != RESOLVED, alert.rule, natural(alert.node or "")))
+            alerts += evaluation.alerts()
+    alerts += evaluation.finish()
+    alerts = [alert for alert in alerts if deduplication.channels(alert)]
+    return sorted(
+        alerts, key=lambda alert: (alert.round, alert.kind != RESOLVED, alert.rule, natural(alert.node or ""))
+    )

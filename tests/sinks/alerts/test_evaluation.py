@@ -15,11 +15,11 @@ from fedvitals.cli.alerts import _replayed
 from fedvitals.diagnosis.cases import QUIET_ROUNDS
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Finding, LayerStats, Metric, Where
-from fedvitals.sinks.alerts import watch as alert_watch
-from fedvitals.sinks.alerts.once import Once
+from fedvitals.sinks.alerts import evaluation as alert_evaluation
+from fedvitals.sinks.alerts.deduplication import CaseDeduplication
+from fedvitals.sinks.alerts.evaluation import RuleEvaluation, replay
 from fedvitals.sinks.alerts.rules import rule
 from fedvitals.sinks.alerts.sink import Alerts, File
-from fedvitals.sinks.alerts.watch import Watch, replay
 from fedvitals.store import open_reader
 from fedvitals.testing import check_sink, examples_of_records
 
@@ -220,13 +220,13 @@ def test_alerts_do_not_depend_on_when_findings_arrive(places, random):
     stream = list(METRICS)
     for place, one in reversed(list(zip(places, FOUND, strict=True))):
         stream.insert(place, one)
-    watch, made = Watch("r1", RULES, clock=lambda: 0.0), []
+    evaluation, made = RuleEvaluation("r1", RULES, clock=lambda: 0.0), []
     for record in stream:
-        watch.see(record)
+        evaluation.see(record)
         if random.random() < 0.2:
-            made += watch.alerts()
-    made += watch.finish()
-    once = Once(RULES, [""])
+            made += evaluation.alerts()
+    made += evaluation.finish()
+    once = CaseDeduplication(RULES, [""])
     made = [alert for alert in made if once.channels(alert)]
     wanted = replay("r1", RULES, METRICS, FOUND, {})
     assert sorted(made, key=repr) == sorted(wanted, key=repr)
@@ -237,43 +237,43 @@ def test_a_training_that_goes_on_hears_that_a_case_is_over():
     """Not at once, since detectors lag, but once a later finding has come or some time has passed."""
     for settle in ("time", "finding"):
         now = [0.0]
-        watch = Watch("r1", [rule("finding NAN_UPDATE")], clock=lambda now=now: now[0])
+        evaluation = RuleEvaluation("r1", [rule("finding NAN_UPDATE")], clock=lambda now=now: now[0])
         for record in (finding(0), *attended(range(8))):
-            watch.see(record)
-        assert summaries(watch.alerts()) == [("firing", 0, 0)]
+            evaluation.see(record)
+        assert summaries(evaluation.alerts()) == [("firing", 0, 0)]
         if settle == "time":
-            now[0] = alert_watch.SETTLE_SECONDS
+            now[0] = alert_evaluation.SETTLE_SECONDS
         else:
-            watch.see(finding(7, "c2", "DEAD_LAYER"))
-        assert summaries(watch.alerts()) == [("resolved", 6, 0)]
+            evaluation.see(finding(7, "c2", "DEAD_LAYER"))
+        assert summaries(evaluation.alerts()) == [("resolved", 6, 0)]
 
 
 def test_after_a_restart_nothing_is_said_again():
     """What an earlier process told is open here, too: it goes on in silence, and ends with a word."""
     place = json.dumps({"issue": "NAN_UPDATE", "node": "c1", "group": None, "layer": None})
     open_alerts = [("finding", place, 3), ("update.norm > 5", json.dumps({"node": "c1"}), 4), ("gone", "{}", 1)]
-    watch = Watch("r1", [rule("finding"), rule("update.norm > 5")], open_alerts=open_alerts)
+    evaluation = RuleEvaluation("r1", [rule("finding"), rule("update.norm > 5")], open_alerts=open_alerts)
     for record in (finding(8), metric("update.norm", 8, 9.0, "c1"), *attended(range(8, 20))):
-        watch.see(record)
-    watch.see(metric("update.norm", 20, 1.0, "c1"))
-    assert sorted(summaries(watch.finish())) == [("resolved", 14, 3), ("resolved", 20, 4)]
+        evaluation.see(record)
+    evaluation.see(metric("update.norm", 20, 1.0, "c1"))
+    assert sorted(summaries(evaluation.finish())) == [("resolved", 14, 3), ("resolved", 20, 4)]
 
 
 def test_memory_is_bounded(monkeypatch):
     """Names that a hostile client invents for ever are counted, not kept; so are rounds that never end."""
-    monkeypatch.setattr(alert_watch, "MOST_PLACES", 50)
-    watch = Watch("r1", [rule("update.norm > 5"), rule("finding")])
+    monkeypatch.setattr(alert_evaluation, "MOST_PLACES", 50)
+    evaluation = RuleEvaluation("r1", [rule("update.norm > 5"), rule("finding")])
     for number in range(300):
         for i in range(3):
-            watch.see(metric("update.norm", number, 1.0, f"n{number}-{i}"))
-            watch.see(finding(number, f"n{number}-{i}"))
+            evaluation.see(metric("update.norm", number, 1.0, f"n{number}-{i}"))
+            evaluation.see(finding(number, f"n{number}-{i}"))
         if number % 150 == 149:
-            watch.see(complete(number))
-            watch.alerts()
-    assert watch.left_out > 500
-    assert all(len(courses) <= 50 for courses in watch._courses.values())
-    assert len(watch._waiting["update.norm"]) <= alert_watch.MOST_ROUNDS_AHEAD
-    assert len(watch._attended) <= 52
+            evaluation.see(complete(number))
+            evaluation.alerts()
+    assert evaluation.left_out > 500
+    assert all(len(states) <= 50 for states in evaluation._states.values())
+    assert len(evaluation._waiting["update.norm"]) <= alert_evaluation.MOST_ROUNDS_AHEAD
+    assert len(evaluation._attended) <= 52
 
 
 def test_it_is_a_sink(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One message of a case to each channel, however many rules match it: the first speaks, the others are silent."""
+"""Sends one message per case and channel, even if several rules match: the first matching rule sends it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from fedvitals.sinks.alerts.message import RESOLVED, Alert
 from fedvitals.sinks.alerts.rules import SEVERITIES, Rule
 
 
-class Once:
-    """Which rule speaks of a case on each channel. A rule that finds it worse than was told speaks, too."""
+class CaseDeduplication:
+    """Remembers which rule reported a case on each channel. A rule that reports a higher severity is sent as well."""
 
     def __init__(self, rules: Iterable[Rule], channels: Sequence[str]) -> None:
         self._wanted = {rule.name: rule.channels or tuple(channels) for rule in rules}
         self._channels = tuple(channels)
         self._speaks: dict[tuple[str, str, str], tuple[str, str]] = {}  # channel, run, place → rule, severity
 
-    def begin(self, run: str, told: Iterable[tuple[str, str, int]]) -> None:
-        """What an earlier process told (rule, place, onset), and what is open still."""
+    def begin(self, run: str, open_alerts: Iterable[tuple[str, str, int]]) -> None:
+        """Take over the alerts (rule, place, onset) that an earlier process sent and that are still open."""
         order = list(self._wanted)
-        known = [(rule, place) for rule, place, _ in told if rule in self._wanted]
-        for rule, place in sorted(known, key=lambda one: order.index(one[0])):
+        known = [(rule, place) for rule, place, _ in open_alerts if rule in self._wanted]
+        for rule, place in sorted(known, key=lambda rule_and_place: order.index(rule_and_place[0])):
             for channel in self._wanted[rule]:
                 self._speaks.setdefault((channel, run, place), (rule, SEVERITIES[-1]))
 
     def end(self, run: str) -> None:
-        self._speaks = {key: told for key, told in self._speaks.items() if key[1] != run}
+        """Forget a run."""
+        self._speaks = {key: speaker for key, speaker in self._speaks.items() if key[1] != run}
 
     def channels(self, alert: Alert) -> list[str]:
-        """Those that get it, in their order."""
+        """Return the channels that should receive an alert, in their order."""
         wanted = [name for name in self._channels if name in self._wanted[alert.rule]]
         return wanted if alert.issue is None else [name for name in wanted if self._is_news(name, alert)]
 
