@@ -49,10 +49,10 @@ with fv.Monitor(sys.argv[1], run="live", host="lab", tape=fv.Tape(), id="live") 
 SESSION = """
 import sys, time
 from fedvitals.replay.debugger.breakpoints import Breakpoints
-from fedvitals.replay.debugger.live_session import Live
-with Live(sys.argv[1], "live", Breakpoints("round 2")) as live:
+from fedvitals.replay.debugger.live_session import LiveSession
+with LiveSession(sys.argv[1], "live", Breakpoints("round 2")) as live:
     print("attached", flush=True)
-    print(live.wait_for_hit(60), flush=True)
+    print(live.wait_for_hit(120), flush=True)
     time.sleep(600)
 """
 
@@ -347,8 +347,8 @@ def test_two_sessions_at_once(tmp_path: Path) -> None:
 
 def test_of_a_session_whose_process_is_gone_nobody_waits_ten_seconds(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from fedvitals.replay.debugger.round_gate import Handle; "
-        "Handle(pathlib.Path(sys.argv[1])).claim()"
+        "import sys, pathlib; from fedvitals.replay.debugger.round_gate import GateHandle; "
+        "GateHandle(pathlib.Path(sys.argv[1])).claim()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert RoundGate(tmp_path).asked
