@@ -192,6 +192,7 @@ def test_silent_where_there_is_nothing_to_say(kinds, seconds):
     assert examine(history(kinds, seconds), detectors=[bottleneck]) == []
 
 
+@pytest.mark.thorough
 def test_a_run_in_the_lab_told_as_it_goes_on():
     lab = pytest.importorskip("fedvitals.lab", reason="the lab needs torch")
     network = lab.Network(links="3g", devices="phone", overrides={"c2": ["lora"]}, spread=0.2, jitter=0.1)

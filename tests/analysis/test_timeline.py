@@ -160,6 +160,7 @@ def test_only_the_whole_tells_of_the_round_and_only_the_server_of_itself():
     assert set(time.nodes) == set(honest.nodes)
 
 
+@pytest.mark.thorough
 def test_numbers_of_nodes_and_spans_are_bounded():
     crowd = [span(f"n{i}", "client", 0.0, 1.0) for i in range(10_050)]
     many = [span("n1", "client", i / 1000, 0.001, own=f"again {i}") for i in range(100)]
@@ -191,6 +192,7 @@ def test_nothing_that_a_span_says_raises():
 EVERY_WAY = {**TOPOLOGIES, "asynchronous": lab.Asynchronous(buffer=3)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EVERY_WAY)
 def test_parts_of_real_runs_sum_to_the_round_on_both_clocks(name):
     e = lab.Experiment(clients=9, rounds=3, network=BUSY, topology=EVERY_WAY[name], model="mlp")

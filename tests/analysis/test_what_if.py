@@ -269,6 +269,7 @@ def test_predicted_gains_come_true_in_the_lab(name):
     assert tried >= 3
 
 
+@pytest.mark.thorough
 def test_latency_of_the_labs_links_is_no_gain_of_compression():
     """4g takes 85 ms one way: of a small model's upload, most. It was once computed that compressing saves half."""
     network = lab.Network(links="4g", devices="laptop", jitter=0.1, spread=0.1)

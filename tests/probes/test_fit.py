@@ -108,6 +108,7 @@ def test_confused_pair_and_confident_errors():
     assert found["fit.confident_wrong"] == 0  # wrong, and in doubt
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loss", ["module", "function", "lambda", "keywords", "smoothed"])
 def test_losses_of_any_shape(name, loss):

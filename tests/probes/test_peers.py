@@ -96,6 +96,7 @@ def federation(monitor, name, rounds=8, clients=5):
     return updates, models
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_every_column_against_the_slow_twin(name):
     """A federation that trains: each client's row in each round, from what the definitions say."""
@@ -166,7 +167,9 @@ def test_whoever_sends_much_is_one_among_all():
     """A boosted update changes nobody's numbers, not even its own."""
     plain, boosted = some(5), some(5)
     boosted[3] *= 1e6
-    for a, b in zip(rows_of(list(plain)), rows_of(list(boosted)), strict=True):
+    rows = rows_of(list(plain))
+    assert len(rows) == 5
+    for a, b in zip(rows, rows_of(list(boosted)), strict=True):
         assert b == pytest.approx(a, abs=1e-5, nan_ok=True)
 
 
@@ -271,7 +274,9 @@ def test_signs_of_evenly_spread_coordinates(monkeypatch):
 def test_past_its_memory_sketches_say_what_they_can():
     """Cosine and nearest within the sketch's error, the spread exactly, and nothing else."""
     updates = some(8)
-    for i, row in enumerate(rows_of(list(updates), models=list(some(3, seed=1)), memory=100)):
+    rows = rows_of(list(updates), models=list(some(3, seed=1)), memory=100)
+    assert len(rows) == 8
+    for i, row in enumerate(rows):
         wanted = twin([u.double() for u in updates], i, SHAPES, [updates[0]])
         for column in ("cosine", "nearest"):
             assert row[column] == pytest.approx(wanted[column], abs=5 * COSINE_ERROR)

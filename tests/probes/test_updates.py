@@ -155,7 +155,9 @@ def test_client_that_outweighs_all_others(scale, brief):
     updates = UpdateTracker(brief=brief)
     for node, vector in vectors.items():
         updates.add(node, vector, None if brief else np.asarray(sums(list(vector.split(250)))))
-    for update in updates.close_round():
+    closed = updates.close_round()
+    assert [update.node for update in closed] == [*vectors]
+    for update in closed:
         others = sum(v.double() for node, v in vectors.items() if node != update.node)
         assert update.metrics["update.cosine_mean"] == pytest.approx(cosine(vectors[update.node], others), abs=2e-3)
 
@@ -237,7 +239,9 @@ def test_memory_that_runs_out_in_the_midst_of_a_brief_round():
     updates = UpdateTracker(brief=True, memory=3 * 8000)
     for i, vector in enumerate(vectors):
         updates.add(f"c{i}", vector, None)
-    for i, update in enumerate(updates.close_round()):
+    closed = updates.close_round()
+    assert len(closed) == len(vectors)
+    for i, update in enumerate(closed):
         wanted = cosine(vectors[i], sum(vectors) - vectors[i])
         assert update.metrics["update.cosine_mean"] == pytest.approx(wanted, abs=4 * COSINE_ERROR)
 

@@ -146,6 +146,7 @@ def tape_with(folder: Path, states: dict[str, dict[str, torch.Tensor]], rounds: 
 FEW = {"w": torch.arange(5.0)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -203,6 +204,7 @@ def entry_text(extra: str) -> bytes:
     return ('{"round": 1, "state": {}, "notes": {"x": ' + extra + "}}").encode()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [

@@ -118,6 +118,7 @@ def same_bits(player: Player) -> None:
     assert errors == [0.0] * 6
 
 
+@pytest.mark.thorough
 def test_with_no_change_the_recorded_models_come_out_bit_by_bit(whole: tuple[str, Player]) -> None:
     same_bits(whole[1])
     answer = reaggregate(whole[1], 1, 4, parse("nothing"))
@@ -142,6 +143,7 @@ def test_so_it_is_in_every_topology(tmp_path: Path, fields: dict[str, object]) -
     same_bits(player)
 
 
+@pytest.mark.thorough
 def test_updates_that_are_not_on_the_tape_are_computed_again(
     whole: tuple[str, Player], thin: tuple[str, Player]
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_fork_without_a_change_is_its_parent_bit_by_bit_and_linked_to_it(thin:
         assert "faults" not in config["experiment"]
 
 
+@pytest.mark.thorough
 def test_a_fork_without_the_culprit_or_its_fault_is_better_and_stops_where_it_is_told(thin: tuple[str, Player]) -> None:
     store, player = thin
     heard: list[int] = []
@@ -218,6 +221,7 @@ def test_a_fork_without_the_culprit_or_its_fault_is_better_and_stops_where_it_is
     assert any(one.issue == "BYZANTINE" and one.node == "c2" for one in found.gone)
 
 
+@pytest.mark.thorough
 def test_a_fork_can_be_forked_and_replayed(thin: tuple[str, Player]) -> None:
     from fedvitals.replay.player.proof import verify
 

@@ -51,6 +51,7 @@ def speakers(sink, family="gradient"):
     return {r.where.node for r in sink.of(LayerStats, family) if r.where.node != "server"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("privacy", range(5))
 @pytest.mark.parametrize("clients", [9, 10])
 def test_a_round_speaks_for_ten_or_for_nobody(clients, privacy):
@@ -62,6 +63,7 @@ def test_a_round_speaks_for_ten_or_for_nobody(clients, privacy):
         assert speakers(sink, family) == alone | together
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
+from fedvitals.diagnosis.live_detectors import FindingList
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.monitored_run import MonitoredRun

@@ -138,6 +138,7 @@ HIDING = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("privacy", [2, 3])
 @pytest.mark.parametrize("name", HIDING)
 def test_whatever_it_tells_a_client_that_sends_nan_is_found(name, privacy):
@@ -158,6 +159,7 @@ def doubled(arrays):
     return {name: np.full(values.shape, np.nan, np.float64) for name, values in arrays.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoil", [longer, shorter, doubled])
 def test_nan_in_arrays_of_another_kind_is_found_as_well(spoil):
     """Layers that the server has no names for."""

@@ -84,11 +84,13 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_weights_as_in_one_process(case):
     same(experiment(**CASES[case]))
 
 
+@pytest.mark.thorough
 def test_watched_and_images():
     sink = MemorySink()
     e = experiment(dataset="digits", model="cnn", clients=4)
@@ -249,6 +251,7 @@ LIES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_that_lies_costs_only_its_own_clients(lie):
     told, _ = failures(LIES[lie])
@@ -407,6 +410,7 @@ def context(**settings):
     return Context(run_id=7, node_id=1, node_config={}, state=RecordDict(), run_config=told)
 
 
+@pytest.mark.thorough
 def test_the_server_app_writes_the_store_and_can_go_on(tmp_path, caplog):
     e, store, folder = experiment(rounds=4), tmp_path / "runs.db", tmp_path / "state"
     grid = InProcessGrid(client_app, NODES)

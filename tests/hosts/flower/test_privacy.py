@@ -76,6 +76,7 @@ def test_a_level_that_is_none_is_refused():
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_for_a_large_model_telemetry_is_less_than_a_hundredth_at_level_3():
     shapes = {f"block.{i}.weight": (160, 160) for i in range(50)}  # 1.28 M parameters
     large = ArrayRecord({name: Array(np.zeros(shape, np.float32)) for name, shape in shapes.items()})
@@ -98,6 +99,7 @@ def chatty(message, context):
     return training(message, context)
 
 
+@pytest.mark.thorough
 def test_what_finds_no_room_is_left_out_and_said_and_what_matters_stays():
     with watched() as (monitor, sink):
         sent = letters(client_app(fv.flower.client_mod(), train=chatty), monitor=monitor)

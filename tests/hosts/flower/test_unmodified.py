@@ -332,7 +332,7 @@ def flwr(tmp_path):
 
 def nothing_left(mark: str) -> bool:
     """Ray's workers see a little later than others that all is over."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while marked(mark) and time.monotonic() < until:
         time.sleep(0.2)
     return not marked(mark)

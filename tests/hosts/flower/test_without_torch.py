@@ -41,6 +41,7 @@ def runs(tmp_path_factory):
     return absent, run(folder / "present.db", "present")[0], log
 
 
+@pytest.mark.thorough
 def test_an_app_without_torch_is_watched_and_its_ill_clients_are_found(runs):
     absent, _, log = runs
     assert absent["torch"] is False
@@ -71,12 +72,14 @@ def test_numpy_measures_what_torch_measures(runs):
     assert ["updates.numpy"] not in present["events"]
 
 
+@pytest.mark.thorough
 def test_the_client_mod_does_not_import_torch_where_the_app_does_not(tmp_path):
     found, _ = run(tmp_path / "none.db", "unused")
     assert found["torch"] is False
     assert "time.client" in found["metrics"]
 
 
+@pytest.mark.thorough
 def test_a_model_of_torch_is_measured_where_the_app_imports_it_as_it_trains(tmp_path):
     found, _ = run(tmp_path / "none.db", "late")
     assert found["torch"] is True
@@ -107,6 +110,7 @@ fv.Monitor(None).close()
 """
 
 
+@pytest.mark.thorough
 def test_what_needs_torch_is_answered_with_the_install_line():
     done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -103,6 +103,7 @@ def test_squaring_spreads_no_more_than_the_decomposition():
     assert bool((spread[by_squaring] < 1.3 * spread[by_decomposition]).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("outputs", [1, 2, 43, 300])
 @pytest.mark.parametrize("size", [1e-60, 1.0, 1e70])
 def test_squaring_finds_the_leading_direction(outputs, size):
@@ -119,6 +120,7 @@ def test_squaring_finds_the_leading_direction(outputs, size):
     assert not any(bool(part.any()) for part in (nothing.u, nothing.along, nothing.rest))
 
 
+@pytest.mark.thorough
 def test_signs_of_one_stream_estimate_as_well():
     """The GPU's way as a whole: over 400 seeds the mean of (GSC)² is that of the exact one."""
     model, x = dense()
@@ -201,6 +203,7 @@ def test_the_hosts_own_forward_pass_is_used_where_it_serves():
     assert len(calls) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(STACKABLE)))
 def test_nonlinearity_is_that_of_single_clients(number):
     model, shape, classes = STACKABLE[number]
