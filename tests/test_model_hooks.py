@@ -150,11 +150,11 @@ def test_a_client_that_trains_on_another_thread_than_it_was_opened_on():
 
     list(DataLoader(TensorDataset(X), 4))
     with monitor, monitor.round(0):
-        monitor.client_begin("c0", model)
+        monitor.host.client_begin("c0", model)
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
-        monitor.client_end("c0")
+        monitor.host.client_end("c0")
     (span,) = sink.of(Span, "client")
     assert min(parts_of(span).values()) >= 0
     assert 0.04 < sum(parts_of(span).values()) <= span.seconds * (1 + 1e-6)
@@ -179,11 +179,11 @@ def test_a_loader_that_somebody_else_replaces_meanwhile_stays_replaced():
 def test_wrong_times_are_told_and_a_closed_run_stays_closed():
     sink, monitor = watched()
     with monitor, monitor.round(0):
-        monitor.spent("aggregate", None)
-        monitor.spent("aggregate", "soon")
+        monitor.host.spent("aggregate", None)
+        monitor.host.spent("aggregate", "soon")
     assert len(sink.events("monitor.error")) == 2
     unopened = Monitor(None, sinks=[sink], detectors=())
     unopened.close()
     before = threading.active_count()
-    unopened.admit(list(sink.of(Span)))
+    unopened.host.admit(list(sink.of(Span)))
     assert threading.active_count() == before

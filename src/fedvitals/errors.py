@@ -65,5 +65,5 @@ def unknown(what: str, got: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean '{close[0]}'?" if close else ""
-    told = (f"'{name}'" if "," in name or " " in name else name for name in names)  # else one name looks like two
-    return f"Unknown {what} '{got}'. Known: {', '.join(told) or 'none'}.{hint}"
+    quoted = (f"'{name}'" if "," in name or " " in name else name for name in names)  # else one name looks like two
+    return f"Unknown {what} '{got}'. Known: {', '.join(quoted) or 'none'}.{hint}"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvitals.errors import StoreError
-from fedvitals.protocols import Message, Node, Recorder
+from fedvitals.protocols import Message, Node, TapeRecorder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class LoopTape:
     """Does nothing before `open`, and nothing where the host hands over its states itself."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
+        self._recorder: TapeRecorder | None = None
         self._tell: Tell = lambda *_: None
         self._number: int | None = None  # of the open round
         self._model: Any = None
@@ -57,7 +57,7 @@ class LoopTape:
         self._came: set[Node] = set()
         self._warned: set[str] = set()
 
-    def open(self, recorder: Recorder, tell: Tell) -> None:
+    def open(self, recorder: TapeRecorder, tell: Tell) -> None:
         self._recorder, self._tell = recorder, tell
 
     def leave_to_host(self) -> None:
@@ -91,8 +91,8 @@ class LoopTape:
         if recorder is None or opened != number:
             return
         after = tensors_of(state) or tensors_of(model)
-        told = {name: float(value) for name, value in metrics.items()}
-        recorder.end(number, {"model": after or {}}, self._notes, {**self._metrics, **told})
+        own_metrics = {name: float(value) for name, value in metrics.items()}
+        recorder.end(number, {"model": after or {}}, self._notes, {**self._metrics, **own_metrics})
         recorder.gate(number)
 
     def logged(self, node: Node | None, name: str, value: float) -> None:
@@ -125,11 +125,11 @@ class LoopTape:
 
         error = None if outcome is None else f"{type(outcome).__name__}: {outcome}"[:1000]
         losses = torch.tensor(training.losses) if training.losses else None
-        said = {RANDOM: training.random}
+        notes = {RANDOM: training.random}
         self._came.add(node)
         self._recorder.messages(
             self._number,
-            [Message(node, tensors, weight, error is None, training.group, losses=losses, error=error, said=said)],
+            [Message(node, tensors, weight, error is None, training.group, losses=losses, error=error, said=notes)],
         )
 
     def sent(self, number: int, updates: Mapping[Node, Any], excluded: Sequence[Node]) -> None:
@@ -137,14 +137,14 @@ class LoopTape:
         if self._recorder is None or self._number != number:
             return
         self._notes |= {"excluded": [*excluded]} if excluded else {}
-        found = [
+        messages = [
             Message(node, self._named(update), 1.0, node not in excluded, said={"kind": DELTA})
             for node, update in updates.items()
             if node not in self._came
         ]
-        self._came |= {message.node for message in found}
-        if found:
-            self._recorder.messages(number, found)
+        self._came |= {message.node for message in messages}
+        if messages:
+            self._recorder.messages(number, messages)
 
     def _named(self, update: Any) -> dict[str, Tensor]:
         import torch  # noqa: PLC0415
@@ -161,10 +161,10 @@ class LoopTape:
 
         devices = {tensor.device.type for tensor in tensors} - {"cpu"}
         device = next(iter(sorted(devices)), self._described.get("device", "cpu"))
-        told = {"kind": "loop", "device": device, "threads": torch.get_num_threads()}
-        if told != self._described and self._recorder is not None:
-            self._described = told
-            self._recorder.describe(told)
+        description = {"kind": "loop", "device": device, "threads": torch.get_num_threads()}
+        if description != self._described and self._recorder is not None:
+            self._described = description
+            self._recorder.describe(description)
 
     def _warn(self, text: str) -> None:
         if "no model" not in self._warned:
@@ -179,12 +179,12 @@ def tensors_of(state: Any) -> dict[str, Tensor] | None:
     held = state.state_dict() if hasattr(state, "state_dict") else state
     if not isinstance(held, Mapping):
         return None
-    found = {
+    tensors = {
         str(name): torch.as_tensor(value).detach().clone()
         for name, value in held.items()
         if isinstance(value, torch.Tensor | np.ndarray)
     }
-    return found or None
+    return tensors or None
 
 
 # -- random generators ------------------------------------------------------------------------------------------------
@@ -197,32 +197,32 @@ def random_states() -> dict[str, Any]:
     """
     import torch  # noqa: PLC0415
 
-    found: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes()}
+    states_by_library: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+        states_by_library["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
     version, words, gauss = random.getstate()
-    found["python"] = [version, _words(words), gauss]
+    states_by_library["python"] = [version, _words(words), gauss]
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the loop's own generator
     if kind == "MT19937":
-        found["numpy"] = [np.asarray(keys, "<u4").tobytes(), int(place), int(has_gauss), float(cached)]
-    return found
+        states_by_library["numpy"] = [np.asarray(keys, "<u4").tobytes(), int(place), int(has_gauss), float(cached)]
+    return states_by_library
 
 
-def set_random_states(told: Mapping[str, Any]) -> None:
+def set_random_states(states_by_library: Mapping[str, Any]) -> None:
     """Put the generators where they stood. StoreError where this is no such thing."""
     import torch  # noqa: PLC0415
 
     try:
-        torch.set_rng_state(torch.from_numpy(_numbers(told["torch"], "u1", torch.get_rng_state().numel())))
-        if "cuda" in told and torch.cuda.is_available():
-            states = [torch.from_numpy(_numbers(one, "u1", None)) for one in told["cuda"]]
+        torch.set_rng_state(torch.from_numpy(_numbers(states_by_library["torch"], "u1", torch.get_rng_state().numel())))
+        if "cuda" in states_by_library and torch.cuda.is_available():
+            states = [torch.from_numpy(_numbers(encoded, "u1", None)) for encoded in states_by_library["cuda"]]
             torch.cuda.set_rng_state_all(states[: torch.cuda.device_count()])
-        version, words, gauss = told["python"]
+        version, words, gauss = states_by_library["python"]
         random.setstate((version, tuple(_numbers(words, "<u4", 625).tolist()), gauss))
-        if "numpy" in told:
-            keys, place, has_gauss, cached = told["numpy"]
-            found = ("MT19937", _numbers(keys, "<u4", 624), _place(place), has_gauss, cached)
-            np.random.set_state(found)  # noqa: NPY002
+        if "numpy" in states_by_library:
+            keys, place, has_gauss, cached = states_by_library["numpy"]
+            numpy_state = ("MT19937", _numbers(keys, "<u4", 624), _place(place), has_gauss, cached)
+            np.random.set_state(numpy_state)  # noqa: NPY002
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise StoreError(f"The state of the random generators on the tape cannot be read: {error}") from error
 
@@ -234,16 +234,16 @@ def _words(words: Sequence[int]) -> bytes:
     return held.tobytes()
 
 
-def _place(told: Any) -> int:
+def _place(position: Any) -> int:
     """NumPy does not look, and would read beside its own memory."""
-    if told not in range(625):
-        raise ValueError(f"place {told} of 624")
-    return int(told)
+    if position not in range(625):
+        raise ValueError(f"place {position} of 624")
+    return int(position)
 
 
-def _numbers(told: str | bytes, kind: str, length: int | None) -> np.ndarray[Any, Any]:
-    held = told if isinstance(told, bytes) else base64.b64decode(told, validate=True)
-    found = np.frombuffer(held, kind).copy()
-    if length is not None and len(found) != length:
-        raise ValueError(f"{length} numbers were expected, and {len(found)} are there")
-    return found
+def _numbers(encoded: str | bytes, kind: str, length: int | None) -> np.ndarray[Any, Any]:
+    held = encoded if isinstance(encoded, bytes) else base64.b64decode(encoded, validate=True)
+    numbers = np.frombuffer(held, kind).copy()
+    if length is not None and len(numbers) != length:
+        raise ValueError(f"{length} numbers were expected, and {len(numbers)} are there")
+    return numbers

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from fedvitals.errors import ConfigError
 from fedvitals.records import Action, Event, Finding, Record
 from fedvitals.stats import Array
 
@@ -31,20 +33,71 @@ class Moment:
 Schedule = Callable[[Moment], bool]
 """Whether to measure at this step: `every(5)`, `first(3)`, `budget(1.0)`, or any function of a `Moment`."""
 
-Probe = Callable[[Any], Mapping[str, Any]]
-"""From a view of the model (`probes.view.View`) to numbers by name.
 
-A number or 0-d array becomes a Metric of that name (`user.*` unless it is in the catalogue); an array [layers, columns]
-becomes LayerStats, so its name must be a family of `stats.FAMILIES`.
-Results stay on the device they were computed on, and may have a leading axis of clients when these are stacked.
-"""
+class Probe(Protocol):
+    """Measures a model: a function from a view of it (`probes.view.View`) to numbers by name.
+
+    A number or 0-d array becomes a Metric of that name (`user.*` unless it is in the catalogue); an array [layers,
+    columns] becomes LayerStats, so its name must be a family of `stats.FAMILIES`.
+    Results stay on the device they were computed on, and may have a leading axis of clients when these are stacked.
+    """
+
+    def __call__(self, view: Any, /) -> Mapping[str, Any]:
+        """Return what was measured."""
+        ...
 
 
 @runtime_checkable
-class Sink(Protocol):
-    """Where records go: the store, an exporter, an alert. It may be slow and it may fail: it never sees training."""
+class PreparedProbe(Protocol):
+    """A probe that needs to see the forward or backward pass of a scheduled step: it is prepared before the step."""
 
-    def write(self, records: Sequence[Record], /) -> None: ...
+    def prepare(self, view: Any, charge: Callable[[Callable[[], None]], None], /) -> Callable[[], Mapping[str, Any]]:
+        """Get ready for one step. Returns a function that ends this and gives what was measured.
+
+        Work during the step is passed to `charge`, which runs it and counts its time as the probe's.
+        """
+        ...
+
+
+@runtime_checkable
+class HasName(Protocol):
+    """What has a name in the source code, as functions and classes have."""
+
+    __name__: str
+
+
+def name_of(part: object) -> str:
+    """The name of a user's probe or detector: of the function, or of the object's class."""
+    return str(part.__name__) if isinstance(part, HasName) else type(part).__name__
+
+
+@runtime_checkable
+class RecordWriter(Protocol):
+    """The least that a user's own sink has. `transport.sink_adapter` makes a `Sink` of it."""
+
+    def write(self, records: Sequence[Record], /) -> None:
+        """Take records, in the order in which they were made. What is raised is retried later, but for RecordError."""
+        ...
+
+
+@runtime_checkable
+class Sink(RecordWriter, Protocol):
+    """Where records go: the store, an exporter, an alert. It may be slow and it may fail: it never sees training.
+
+    Inherit from it: all but `write` have defaults. `name`: for messages; by default the class's. `ignores`: kinds of
+    records that are not handed to it.
+    """
+
+    name: str = ""
+    ignores: tuple[type, ...] = ()
+
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
+        """Called before the first record, with the folder beside the store and each issue's family."""
+        del folder, families
+
+    def close(self) -> None:
+        """Called once, after the last record, on the thread that wrote."""
+        return
 
 
 @runtime_checkable
@@ -90,8 +143,13 @@ class History(Protocol):
         ...
 
 
-Detector = Callable[[History, int], Iterable[Finding]]
-"""Pure: from what was measured up to a round to what is wrong; the same live and on an old store."""
+class Detector(Protocol):
+    """A pure function from what was measured up to a round to what is wrong; the same live and on an old store."""
+
+    def __call__(self, history: History, round_index: int, /) -> Iterable[Finding]:
+        """Return the findings of a round."""
+        ...
+
 
 Correction = Callable[[Finding, History], Action | None]
 """From a finding to what could be done about it, as data; the host decides and applies."""
@@ -138,14 +196,14 @@ class Message:
 
 
 @runtime_checkable
-class Recorder(Protocol):
+class TapeRecorder(Protocol):
     """What a host hands to a tape, round by round. States are tensors by name, several of them by names of their own.
 
     All that is handed over is the recorder's: nobody changes it afterwards. It never raises, and all but `gate` never
     wait.
     """
 
-    def describe(self, told: Mapping[str, Any]) -> None:
+    def describe(self, description: Mapping[str, Any]) -> None:
         """Once, before the first round: what re-executing the run needs, as JSON."""
         ...
 
@@ -185,18 +243,34 @@ class Replayable(Protocol):
 
 
 @runtime_checkable
-class Observer(Protocol):
+class RoundObserver(Protocol):
+    """The part of an `Observer` by which one is recognised: it has methods alone, so that checking calls none."""
+
+    def round_begin(self, round_index: int, global_state: Any = None) -> None:
+        """A round begins. `global_state`: the global model, where the host has it as a module."""
+        ...
+
+    def round_end(
+        self,
+        round_index: int,
+        global_state: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """A round is over. `metrics`: what the host knows of it, by name."""
+        ...
+
+
+@runtime_checkable
+class Observer(RoundObserver, Protocol):
     """What a host (a plain loop, the lab, Flower) tells about a federation as it trains.
 
-    `Monitor` is one. A host that has no observer passes `NullObserver()`, which costs nothing.
+    `Monitor.host` is one. A host that has no observer passes `NullObserver()`, which costs nothing.
     """
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> TapeRecorder | None:
         """The tape that wants to have the states themselves; None where there is none."""
         ...
-
-    def round_begin(self, round_index: int, global_state: Any = None) -> None: ...
 
     def client_begin(
         self,
@@ -239,13 +313,6 @@ class Observer(Protocol):
         raw_bytes: int | None = None,
         seconds: float | None = None,
         kind: str = "update",
-    ) -> None: ...
-
-    def round_end(
-        self,
-        round_index: int,
-        global_state: Any = None,
-        metrics: Mapping[str, float] | None = None,
     ) -> None: ...
 
     def for_worker(self) -> WorkerObserver:
@@ -304,6 +371,30 @@ class Observer(Protocol):
 
 
 @runtime_checkable
+class Observed(Protocol):
+    """What has an observer for hosts, as a `Monitor` does."""
+
+    @property
+    def host(self) -> Observer:
+        """The observer that a host calls."""
+        ...
+
+
+def observer_of(observer: Observer | Observed | None) -> Observer:
+    """The observer that a host was passed: itself, that of a monitor, or for None one that watches nothing.
+
+    ConfigError where it is none of these.
+    """
+    if observer is None:
+        return NullObserver()
+    if isinstance(observer, Observed):
+        return observer.host
+    if not isinstance(observer, RoundObserver):
+        raise ConfigError(f"The observer is a fv.Monitor('runs.db') or the like; got {observer!r}.")
+    return observer
+
+
+@runtime_checkable
 class WorkerObserver(Protocol):
     """What a host tells in a child process. Its records go home as the bytes of `payload()`, after each client."""
 
@@ -346,7 +437,7 @@ class WorkerObserver(Protocol):
 class NullObserver:
     """Watches nothing, at no cost; in a worker, too."""
 
-    recorder: Recorder | None = None
+    recorder: TapeRecorder | None = None
 
     def round_begin(self, *_: Any, **__: Any) -> None: ...
     def client_begin(self, *_: Any, **__: Any) -> None: ...

@@ -25,7 +25,7 @@ from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.view import View
-from fedvitals.protocols import Detector, NullObserver, Probe, Sink
+from fedvitals.protocols import Detector, NullObserver, Probe, RecordWriter, Sink, name_of
 from fedvitals.records import (
     Action,
     Event,
@@ -47,6 +47,7 @@ from fedvitals.records import (
 )
 from fedvitals.stats import FAMILIES, empty_sums
 from fedvitals.store import MemoryStore
+from fedvitals.transport.sink_adapter import as_sink
 
 __all__ = [
     "MemorySink",
@@ -61,7 +62,7 @@ __all__ = [
 Kind = TypeVar("Kind", bound=Record)
 
 
-class MemorySink:
+class MemorySink(Sink):
     """Keeps every record in a list, and picks from it: `sink.value("loss", node="c1", round=2)`."""
 
     name = "memory"
@@ -78,15 +79,15 @@ class MemorySink:
 
     def of(self, kind: type[Kind], name: str | None = None, **where: Any) -> list[Kind]:
         """Records of a kind, by name (or family) and by coordinates, in order of arrival."""
-        found: list[Kind] = []
+        records: list[Kind] = []
         for record in self.records:
             if not isinstance(record, kind):
                 continue
             own = getattr(record, "name", getattr(record, "family", getattr(record, "issue", None)))
             place = getattr(record, "where", None)
             if name in (None, own) and all(getattr(place, key) == value for key, value in where.items()):
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
     def metrics(self, name: str | None = None, **where: Any) -> list[Metric]:
         return self.of(Metric, name, **where)
@@ -163,17 +164,17 @@ def check_probe(probe: Probe, models: Iterable[tuple[nn.Module, Tensor, Tensor]]
         before = _fingerprint(model)
         view = View(model, round_index=0, node="c0", data=(x, y), loss=functional.cross_entropy)
         first, second = probe(view), probe(view)
-        _require(_fingerprint(model) == before, f"{_name(probe)} changed the model, its hooks or a random stream.")
+        _require(_fingerprint(model) == before, f"{name_of(probe)} changed the model, its hooks or a random stream.")
         _check_numbers(probe, first, view)
         same = first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-        _require(same, f"{_name(probe)} gave other numbers for the same view the second time.")
+        _require(same, f"{name_of(probe)} gave other numbers for the same view the second time.")
         _without_gradients(probe, view)
 
 
-def check_sink(make_sink: Callable[[], Sink]) -> None:
+def check_sink(make_sink: Callable[[], RecordWriter]) -> None:
     """A sink takes every kind of record, in any batch size, twice, from a thread that did not make it, and closes."""
     sink = make_sink()
-    _require(isinstance(sink, Sink), f"A sink has write(records), {type(sink).__name__} has not.")
+    _require(isinstance(sink, RecordWriter), f"A sink has write(records), {type(sink).__name__} has not.")
     examples = examples_of_records()
     batch = list(examples)
     failure: list[BaseException] = []
@@ -185,7 +186,7 @@ def check_sink(make_sink: Callable[[], Sink]) -> None:
             for record in examples:
                 sink.write([record])
             sink.write([])
-            getattr(sink, "close", lambda: None)()
+            as_sink(sink).close()
         except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
             failure.append(error)
 
@@ -202,7 +203,7 @@ def check_detector(detector: Detector) -> None:
     """A detector is pure: silent without history, the same twice, and its findings are well formed."""
     _require(callable(detector), f"A detector is a function (history, round), got {detector!r}.")
     findings = list(detector(MemoryStore().history("nothing"), 0))
-    _require(not findings, f"{_name(detector)} finds something in a run without records: {findings}")
+    _require(not findings, f"{name_of(detector)} finds something in a run without records: {findings}")
     sink, store = MemorySink(), MemoryStore()
     run = tiny_run(sinks=[sink], clients=3).run
     store.write(sink.records)
@@ -210,7 +211,7 @@ def check_detector(detector: Detector) -> None:
         first = list(detector(store.history(run.id), number))
         second = list(detector(store.history(run.id), number))
         _require(
-            first == second, f"{_name(detector)} is not pure: other findings the second time, or other times `at`."
+            first == second, f"{name_of(detector)} is not pure: other findings the second time, or other times `at`."
         )
         for finding in first:
             _check_finding(detector, finding, run.id)
@@ -308,11 +309,13 @@ def _fingerprint(model: nn.Module) -> Any:
     return values, [m.training for m in model.modules()], hooks, streams
 
 
-def _check_numbers(probe: Probe, found: Any, view: View) -> None:
-    name = _name(probe)
-    _require(isinstance(found, Mapping), f"{name} must return a mapping of name to number, got {type(found).__name__}.")
+def _check_numbers(probe: Probe, numbers: Any, view: View) -> None:
+    name = name_of(probe)
+    _require(
+        isinstance(numbers, Mapping), f"{name} must return a mapping of name to number, got {type(numbers).__name__}."
+    )
     rows = {"parameter": len(view.parameters), "buffer": len(view.named_buffers)}
-    for key, value in found.items():
+    for key, value in numbers.items():
         _require(isinstance(key, str) and key, f"{name}: names are words, got {key!r}.")
         try:
             array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
@@ -333,11 +336,11 @@ def _without_gradients(probe: Probe, view: View) -> None:
     try:
         probe(View(view.model))
     except Exception as error:
-        raise AssertionError(f"{_name(probe)} fails without gradients, data and loss: {error!r}") from error
+        raise AssertionError(f"{name_of(probe)} fails without gradients, data and loss: {error!r}") from error
 
 
 def _check_finding(detector: Detector, finding: Any, run: str) -> None:
-    name = _name(detector)
+    name = name_of(detector)
     _require(isinstance(finding, Finding), f"{name} must yield Findings, got {type(finding).__name__}.")
     _require(finding.where.run == run, f"{name}: a finding is about run {finding.where.run!r}, not {run!r}.")
     known = ("note", "warning", "critical")
@@ -393,13 +396,9 @@ def _same(a: Any, b: Any) -> bool:
     return np.array_equal(first, second, equal_nan=True)
 
 
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _only(found: list[Kind], name: str, where: Mapping[str, Any]) -> Kind:
-    _require(len(found) == 1, f"Wanted one record '{name}' at {dict(where)}, found {len(found)}: {found[:3]}")
-    return found[0]
+def _only(records: list[Kind], name: str, where: Mapping[str, Any]) -> Kind:
+    _require(len(records) == 1, f"Wanted one record '{name}' at {dict(where)}, found {len(records)}: {records[:3]}")
+    return records[0]
 
 
 def _require(condition: object, message: str) -> None:

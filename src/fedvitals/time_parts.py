@@ -72,10 +72,10 @@ def clock_of(span: Span) -> str:
 
 def parts_of(span: Span) -> dict[str, float]:
     """What the Span's time went to; only what can be true: it may come from a machine that lies."""
-    told = span.attributes.get("parts")
-    if not isinstance(told, Mapping):
+    parts = span.attributes.get("parts")
+    if not isinstance(parts, Mapping):
         return {}
-    known = {name: value for name, value in told.items() if name in WORK or name in REST}
+    known = {name: value for name, value in parts.items() if name in WORK or name in REST}
     return {name: float(v) for name, v in known.items() if isinstance(v, _NUMBER) and 0 <= v <= LONGEST}
 
 
@@ -86,8 +86,8 @@ def unfold(span: Span) -> list[Span]:
     clock = {"clock": "virtual"} if clock_of(span) == "virtual" else {}
     for name, seconds in parts_of(span).items():
         own = hashlib.blake2b(f"{span.id}/{name}".encode(), digest_size=8).hexdigest()
-        told = {**clock, **folded}
-        children.append(replace(span, at=at, name=name, seconds=seconds, id=own, parent=span.id, attributes=told))
+        attributes = {**clock, **folded}
+        children.append(replace(span, at=at, name=name, seconds=seconds, id=own, parent=span.id, attributes=attributes))
         at += seconds
     return children
 

@@ -146,11 +146,11 @@ def test_the_monitor_tells_where_and_which(tmp_path, caplog):
     """`begin` gives the folder beside the store, unless one was named, and each issue's family."""
     alerts = Alerts(rules=["finding in cleint"], channels=[File("a")])
     with caplog.at_level(logging.WARNING):
-        alerts.begin(tmp_path / "runs.db.d", {"NAN_UPDATE": "client"})
+        alerts.prepare(tmp_path / "runs.db.d", {"NAN_UPDATE": "client"})
     assert alerts.folder == tmp_path / "runs.db.d"
     assert "Did you mean 'client'" in caplog.text
     named = Alerts(rules=["finding"], channels=[File("a")], folder=tmp_path)
-    named.begin(tmp_path / "runs.db.d")
+    named.prepare(tmp_path / "runs.db.d")
     assert named.folder == tmp_path
     path = tmp_path / "alerts.toml"
     path.write_text(FILE + RULE)

@@ -15,8 +15,8 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Where
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT
 from fedvitals.store import open_reader
-from fedvitals.views import layer_history as history_module
-from fedvitals.views.layer_history import layer_history
+from fedvitals.store.read import layer_history as history_module
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.layers import FAMILIES, WORDS, chosen_rounds, layers_page
 from support.dashboard_server import judge, ready, serve
 from support.timed_run import STARTED, begin, stored

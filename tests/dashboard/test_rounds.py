@@ -5,9 +5,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.pages import time_costs as spending_module
+from fedvitals.dashboard.pages import time_costs as time_costs_module
 from fedvitals.dashboard.pages.costs import costs
-from fedvitals.dashboard.pages.time_costs import changes, spending, window_of
+from fedvitals.dashboard.pages.time_costs import changes, time_costs, window_of
 from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Finding, Metric, Span, Where
 from fedvitals.store import open_reader, open_store
@@ -117,7 +117,7 @@ def test_a_round_that_was_not_timed(tmp_path):
     with open_reader(stored(tmp_path / "bare.db", run)) as reader:
         page = round_page(reader, "bare", 0)
         assert (page.timed, page.lanes, page.seconds) == (False, (), None)
-        assert spending(reader, "bare").timed is False
+        assert time_costs(reader, "bare").timed is False
         assert topology_page(reader, "bare").told is False
 
 
@@ -144,7 +144,7 @@ def test_the_table_of_a_round_is_sorted_and_paged(reader):
 
 
 def test_a_page_says_of_all_rounds_what_the_terminal_says(reader):
-    page, whole = spending(reader, "slow"), profile_of(reader, "slow")
+    page, whole = time_costs(reader, "slow"), profile_of(reader, "slow")
     assert page.headline == whole.verdict.text
     assert page.kind == "straggler"
     assert [one.node for one in page.stragglers] == [one.node for one in whole.stragglers] == ["c1"]
@@ -161,10 +161,10 @@ def test_remedies_are_those_of_the_terminal(reader):
 
 
 def test_a_large_run_is_looked_at_in_its_newest_rounds(reader, monkeypatch):
-    monkeypatch.setattr(spending_module, "SPANS", 12)  # six Spans a round
+    monkeypatch.setattr(time_costs_module, "SPANS", 12)  # six Spans a round
     window = window_of(reader, "slow", None, None)
     assert (window.first, window.last, window.rounds, window.of, window.narrowed) == (4, 5, 2, 6, False)
-    monkeypatch.setattr(spending_module, "MOST_SPANS", 18)
+    monkeypatch.setattr(time_costs_module, "MOST_SPANS", 18)
     asked = window_of(reader, "slow", 0, 4)
     assert (asked.first, asked.last, asked.rounds, asked.narrowed) == (2, 4, 3, True)
     assert window_of(reader, "slow", 1, 2).narrowed is False

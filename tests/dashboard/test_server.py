@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.change_tracker import Pulse
+from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.upkeep.retention import delete
@@ -150,15 +150,15 @@ def test_raw_records_come_a_page_at_a_time_and_all_of_them(asking: TestClient, s
 
 
 def test_a_look_sees_each_change_once(store: Path) -> None:
-    pulse = Pulse()
+    tracker = ChangeTracker()
     with open_reader(store) as reader:
-        pulse.look(reader)
-        before, _ = pulse.versions()
-        pulse.look(reader)
-        assert pulse.versions()[0] == before
+        tracker.look(reader)
+        before, _ = tracker.versions()
+        tracker.look(reader)
+        assert tracker.versions()[0] == before
         _more(store, ONE, 1.0, 0)
-        pulse.look(reader)
-        (*same, count), versions = pulse.versions()
+        tracker.look(reader)
+        (*same, count), versions = tracker.versions()
         assert (*same, count - 1) == before
         assert [run for run, at in versions.items() if at == count] == [ONE]
 

@@ -183,7 +183,7 @@ def test_the_exchange_of_the_docs_over_a_pipe():
     sink = MemorySink()
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     with fv.Monitor(None, sinks=[sink], machine=False, strict=True) as monitor:
-        other = multiprocessing.get_context("fork").Process(target=client, args=(theirs, monitor.for_worker()))
+        other = multiprocessing.get_context("fork").Process(target=client, args=(theirs, monitor.host.for_worker()))
         other.start()
 
         def ask(_node, message):

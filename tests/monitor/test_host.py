@@ -17,7 +17,7 @@ NODES = ["c0", "c1", "c2", "c3"]
 def test_both_observers_have_every_method_of_the_protocol():
     monitor, _ = watched()
     with monitor:
-        assert isinstance(monitor, Observer)
+        assert isinstance(monitor.host, Observer)
         assert isinstance(NullObserver(), Observer)
 
 
@@ -54,9 +54,9 @@ def test_loss_of_an_open_client_that_the_host_names_is_its_loss():
 def test_span_on_a_virtual_clock_stands_after_the_start_of_the_run():
     monitor, sink = watched()
     with monitor:
-        monitor.span(None, "set-up", 0.0, 1.5, clock="virtual")  # before any round
+        monitor.host.span(None, "set-up", 0.0, 1.5, clock="virtual")  # before any round
         with monitor.round(0):
-            monitor.span("c4", "upload", 12.5, 3.0, clock="virtual", lost=True)
+            monitor.host.span("c4", "upload", 12.5, 3.0, clock="virtual", lost=True)
             outer = sink  # the round's own span is written at its end
     spans = {s.name: s for s in outer.of(Span)}
     started = monitor.run.started
@@ -74,8 +74,8 @@ def test_span_on_a_virtual_clock_stands_after_the_start_of_the_run():
 def test_event_at_a_node():
     monitor, sink = watched()
     with monitor, monitor.round(1):
-        monitor.event("warning", "client.dropped", "c3 went away.", node="c3", data={"after": 2.5})
-        monitor.event("info", "clusters.merged", "cluster-0 and cluster-1 are one.")
+        monitor.host.event("warning", "client.dropped", "c3 went away.", node="c3", data={"after": 2.5})
+        monitor.host.event("info", "clusters.merged", "cluster-0 and cluster-1 are one.")
     (dropped,) = sink.events("client.dropped")
     assert (dropped.level, dropped.where.round, dropped.where.node) == ("warning", 1, "c3")
     assert dropped.data == {"after": 2.5}
@@ -86,9 +86,9 @@ def test_event_at_a_node():
 def test_host_is_never_stopped_by_what_it_tells():
     monitor, sink = watched(strict=False)
     with monitor, monitor.round(0):
-        monitor.event("wraning", "x", "y")
-        monitor.event("info", "x", None)
-        monitor.span("c0", "upload", "soon", 1.0)
+        monitor.host.event("wraning", "x", "y")
+        monitor.host.event("info", "x", None)
+        monitor.host.span("c0", "upload", "soon", 1.0)
         monitor.log({"loss": "high"}, node="c0")
         monitor.log({"loss": 1.0}, node="c0")
     told = [e.message for e in sink.events("monitor.error")]
@@ -102,8 +102,8 @@ def test_privacy_holds_for_what_a_host_tells_of_a_client():
     with monitor, monitor.round(0):
         monitor.log({"accuracy": 0.5}, node="c7")
         monitor.log({"accuracy": 0.25}, node="server")
-        monitor.event("warning", "client.dropped", "c3 said something", node="c3", data={"words": "secret"})
-        monitor.span("c3", "upload", 1.0, 2.0, clock="virtual", words="secret")
+        monitor.host.event("warning", "client.dropped", "c3 said something", node="c3", data={"words": "secret"})
+        monitor.host.span("c3", "upload", 1.0, 2.0, clock="virtual", words="secret")
     assert [r.where.node for r in sink.metrics("accuracy")] == ["server"]
     (event,) = sink.events("client.dropped")
     assert "said something" not in event.message
@@ -117,8 +117,8 @@ def test_closed_run_takes_nothing_more():
     with monitor, monitor.round(0):
         pass
     count = len(sink.records)
-    monitor.span(None, "late", 0.0, 1.0)
-    monitor.event("info", "late", "late")
+    monitor.host.span(None, "late", 0.0, 1.0)
+    monitor.host.event("info", "late", "late")
     assert len(sink.records) == count
 
 
@@ -130,7 +130,7 @@ def federate(sent_by, *, through_worker, **settings):
     monitor, sink = watched(**settings)
     honest = {}
     with monitor, monitor.round(0):
-        sent, observer = {}, monitor.for_worker() if through_worker else monitor
+        sent, observer = {}, monitor.host.for_worker() if through_worker else monitor
         for i, node in enumerate(NODES):
             model = make("mlp")
             before = [p.detach().clone() for p in model.parameters()]
@@ -139,7 +139,7 @@ def federate(sent_by, *, through_worker, **settings):
             honest[node] = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
             sent[node] = sent_by(node, honest[node])
         if through_worker:
-            monitor.absorb(observer.payload())
+            monitor.host.absorb(observer.payload())
         monitor.updates(0, sent)
     return sink, honest
 

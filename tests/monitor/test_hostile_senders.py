@@ -93,7 +93,7 @@ def test_without_a_sender_the_error_names_the_clients_of_the_payload(caplog):
     with fv.Monitor(None, sinks=[sink], machine=False) as monitor, monitor.round(0, model()):
         where = Where(monitor.run.id, 0, "c7")
         brought = Run(monitor.run.id, "", tables=(IMPOSSIBLE["a product beyond 64 bits"],))
-        monitor.absorb(payload([brought, Metric(where, 1.0, "loss", 1.0)], "worker-1"))
+        monitor.host.absorb(payload([brought, Metric(where, 1.0, "loss", 1.0)], "worker-1"))
     assert "Its records are of c7." in caplog.text
     assert len(sink.metrics("time.round")) == 1
     assert not sink.metrics("loss", node="c7")
@@ -182,7 +182,7 @@ def test_a_group_that_the_host_knows_is_kept():
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], machine=False, strict=True) as monitor, monitor.round(0, model()):
         own = payload([Metric(replace(HERE, group="edge-9"), time.time(), "loss", 1.0)], "there")
-        monitor.absorb(own, Sender(LIAR, THERE, group="edge-1"))
+        monitor.host.absorb(own, Sender(LIAR, THERE, group="edge-1"))
     assert [(m.where.node, m.where.group) for m in sink.metrics("loss")] == [(LIAR, "edge-1")]
 
 
@@ -217,7 +217,7 @@ def test_nor_do_our_own_workers_tell_it(name):
     with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
         with monitor.round(0, model()):
             record = NOT_THEIRS[name]
-            monitor.absorb(payload([replace(record, where=replace(record.where, run=monitor.run.id))], "worker-1"))
+            monitor.host.absorb(payload([replace(record, where=replace(record.where, run=monitor.run.id))], "worker-1"))
         assert monitor.lost == 1
     assert not [r for r in sink.records if r.source == "worker-1"]
     assert [m.where.node for m in sink.metrics("time.round")] == [None]
@@ -278,17 +278,17 @@ def test_a_payload_of_our_own_worker_does_not_hide_what_was_sent_either():
     with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
         for number in range(3):
             network = model()
-            monitor.round_begin(number, network)
+            monitor.host.round_begin(number, network)
             for node in ("c0", "c1", "c2"):
                 where = Where(monitor.run.id, number, node)
                 later = time.time() + 1e6
                 span = Span(where, time.time(), "client", 0.001, **SPAN, attributes={"failed": False})
                 told = [Run(monitor.run.id, "", tables=(ONE_LAYER, OF_MODEL)), span, Metric(where, 1.0, "steps", 3.0)]
                 told += [update_statistics(where=where), update_statistics(where=where, at=later)]
-                monitor.absorb(payload(told, f"worker-{node}-{number}"))
+                monitor.host.absorb(payload(told, f"worker-{node}-{number}"))
                 value = math.nan if node == "c1" and number == 2 else 0.01
                 monitor.updates(number, {node: [torch.full_like(p, value) for p in network.parameters()]})
-            monitor.round_end(number, network, {"loss": 1.0})
+            monitor.host.round_end(number, network, {"loss": 1.0})
     critical = [(f.where.node, f.where.round) for f in sink.of(Finding, "NAN_UPDATE")]
     assert critical == [("c1", 2)]
 
@@ -297,7 +297,7 @@ def test_where_the_server_has_no_update_the_clients_own_word_stands():
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], machine=False, strict=True) as monitor, monitor.round(0, model()):
         own = [*measured(LIAR, 0), tables(OF_MODEL), update_statistics(OF_MODEL, nans=2.0)]
-        monitor.absorb(payload(own, "there"), Sender(LIAR, THERE))
+        monitor.host.absorb(payload(own, "there"), Sender(LIAR, THERE))
     assert sink.layers("update", node=LIAR, round=0).get("nans").tolist() == [2.0] * 4
 
 
@@ -309,7 +309,7 @@ def test_where_the_server_has_no_names_for_layers_a_client_that_agrees_gives_the
         for node in ("ann", LIAR):
             where = Where(THERE, None, node)
             own = replace(update_statistics(where=where), matrix=true * 2 if node == LIAR else true)
-            monitor.absorb(payload([*measured(node, 0), tables(ONE_LAYER), own], node), Sender(node, THERE))
+            monitor.host.absorb(payload([*measured(node, 0), tables(ONE_LAYER), own], node), Sender(node, THERE))
             monitor.updates(0, {node: update})
     assert len(sink.of(LayerStats, "update", node="ann")) == 1
     assert not sink.of(LayerStats, "update", node=LIAR)
@@ -343,13 +343,13 @@ def test_names_of_metrics_are_counted_per_sender():
 
 def test_a_sender_with_many_sources_lets_no_other_be_counted_twice():
     with federation(lambda _: []) as found:
-        found.monitor.round_begin(0, found.model)
+        found.monitor.host.round_begin(0, found.model)
         own = payload(measured("ann", 0), "ann-0")
-        found.monitor.absorb(own, Sender("ann", THERE))
+        found.monitor.host.absorb(own, Sender("ann", THERE))
         many = [stamped(Metric(HERE, 1.0, "loss", 1.0), f"source-{i}", 0) for i in range(15_000)]
-        found.monitor.absorb(encode(many), Sender(LIAR, THERE))
-        found.monitor.absorb(own, Sender("ann", THERE))
-        found.monitor.round_end(0, found.model)
+        found.monitor.host.absorb(encode(many), Sender(LIAR, THERE))
+        found.monitor.host.absorb(own, Sender("ann", THERE))
+        found.monitor.host.round_end(0, found.model)
     assert len(found.sink.metrics("loss", node="ann")) == 1
 
 

@@ -227,9 +227,9 @@ def test_round_that_was_not_closed():
     """Beginning another round closes it, with a warning."""
     monitor, sink = watched()
     with monitor:
-        monitor.round_begin(0)
-        monitor.round_begin(1)
-        monitor.round_end(1)
+        monitor.host.round_begin(0)
+        monitor.host.round_begin(1)
+        monitor.host.round_end(1)
     assert [e.name for e in sink.events()] == ["round.unclosed"]
     assert [m.where.round for m in sink.metrics("time.round")] == [0, 1]
     assert current.get() is None
@@ -240,8 +240,8 @@ def test_close_closes_everything_once():
     monitor, sink = watched()
     model = make("mlp")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    monitor.round_begin(0)
-    monitor.client_begin("c0", model)
+    monitor.host.round_begin(0)
+    monitor.host.client_begin("c0", model)
     train(model, optimizer, make_data(), 2)
     monitor.close()
     monitor.close()
@@ -327,8 +327,8 @@ def test_statistics_that_the_host_computed():
     monitor, sink = watched()
     rows = torch.ones(4, 9).numpy()
     with monitor, monitor.round(0, make("mlp")):
-        monitor.stats("c0", "gradient", rows)
-        monitor.stats("c1", "gradient", rows)
+        monitor.host.stats("c0", "gradient", rows)
+        monitor.host.stats("c1", "gradient", rows)
     assert sink.layers("gradient", node="c1").matrix.tolist() == rows.tolist()
     assert sink.layers("gradient", node=None).matrix[:, SUM].tolist() == [2] * 4
 

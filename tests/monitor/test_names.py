@@ -114,32 +114,32 @@ def test_clients_named_by_numbers_are_judged_as_those_named_by_texts(names, tmp_
 def test_every_call_takes_names_that_are_no_texts():
     memory = MemoryStore(everything=True)
     with fv.Monitor(None, sinks=[memory], strict=True, machine=False) as monitor:
-        monitor.round_begin(0, mlp())
+        monitor.host.round_begin(0, mlp())
         model = mlp()
         with monitor.edge(100):
-            monitor.client_begin(1, model, group=100)
+            monitor.host.client_begin(1, model, group=100)
             monitor.log(loss=0.5, node=1)
-            monitor.client_end(np.int64(1))
-        monitor.event("info", "hello", "text", node=2)
+            monitor.host.client_end(np.int64(1))
+        monitor.host.event("info", "hello", "text", node=2)
         monitor.transfer("server", 3, 100)
         monitor.transfer(3, "server", 200)
-        monitor.stats(4, "update", np.zeros((4, 9)))
-        monitor.stats([5, 6], "update", np.zeros((2, 4, 9)))
-        monitor.spent("aggregate", 0.1, Site.NORTH)
+        monitor.host.stats(4, "update", np.zeros((4, 9)))
+        monitor.host.stats([5, 6], "update", np.zeros((2, 4, 9)))
+        monitor.host.spent("aggregate", 0.1, Site.NORTH)
         monitor.exchange(7, 1.0, 1.1, 1.2, 1.3)
-        monitor.span(8, "train", 0.0, 1.0, group=9)
-        monitor.expect(1)
-        assert "baggage" in monitor.headers(1)
+        monitor.host.span(8, "train", 0.0, 1.0, group=9)
+        monitor.host.expect(1)
+        assert "baggage" in monitor.host.headers(1)
         with monitor.part("evaluate", 0):
             pass
-        worker = monitor.for_worker()
+        worker = monitor.host.for_worker()
         with worker.client(1, mlp()):
             worker.log(accuracy=0.5)
         worker.transfer(1, "server", 10)
         worker.event("info", "hello", "text", node=1)
-        monitor.absorb(worker.payload())
-        monitor.truth({"kind": "label_noise", "nodes": [1, 2]})
-        monitor.round_end(0)
+        monitor.host.absorb(worker.payload())
+        monitor.host.truth({"kind": "label_noise", "nodes": [1, 2]})
+        monitor.host.round_end(0)
     nodes = {record.where.node for record in memory.records(monitor.run.id, Metric)} - {None, "server"}
     assert nodes >= {"1"}
     assert all(isinstance(node, str) for node in nodes)
@@ -160,14 +160,14 @@ def test_corrections_come_back_with_the_text_of_the_name():
 def test_a_name_given_twice_in_two_ways_is_one_client():
     monitor = fv.Monitor(None, strict=True, machine=False)
     with monitor, monitor.round(0), monitor.client(7), pytest.raises(ConfigError, match="Client '7' is already open"):
-        monitor.client_begin("7", mlp())
+        monitor.host.client_begin("7", mlp())
 
 
 @pytest.mark.parametrize("number", ["zero", 1.5, None, -1])
 def test_a_round_without_a_number_is_refused_before_anything_is_written(tmp_path, number):
     with fv.Monitor(tmp_path / "runs.db", strict=True, machine=False) as monitor:
         with pytest.raises(ConfigError, match="A round's number is an integer from 0 on"):
-            monitor.round_begin(number, mlp())
+            monitor.host.round_begin(number, mlp())
         with pytest.raises(ConfigError, match="A round's number is an integer from 0 on"):
             monitor.updates(number, {})
     assert not (tmp_path / "runs.db").exists()
@@ -214,7 +214,7 @@ def test_a_client_without_a_name_stops_no_training(name, caplog):
     with fv.Monitor(None, machine=False) as monitor, monitor.round(0, mlp()):
         with monitor.client(name, mlp()):
             pass
-        monitor.client_end(name)
+        monitor.host.client_end(name)
         monitor.log(loss=1.0)
     assert "needs a name" in caplog.text
 

@@ -88,22 +88,22 @@ def federation(name, seed, probes, *, dataset=Augmented, clip=True, amp=False, m
     states = []
     for number in range(2):
         if monitor:
-            monitor.round_begin(number, shared)
+            monitor.host.round_begin(number, shared)
         locals_ = []
         for i, loader in enumerate(loaders):
             model = copy.deepcopy(shared)
             optimizer = (make_optimizer or torch.optim.Adam)(model.parameters(), lr=1e-2)
             scaler = torch.amp.GradScaler("cpu", init_scale=256) if amp else None
             if monitor:
-                monitor.client_begin(f"c{i}", model, optimizer, loader, loss=functional.cross_entropy)
+                monitor.host.client_begin(f"c{i}", model, optimizer, loader, loss=functional.cross_entropy)
             epoch(model, optimizer, loader, scaler, clip=clip)
             if monitor:
-                monitor.client_end(f"c{i}")
+                monitor.host.client_end(f"c{i}")
             locals_.append(model.state_dict())
             states.append((model.state_dict(), optimizer.state_dict(), [m.training for m in model.modules()]))
         shared.load_state_dict({k: torch.stack([s[k].double() for s in locals_]).mean(0) for k in locals_[0]})
         if monitor:
-            monitor.round_end(number, shared)
+            monitor.host.round_end(number, shared)
     if monitor:
         monitor.close()
     streams = [torch.get_rng_state(), [g.get_state() for g in generators], random.getstate(), np.random.get_state()]  # noqa: NPY002

@@ -16,13 +16,13 @@ def rounds(monitor, numbers, through_worker=False):
     model = make("mlp")
     for number in numbers:
         with monitor.round(number, model):
-            observer = monitor.for_worker() if through_worker else monitor
+            observer = monitor.host.for_worker() if through_worker else monitor
             for seed, node in enumerate(("c0", "c1")):
                 local = make("mlp")
                 with observer.client(node, local):
                     train(local, torch.optim.SGD(local.parameters(), 0.1), make_data(seed=seed), 2)
             if through_worker:
-                monitor.absorb(observer.payload())
+                monitor.host.absorb(observer.payload())
             monitor.log(accuracy=number / 10)
 
 

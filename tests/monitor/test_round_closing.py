@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fedvitals as fv
-from fedvitals.monitor.chart import Chart
+from fedvitals.monitor.emission import Emission
 from fedvitals.probes.cohort import Cohort
 from fedvitals.testing import MemorySink
 from support.hostile_federation import HONEST, LIAR, ROUNDS, federation, model
@@ -36,13 +36,13 @@ def test_updates_that_are_none_never_reach_the_training(updates):
 def test_a_metric_that_is_no_number_does_not_keep_a_round_open():
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
-        monitor.round_begin(0, model())
-        monitor.round_end(0, model(), {"loss": "low", "accuracy": 0.5})
+        monitor.host.round_begin(0, model())
+        monitor.host.round_end(0, model(), {"loss": "low", "accuracy": 0.5})
     assert sink.value("accuracy", node=None) == 0.5
     assert len(sink.metrics("time.round")) == 1
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Cohort, "_of_update"), (Chart, "tell")])
+@pytest.mark.parametrize(("owner", "name"), [(Cohort, "_of_update"), (Emission, "results")])
 def test_a_step_that_fails_for_one_client_costs_that_client_alone(owner, name, monkeypatch):
     """No data is known that would make it fail: so it is made to."""
     plain = getattr(owner, name)

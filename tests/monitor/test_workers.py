@@ -19,8 +19,8 @@ from fedvitals.protocols import NullObserver, Observer, WorkerObserver
 from fedvitals.records import Event, LayerStats, Metric, Sketch, Span, Transfer, Where, stamped
 from fedvitals.store import open_reader
 from fedvitals.store.read.ask import query
-from fedvitals.transport.payload_buffer import Parcel
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.payload_buffer import PayloadBuffer
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.wire.payload import LIMITS, decode, encode
 from support.models import close, make, watched
 from support.worker_tasks import (
@@ -55,7 +55,7 @@ def by_processes(method):
             running = []
             for node in pair:
                 here, there = context.Pipe(duplex=False)
-                worker = None if monitor is None else monitor.for_worker()
+                worker = None if monitor is None else monitor.host.for_worker()
                 process = context.Process(target=into_pipe, args=(there, worker, node, state))
                 process.start()
                 there.close()
@@ -70,7 +70,7 @@ def by_processes(method):
 
 def by_pool(pool):
     def train_all(monitor, number, state):
-        workers = [None if monitor is None else monitor.for_worker() for _ in NODES]
+        workers = [None if monitor is None else monitor.host.for_worker() for _ in NODES]
         return [f.result() for f in [pool.submit(task, w, n, state) for w, n in zip(workers, NODES, strict=True)]]
 
     return train_all
@@ -96,7 +96,7 @@ def federate(monitor, train_all, rounds=2, updates_first=False):
                 if updates_first:
                     monitor.updates(number, sent)
                 for _, _, payload in done:
-                    monitor.absorb(payload)
+                    monitor.host.absorb(payload)
                 if not updates_first:
                     monitor.updates(number, sent)
         model.load_state_dict(torch_state(average([s for _, s, _ in done])))
@@ -184,12 +184,12 @@ def test_one_observer_per_process_of_a_spawned_pool():
     monitor, sink = watched(PROBES)
     state = numpy_state(make("cnn"))
     context = multiprocessing.get_context("spawn")
-    with monitor, ProcessPoolExecutor(2, context, initializer=hold, initargs=(monitor.for_worker(),)) as pool:
+    with monitor, ProcessPoolExecutor(2, context, initializer=hold, initargs=(monitor.host.for_worker(),)) as pool:
         for number in range(2):
             with monitor.round(number):
                 for node, given in (("c0", number), ("c1", None)):
-                    monitor.expect(node)
-                    monitor.absorb(pool.submit(held_task, node, state, given).result()[2])
+                    monitor.host.expect(node)
+                    monitor.host.absorb(pool.submit(held_task, node, state, given).result()[2])
     for number in range(2):
         for node in ("c0", "c1"):
             assert sink.value("steps", round=number, node=node) == STEPS
@@ -207,9 +207,9 @@ def test_the_store_has_every_client_once(tmp_path):
     context = multiprocessing.get_context("fork")
     with monitor, ProcessPoolExecutor(2, context) as pool, monitor.round(0, model):
         for _, _, payload in by_pool(pool)(monitor, 0, numpy_state(model)):
-            monitor.absorb(payload)
-            monitor.absorb(payload)
-            monitor.absorb(bytes(bytearray(payload)))
+            monitor.host.absorb(payload)
+            monitor.host.absorb(payload)
+            monitor.host.absorb(bytes(bytearray(payload)))
     with open_reader(tmp_path / "runs.db") as reader:
         for sql, wanted in (
             ("SELECT node, value FROM metrics WHERE name = 'steps' ORDER BY node", [(n, STEPS) for n in NODES]),
@@ -235,14 +235,14 @@ def test_a_worker_that_dies_costs_its_own_telemetry_only(how):
     model = make("cnn")
     state, context = numpy_state(model), multiprocessing.get_context("fork")
     with monitor, monitor.round(0, model):
-        monitor.expect(*NODES)
+        monitor.host.expect(*NODES)
         with ProcessPoolExecutor(2, context) as pool:
             for node in NODES[:2]:
-                monitor.absorb(pool.submit(task, monitor.for_worker(), node, state).result()[2])
+                monitor.host.absorb(pool.submit(task, monitor.host.for_worker(), node, state).result()[2])
             with pytest.raises(BrokenProcessPool):
-                pool.submit(deadly_task, monitor.for_worker(), "c2", state, how).result()
+                pool.submit(deadly_task, monitor.host.for_worker(), "c2", state, how).result()
         with ProcessPoolExecutor(1, context) as pool:
-            monitor.absorb(pool.submit(task, monitor.for_worker(), "c3", state).result()[2])
+            monitor.host.absorb(pool.submit(task, monitor.host.for_worker(), "c3", state).result()[2])
     for node in ("c0", "c1", "c3"):
         assert sink.value("steps", node=node) == STEPS
         assert sink.layers("gradient", node=node).get("count").all()
@@ -257,8 +257,8 @@ def test_a_client_that_fails_in_a_worker_is_told_as_here():
     monitor, sink = watched(PROBES)
     model = make("cnn")
     with monitor, monitor.round(0, model):
-        monitor.expect("c0")
-        monitor.absorb(failing_task(monitor.for_worker(), "c0", numpy_state(model)))
+        monitor.host.expect("c0")
+        monitor.host.absorb(failing_task(monitor.host.for_worker(), "c0", numpy_state(model)))
     (event,) = sink.events("client.failed")
     assert (event.where.node, event.data["exception"]) == ("c0", "ValueError")
     assert sink.value("clients.failed") == 1
@@ -270,7 +270,7 @@ def test_lost_records_but_a_known_update():
     monitor, sink = watched(PROBES)
     model = make("cnn")
     with monitor, monitor.round(0, model):
-        monitor.expect("c0")
+        monitor.host.expect("c0")
         monitor.updates(0, {"c0": [torch.ones_like(p) for p in model.parameters()]})
     assert len(sink.events("worker.lost")) == 1
     assert (sink.value("clients"), sink.value("clients.failed")) == (1, 0)
@@ -298,8 +298,8 @@ def test_payloads_that_are_none_are_told_and_counted(number, caplog):
     ][number]
     with caplog.at_level(logging.WARNING), monitor, monitor.round(0):
         for _ in range(3):
-            monitor.absorb(bad)
-        monitor.absorb(b"")
+            monitor.host.absorb(bad)
+        monitor.host.absorb(b"")
     assert monitor.lost == 3
     assert len(sink.events("monitor.error")) == 1
     assert len([r for r in caplog.records if "absorb()" in r.getMessage()]) == 1
@@ -307,12 +307,12 @@ def test_payloads_that_are_none_are_told_and_counted(number, caplog):
     assert sink.value("clients") == 0
     if number != 2:
         with strict, pytest.raises(RecordError):
-            strict.absorb(bad)
+            strict.host.absorb(bad)
 
 
 def local_payload(monitor):
     """Of a worker in this very process."""
-    worker = monitor.for_worker()
+    worker = monitor.host.for_worker()
     local_training(worker, "c0", make("cnn").state_dict())
     return worker.payload()
 
@@ -323,9 +323,9 @@ def test_a_worker_in_the_same_process():
     with monitor, monitor.round(0, make("cnn")):
         payload = local_payload(monitor)
         assert not sink.metrics("steps")
-        monitor.absorb(payload)
+        monitor.host.absorb(payload)
     assert sink.value("steps", node="c0") == STEPS
-    assert monitor.for_worker().payload() == b""
+    assert monitor.host.for_worker().payload() == b""
 
 
 def test_what_a_worker_may_tell_depends_on_the_privacy_level():
@@ -334,7 +334,7 @@ def test_what_a_worker_may_tell_depends_on_the_privacy_level():
     for privacy in (0, 2, 3):
         monitor, _ = watched(PROBES, privacy=privacy)
         with monitor, monitor.round(0, make("cnn")):
-            worker = monitor.for_worker()
+            worker = monitor.host.for_worker()
             with worker.client("c0", make("cnn")):
                 worker.log(canary=123456.789)
                 logging.getLogger("train").warning("patient 4711")
@@ -347,11 +347,11 @@ def test_what_a_worker_may_tell_depends_on_the_privacy_level():
 def test_log_lines_of_a_worker_come_home_with_their_client():
     monitor, sink = watched(PROBES)
     with monitor, monitor.round(7, make("cnn")):
-        worker = monitor.for_worker()
+        worker = monitor.host.for_worker()
         worker.client_begin("c0", make("cnn"))
         logging.getLogger("train").warning("low battery")
         worker.client_end("c0", ValueError("flat"))
-        monitor.absorb(worker.payload())
+        monitor.host.absorb(worker.payload())
     events = [(e.where.round, e.where.node, e.name) for e in sink.events()]
     # The monitor's own handler is in this process as well: in a child it is not.
     assert (7, "c0", "log") in events
@@ -362,14 +362,14 @@ def test_own_probes_go_along_or_are_told(caplog):
     """A function of a module can be pickled; a lambda cannot, and must not stop the host that submits it."""
     monitor, _ = watched([PROBES, own_probe, (own_probe, fv.every(2)), (own_probe, fv.first(1))])
     with monitor:
-        worker = pickle.loads(pickle.dumps(monitor.for_worker()))
+        worker = pickle.loads(pickle.dumps(monitor.host.for_worker()))
         local_training(worker, "c0", make("cnn").state_dict())
         found = [r for r in decode(worker.payload()) if isinstance(r, Metric) and r.name == "user.total"]
         assert [m.where.step for m in found] == [None, 0, 2, 0]
     monitor, _ = watched([PROBES, lambda view: {}], strict=False)
     with caplog.at_level(logging.WARNING), monitor:
-        pickle.dumps(monitor.for_worker())
-        monitor.for_worker()
+        pickle.dumps(monitor.host.for_worker())
+        monitor.host.for_worker()
     assert len(caplog.records) == 1
     assert "cannot go to a worker" in caplog.text
 
@@ -380,18 +380,18 @@ def test_tables_go_home_once_and_only_where_they_are_needed():
     with monitor:
         for number in range(2):
             with monitor.round(number):
-                worker = monitor.for_worker()
+                worker = monitor.host.for_worker()
                 local_training(worker, "c0", make("cnn").state_dict())
                 payload = worker.payload()
                 assert (type(decode(payload)[0]).__name__ == "Run") == (number == 0)
-                monitor.absorb(payload)
+                monitor.host.absorb(payload)
     stats = sink.layers("gradient", node="c0", round=1)
     assert "1.weight" in sink.table(stats.table).names
 
 
 def test_a_parcel_that_grows_too_large_is_thinned_and_says_so():
     """Single steps go first; whole client-rounds and errors stay as long as they can."""
-    parcel = Parcel(Policy())
+    parcel = PayloadBuffer(PrivacyPolicy())
     parcel.emit(fv.Monitor(None).run)
     for step in range(3000):
         matrix = np.ones((100, 9))
@@ -412,7 +412,7 @@ def test_a_thinned_parcel_is_counted_by_the_monitor():
     monitor, sink = watched(strict=False)
     with monitor, monitor.round(0):
         told = Event(Where(monitor.run.id, 0), 0.0, "warning", "worker.lost", "", {"records": 12})
-        monitor.absorb(encode([stamped(told, "worker-1", 0)]))
+        monitor.host.absorb(encode([stamped(told, "worker-1", 0)]))
     assert monitor.lost == sink.value("monitor.lost") == 12
 
 
@@ -433,9 +433,9 @@ def test_no_worker_says_what_a_round_was(metric):
     monitor, sink = watched(strict=False)
     where = dataclasses.replace(metric.where, run=monitor.run.id)
     with monitor, monitor.round(0):
-        monitor.absorb(encode([stamped(dataclasses.replace(metric, where=where), "worker-1", 0)]))
+        monitor.host.absorb(encode([stamped(dataclasses.replace(metric, where=where), "worker-1", 0)]))
         own = Metric(Where(monitor.run.id, 0, "c0"), 0.0, "time.data", 0.5)
-        monitor.absorb(encode([stamped(own, "worker-2", 0)]))
+        monitor.host.absorb(encode([stamped(own, "worker-2", 0)]))
     assert monitor.lost == 1
     assert sink.value("time.round") < 1e6
     assert [span.seconds < 1e6 for span in sink.of(Span, "round")] == [True]
@@ -444,11 +444,11 @@ def test_no_worker_says_what_a_round_was(metric):
 
 def test_a_block_of_the_users_is_not_taken_for_the_round():
     monitor, sink = watched()
-    worker = monitor.for_worker()
+    worker = monitor.host.for_worker()
     with monitor, monitor.round(0):
         with worker.client("c0", make("cnn")), fv.timed("round"):
             pass
-        monitor.absorb(worker.payload())
+        monitor.host.absorb(worker.payload())
     assert len(sink.of(Span, "round")) == len(sink.of(Span, "own.round")) == 1
     assert monitor.lost == 0
 
@@ -481,9 +481,9 @@ def test_desks_of_ended_runs_are_cleared():
 def test_a_discarded_round_expects_nobody():
     monitor, sink = watched(PROBES)
     with monitor:
-        monitor.round_begin(0)
-        monitor.expect("c0")
-        monitor.discard()
+        monitor.host.round_begin(0)
+        monitor.host.expect("c0")
+        monitor.host.discard()
         with monitor.round(1):
             pass
     assert not sink.events("worker.lost")

@@ -150,10 +150,10 @@ def test_adapters_in_worker_processes(tmp_path):
     with fv.Monitor(None, sinks=[sink], strict=True, machine=False) as monitor:
         shared = adapted()
         with monitor.round(0, shared):
-            worker = monitor.for_worker()
+            worker = monitor.host.for_worker()
             model = copy.deepcopy(shared)
             model[3].requires_grad_(False)
             with worker.client("c0", model):
                 train(model)
-            monitor.absorb(worker.payload())
+            monitor.host.absorb(worker.payload())
     assert layer_names(sink, sink.layers("update", node="c0", round=0)) == ADAPTER

@@ -62,4 +62,4 @@ def test_the_sinks_of_the_exporters_page_can_be_given_to_a_monitor(tmp_path):
     names = {"fv": fedvitals}
     exec(snippet.replace('"alerts.toml"', repr(str(ROOT / "examples/alerts.toml"))), names)
     with names["monitor"] as monitor:
-        assert len(monitor._chart._sinks) == 3
+        assert len(monitor._run.outputs._sinks) == 3

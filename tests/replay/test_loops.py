@@ -221,13 +221,13 @@ def test_a_client_that_fails_is_on_the_tape_and_fails_again(tmp_path):
 def test_updates_that_the_host_hands_over_are_kept_as_differences(tmp_path):
     store, model = tmp_path / "runs.db", nn.Linear(4, 2)
     with fv.Monitor(store, tape=fv.Tape(), strict=True, machine=False) as monitor:
-        monitor.round_begin(1, model)
+        monitor.host.round_begin(1, model)
         steps = {node: [torch.full_like(p, 0.25 * (i + 1)) for p in model.parameters()] for i, node in enumerate("ab")}
         monitor.updates(1, steps)
         with torch.no_grad():
             for place, parameter in enumerate(model.parameters()):
                 parameter.add_(torch.stack([step[place] for step in steps.values()]).mean(0))
-        monitor.round_end(1, model)
+        monitor.host.round_end(1, model)
     tape = open_tape(store, monitor.run.id)
     assert [came.node for came in tape.entry(1).came] == ["a", "b"]
     assert torch.equal(tape.update(1, "b")["weight"], torch.full((2, 4), 0.5))

@@ -23,12 +23,12 @@ def train(monitor=None, fail_at=None):
     x, y = make_data(24)
     for number in range(3):
         if monitor:
-            monitor.round_begin(number, model)
+            monitor.host.round_begin(number, model)
         for name in ("a", "b"):
             local = copy.deepcopy(model)
             optimizer = torch.optim.Adam(local.parameters(), 1e-2)
             if monitor:
-                monitor.client_begin(name, local)
+                monitor.host.client_begin(name, local)
             for _ in range(STEPS if fail_at is None else fail_at):
                 optimizer.zero_grad()
                 functional.cross_entropy(local(x), y).backward()
@@ -36,11 +36,11 @@ def train(monitor=None, fail_at=None):
                 with torch.no_grad():
                     local(x)  # an evaluation in between is no step
             if monitor:
-                monitor.client_end(name, None if fail_at is None else ValueError("stopped"))
+                monitor.host.client_end(name, None if fail_at is None else ValueError("stopped"))
                 assert not hooks_left(local, optimizer)
         model.load_state_dict(local.state_dict())
         if monitor:
-            monitor.round_end(number, model)
+            monitor.host.round_end(number, model)
     return [*model.state_dict().values(), torch.get_rng_state()]
 
 

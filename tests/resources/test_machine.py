@@ -87,7 +87,7 @@ def test_a_monitor_samples_from_its_first_event_to_its_end(monkeypatch):
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], privacy=0, strict=True) as monitor:
         assert not samplers()
-        monitor._chart._machine._period = 0.01
+        monitor._run.lifecycle._machine._period = 0.01
         with monitor.round(4):
             until = time.monotonic() + 10
             while time.monotonic() < until and not any(getattr(r, "name", "") == "machine.cpu" for r in sink.records):

@@ -133,22 +133,22 @@ def federation(make_optimizer, monitor=None):
     x, y = make_data(40)
     for number in range(2):
         if monitor:
-            monitor.round_begin(number, model)
+            monitor.host.round_begin(number, model)
         for name in ("a", "b"):
             local = copy.deepcopy(model)
             optimizer = make_optimizer(local.parameters())
             if monitor:
-                monitor.client_begin(name, local)
+                monitor.host.client_begin(name, local)
             for start in range(0, 40, 8):
                 optimizer.zero_grad()
                 functional.cross_entropy(local(x[start : start + 8]), y[start : start + 8]).backward()
                 optimizer.step()
             if monitor:
-                monitor.client_end(name)
+                monitor.host.client_end(name)
                 assert not hooks_left(local, optimizer)
         model.load_state_dict(local.state_dict())
         if monitor:
-            monitor.round_end(number, model)
+            monitor.host.round_end(number, model)
     return [*model.state_dict().values(), torch.get_rng_state()]
 
 
@@ -198,10 +198,10 @@ def test_shares_are_told_once_and_again_when_they_change():
 def test_only_a_client_alone_in_its_process_is_said_to_have_grown():
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], strict=True) as monitor, monitor.round(0):
-        monitor.client_begin("a", make("mlp"))
-        monitor.client_begin("b", make("mlp"))
-        monitor.client_end("b")
-        monitor.client_end("a")
+        monitor.host.client_begin("a", make("mlp"))
+        monitor.host.client_begin("b", make("mlp"))
+        monitor.host.client_end("b")
+        monitor.host.client_end("a")
         with monitor.client("c", make("mlp")):
             pass
     assert {r.where.node for r in sink.records if getattr(r, "name", "") == "memory.growth"} == {"c"}

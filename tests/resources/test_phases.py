@@ -105,7 +105,7 @@ def test_clients_take_turns_where_looking_would_cost_too_much_and_are_then_divid
         for number in range(6):
             with monitor.round(number, model), monitor.client("c0", model):
                 train(model, fast)
-        known = monitor._clients._clocks._known["c0"]
+        known = monitor._run.clients._clocks._known["c0"]
     assert known.every > 1  # a millisecond of training is not worth a look in each round
     last = sink.of(Span, "client")[-1]
     parts = parts_of(last)
@@ -145,13 +145,13 @@ def test_clients_that_take_turns_on_one_thread_wait_for_each_other():
     with Monitor(None, sinks=[sink], detectors=(), strict=True) as monitor, monitor.round(0):
         optimizers = {node: torch.optim.SGD(model.parameters(), 0.1) for node, model in models.items()}
         for node, model in models.items():
-            monitor.client_begin(node, model)
+            monitor.host.client_begin(node, model)
         for _ in range(3):
             for node, model in models.items():
                 model(torch.ones(2, 4)).sum().backward()
                 optimizers[node].step()
         for node in models:
-            monitor.client_end(node)
+            monitor.host.client_end(node)
     parts = {span.where.node: parts_of(span) for span in sink.of(Span, "client")}
     assert parts["c0"]["wait"] >= 2 * NAP
     assert parts["c1"]["forward"] >= 3 * NAP

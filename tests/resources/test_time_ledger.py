@@ -30,7 +30,7 @@ def test_the_servers_parts_fill_the_round():
                         time.sleep(NAP)
                 with monitor.part("aggregate"):
                     time.sleep(NAP)
-                monitor.spent("evaluate", 0.5 * NAP)
+                monitor.host.spent("evaluate", 0.5 * NAP)
                 time.sleep(0.5 * NAP)
     rounds = {span.where.round: span for span in sink.of(Span, "round")}
     for span in sink.of(Span, "server"):
@@ -68,7 +68,7 @@ def test_a_group_without_a_scope_of_its_own_gets_a_span_around_its_members():
 
 def exchange(monitor, node, *, ahead=0.0, down=0.2, before=0.1, train=1.0, up=2.0):
     """A client on another machine, whose clock is ahead, tells what it did; its records come home."""
-    worker = monitor.for_worker()
+    worker = monitor.host.for_worker()
     sent = time.time()
     with worker.client(node):
         pass
@@ -83,10 +83,10 @@ def exchange(monitor, node, *, ahead=0.0, down=0.2, before=0.1, train=1.0, up=2.
 def test_a_client_elsewhere_is_seen_from_being_asked_to_the_rounds_end():
     sink, monitor = watched(host="flower")
     with monitor, monitor.round(0):
-        monitor.expect("c7")
+        monitor.host.expect("c7")
         _, times, payload = exchange(monitor, "c7", ahead=-3600.0)
         monitor.exchange("c7", *times)
-        monitor.absorb(payload)
+        monitor.host.absorb(payload)
     (journey,), (client,), (whole,) = (sink.of(Span, name) for name in ("journey", "client", "round"))
     parts = parts_of(journey)
     assert list(parts) == ["download", "queue", "data", "compute", "upload", "wait"]

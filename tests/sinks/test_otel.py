@@ -179,14 +179,14 @@ def train(monitor: Monitor | None, rounds: int, between=lambda number: None) -> 
     for number in range(rounds):
         between(number)
         if monitor is not None:
-            monitor.round_begin(number, model)
-            monitor.client_begin("c1", model)
+            monitor.host.round_begin(number, model)
+            monitor.host.client_begin("c1", model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model(torch.ones(3, 4) * number / 30).square().sum().backward()
         optimizer.step()
         if monitor is not None:
-            monitor.client_end("c1")
-            monitor.round_end(number, model)
+            monitor.host.client_end("c1")
+            monitor.host.round_end(number, model)
     return model.weight.detach().clone()
 
 
@@ -206,7 +206,7 @@ def test_a_receiver_that_is_down_costs_nothing_and_gets_everything_later(listene
             assert monitor.flush()
             listener.stop()
         if number == 25:
-            *_, queue = monitor._chart._outlet._queues
+            *_, queue = monitor._run.spine.emission.writer._queues
             waiting.append(queue.pending)
             wait_until(lambda: queue._attempts_failed >= 15)
             listener.start()

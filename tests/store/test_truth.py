@@ -117,10 +117,10 @@ def test_memory_tells_it_as_sql_would(tmp_path):
 
 def test_what_a_host_tells_before_the_first_round_is_not_lost(tmp_path):
     with fv.Monitor(tmp_path / "runs.db", run="ill", strict=True, host="lab") as monitor:
-        monitor.truth(FAULT)
-        monitor.truth({"kind": "zero_weight"})
+        monitor.host.truth(FAULT)
+        monitor.host.truth({"kind": "zero_weight"})
         with monitor.round(0):
-            monitor.truth({"kind": "crash", "nodes": "all", "at_step": 2})
+            monitor.host.truth({"kind": "crash", "nodes": "all", "at_step": 2})
     with open_reader(tmp_path / "runs.db") as reader:
         told = queries.truth_of(reader, "ill")
         assert reader.history(monitor.run.id).nodes() == ["server"]
@@ -136,13 +136,13 @@ def test_what_a_host_tells_before_the_first_round_is_not_lost(tmp_path):
 def test_no_privacy_level_holds_it_back(privacy):
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], privacy=privacy, strict=True) as monitor:
-        monitor.truth(FAULT)
+        monitor.host.truth(FAULT)
     assert [record.kind for record in sink.records if isinstance(record, Truth)] == ["label_noise"]
 
 
 def test_a_host_that_forgets_the_kind_does_not_stop_the_training(caplog):
     with fv.Monitor(None) as monitor:
-        monitor.truth({"nodes": ["c1"]})
+        monitor.host.truth({"nodes": ["c1"]})
     assert "could not finish truth(): KeyError" in caplog.text
     NullObserver().truth(FAULT)
 
@@ -156,7 +156,7 @@ def test_live_detectors_have_neither_truth_nor_configuration_in_reach(tmp_path):
         return ()
 
     with fv.Monitor(tmp_path / "runs.db", detectors=[curious], config={"faults": [FAULT]}, strict=True) as monitor:
-        monitor.truth(FAULT)
+        monitor.host.truth(FAULT)
         for number in range(2):
             with monitor.round(number), monitor.client("c1"):
                 pass
@@ -192,14 +192,14 @@ def test_no_payload_is_read_as_one(tag):
             decode(payload)
         sink = MemorySink()
         with fv.Monitor(None, sinks=[sink]) as monitor:
-            monitor.absorb(payload)
+            monitor.host.absorb(payload)
             assert monitor.lost == 1
         assert not [record for record in sink.records if isinstance(record, Truth)]
 
 
 def test_an_honest_worker_has_no_word_for_it():
     with fv.Monitor(None) as monitor:
-        assert not hasattr(monitor.for_worker(), "truth")
+        assert not hasattr(monitor.host.for_worker(), "truth")
 
 
 # -- over the life of a store -----------------------------------------------------------------------------------------

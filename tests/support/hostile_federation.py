@@ -71,15 +71,15 @@ class Federation:
         return [torch.full_like(values, math.nan) for values in drawn] if node in self.ill and number > 1 else drawn
 
     def round(self, number, *, first=False):
-        self.monitor.round_begin(number, self.model)
+        self.monitor.host.round_begin(number, self.model)
         for node in (LIAR, *HONEST) if first else (*HONEST, LIAR):
             sent = time.time()
             self.monitor.exchange(node, sent, sent, sent, sent + 0.01)
             added = self.lies(number) if node == LIAR else self.brings(node)
             own = [*measured(node, number), *added]
-            self.monitor.absorb(payload(own, f"{node}-{number}"), Sender(node, THERE))
+            self.monitor.host.absorb(payload(own, f"{node}-{number}"), Sender(node, THERE))
             self.monitor.updates(number, {node: self.update_of(node, number)})
-        self.monitor.round_end(number, self.model, {"loss": 1 / (1 + number), "accuracy": 1 - 1 / (2 + number)})
+        self.monitor.host.round_end(number, self.model, {"loss": 1 / (1 + number), "accuracy": 1 - 1 / (2 + number)})
 
     def check_others(self, rounds=ROUNDS):
         """All rounds are complete, and so are the honest clients' numbers; none of these is refused or accused."""
@@ -108,7 +108,7 @@ class Federation:
 def federation(lies, *, ill=(), brings=None, store=None, **settings):
     sink = MemorySink()
     with fv.Monitor(store, sinks=[sink], machine=False, **settings) as monitor:
-        monitor.hosted("flower", {})
+        monitor.host.describe("flower", {})
         yield Federation(monitor, sink, lies, ill=ill, brings=brings)
 
 

@@ -28,23 +28,23 @@ def train(monitor=None, after=lambda number: None):
     x, y = make_data(30, 7)
     for number in range(ROUNDS):
         if monitor:
-            monitor.round_begin(number, shared)
+            monitor.host.round_begin(number, shared)
         states = []
         for c in range(CLIENTS):
             model = copy.deepcopy(shared)
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             if monitor:
-                monitor.client_begin(f"c{c}", model, optimizer)
+                monitor.host.client_begin(f"c{c}", model, optimizer)
             for _ in range(3):
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y).backward()
                 optimizer.step()
             if monitor:
-                monitor.client_end(f"c{c}")
+                monitor.host.client_end(f"c{c}")
             states.append(model.state_dict())
         shared.load_state_dict({key: torch.stack([state[key] for state in states]).mean(0) for key in states[0]})
         if monitor:
-            monitor.round_end(number, shared)
+            monitor.host.round_end(number, shared)
         after(number)
     return [*shared.state_dict().values(), torch.get_rng_state()]
 

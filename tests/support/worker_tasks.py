@@ -33,7 +33,7 @@ def local_training(observer, node, state, number=None, model_name="cnn", before_
     if observer is None:
         train(model, optimizer, data, STEPS)
         return model
-    rounds = {} if number is None else {"round": number}
+    rounds = {} if number is None else {"round_index": number}
     group = "edge-0" if seed_of(node) < 2 else None
     with observer.client(node, model, data=data, loss=functional.cross_entropy, group=group, **rounds):
         train(model, optimizer, data, STEPS, before_step)

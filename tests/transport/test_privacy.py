@@ -20,8 +20,8 @@ from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Run, S
 from fedvitals.scope import Scope, current
 from fedvitals.stats import FAMILIES
 from fedvitals.testing import MemorySink, examples_of_records
-from fedvitals.transport.privacy import LEFT, Policy, released
-from fedvitals.transport.sink_writer import Outlet
+from fedvitals.transport.privacy import LEFT, PrivacyPolicy, released
+from fedvitals.transport.sink_writer import SinkWriter
 from fedvitals.transport.spill import to_json
 from support.models import train, watched
 from support.sinks import Keeping
@@ -280,8 +280,8 @@ def test_findings_and_actions_quote_nobody(everything):
 @pytest.mark.parametrize("privacy", LEVEL)
 def test_the_spill_folder_holds_no_more(everything, privacy, tracebacks, tmp_path):
     """What a broken sink could not take lies in a file, behind the same gate."""
-    policy = Policy(privacy, tracebacks=tracebacks)
-    outlet = Outlet([Keeping(OSError("down"))], policy=policy, spill=tmp_path, strict=False)
+    policy = PrivacyPolicy(privacy, tracebacks=tracebacks)
+    outlet = SinkWriter([Keeping(OSError("down"))], policy=policy, spill=tmp_path, strict=False)
     for record in everything:
         outlet.emit(record, stray=True)
     outlet.close(0.05)
@@ -299,7 +299,7 @@ def test_the_spill_folder_holds_no_more(everything, privacy, tracebacks, tmp_pat
 def test_the_wire_holds_no_more(everything, privacy):
     """What a worker process sends home is let through before it becomes bytes."""
     wire = pytest.importorskip("fedvitals.transport.wire.payload")
-    policy = Policy(privacy)
+    policy = PrivacyPolicy(privacy)
     passed = [r for record in everything if (r := released(record, policy, stray=True)) is not None]
     payload = wire.encode(passed)
     back = wire.decode(payload)
@@ -345,12 +345,12 @@ def test_clients_closed_in_another_order():
     """The scope is the round's again while c1 still trains: what is said then may be c1's."""
     monitor, sink = watched(privacy=0)
     with monitor.round(0):
-        monitor.client_begin("c0")
-        monitor.client_begin("c1")
-        monitor.client_end("c0")
+        monitor.host.client_begin("c0")
+        monitor.host.client_begin("c1")
+        monitor.host.client_end("c0")
         user.warning("canary-log")
         monitor.log(loss=LOSS)
-        monitor.client_end("c1")
+        monitor.host.client_end("c1")
     monitor.log(accuracy=0.5)
     monitor.close()
     assert "canary" not in str(sink.records)
@@ -380,13 +380,13 @@ def test_an_error_of_ours_while_a_client_closes(caplog, monkeypatch):
         raise RuntimeError("canary-value")
 
     monkeypatch.setattr(ClientSession, "finish", fail)
-    for close in (lambda: monitor.client_end("c0"), monitor.close):
-        monitor.round_begin(0)
-        monitor.client_begin("c0", model)
+    for close in (lambda: monitor.host.client_end("c0"), monitor.close):
+        monitor.host.round_begin(0)
+        monitor.host.client_begin("c0", model)
         closing = threading.Thread(target=close)
         closing.start()
         closing.join()
-        monitor.round_end(0)
+        monitor.host.round_end(0)
         current.set(None)  # another thread could not
     (event,) = sink.events("monitor.error")
     assert (event.where.node, event.data) == ("c0", {"doing": "closing a client", "exception": "RuntimeError"})
@@ -415,7 +415,7 @@ def test_a_span_that_is_not_taken_quotes_no_client(caplog):
 @pytest.mark.parametrize("privacy", LEVEL)
 def test_each_kind_of_record(privacy, held):
     """By level; what is from an update passes where the updates are held, and only there."""
-    policy = Policy(privacy)
+    policy = PrivacyPolicy(privacy)
     passed = {type(r) for r in examples_of_records() if released(r, policy, held=held) is not None}
     wanted = {"Run", "Span", "Transfer", "Event", "Finding", "Action", "Truth"} | ({"Metric"})
     wanted |= {"LayerStats", "Sketch"} if privacy >= 3 else set()
@@ -431,7 +431,7 @@ def test_each_kind_of_record(privacy, held):
 @pytest.mark.parametrize("privacy", LEVEL)
 def test_what_has_passed_passes_again_unchanged(everything, privacy):
     """A worker asks before it sends, and the process that writes the store asks again."""
-    policy = Policy(privacy)
+    policy = PrivacyPolicy(privacy)
     once = [r for record in everything if (r := released(record, policy)) is not None]
     assert [released(record, policy) for record in once] == once
 
@@ -440,14 +440,14 @@ def test_nothing_is_changed_in_place(everything):
     """What is cut is a copy: the record belongs to whoever made it."""
     before = [to_json(record) for record in everything if isinstance(record, Event)]
     for record in everything:
-        released(record, Policy(0), stray=True)
+        released(record, PrivacyPolicy(0), stray=True)
     assert [to_json(record) for record in everything if isinstance(record, Event)] == before
 
 
 def test_an_event_that_nobody_thought_of_loses_its_words():
     """Closed by default: an event of a new name keeps its name, level and place."""
     event = Event(Where("r", 0, "c7"), 0.0, "error", "brand.new", "canary-log", {"exception": "canary-extra"})
-    kept = released(event, Policy(2))
+    kept = released(event, PrivacyPolicy(2))
     assert (kept.name, kept.level, kept.where, kept.data) == ("brand.new", "error", event.where, {})
     assert "canary" not in str(kept)
     assert "brand.new" not in LEFT

@@ -19,7 +19,7 @@ from fedvitals.probes.cohort import contributors, speaking_for
 from fedvitals.records import LayerStats
 from fedvitals.stats import FAMILIES, MAX, MIN, SUM
 from fedvitals.testing import tiny_run
-from fedvitals.transport.privacy import ADDING, Policy, policy_for
+from fedvitals.transport.privacy import ADDING, PrivacyPolicy, policy_for
 from support.models import train, watched
 
 user = logging.getLogger("own.client")
@@ -148,12 +148,12 @@ def test_a_family_that_few_have_measured_is_no_cohort():
 )
 def test_defaults(host, level, tracebacks):
     """At home 3 with tracebacks; in a deployment, of whatever kind, 2 without; what is given holds."""
-    assert policy_for(host) == Policy(level, 10, tracebacks)
+    assert policy_for(host) == PrivacyPolicy(level, 10, tracebacks)
     monitor = fv.Monitor(None, host=host)
     assert monitor.run.config["fedvitals"]["privacy"] == level
     assert monitor.run.config["fedvitals"]["tracebacks"] == tracebacks
     monitor.close()
-    assert policy_for(host, 4, 3, not tracebacks) == Policy(4, 3, not tracebacks)
+    assert policy_for(host, 4, 3, not tracebacks) == PrivacyPolicy(4, 3, not tracebacks)
     for wrong in (-1, 5, True, "2", 2.5):
         with pytest.raises(ConfigError, match="privacy="):
             policy_for(host, wrong)

@@ -442,11 +442,11 @@ def test_what_is_found_while_the_run_closes_is_not_lost_to_the_detectors_themsel
     from fedvitals.diagnosis.live_detectors import LiveDetectors
     from fedvitals.testing import MemorySink
     from fedvitals.transport.privacy import policy_for
-    from fedvitals.transport.sink_writer import Outlet
+    from fedvitals.transport.sink_writer import SinkWriter
 
     kept, found = MemorySink(), []
     own = LiveDetectors("r", MemoryStore(), [looks_ill], found.append, lambda error, who: None)
-    outlet = Outlet([kept, own], policy=policy_for("lab", None, 10, None), spill=None, strict=False)
+    outlet = SinkWriter([kept, own], policy=policy_for("lab", None, 10, None), spill=None, strict=False)
     own._found = outlet.emit
     outlet._queues[1]._refused = "closed"  # as it is from the beginning of its end
     own.write([Metric(Where("r", 0), 0.0, "time.round", 1.0, "test", 1)])

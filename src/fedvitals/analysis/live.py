@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fedvitals.analysis.bottleneck import SLOWER, few
 from fedvitals.analysis.round_shape import WAITED
 from fedvitals.analysis.timeline import may_tell
+from fedvitals.protocols import Sink
 from fedvitals.records import Metric, Record, Span, Where
 from fedvitals.resources.node_spans import CLOSE, held, told_parts
 from fedvitals.time_parts import CLIENT, JOURNEY, REST, ROUND, SERVER, WORK, clock_of
@@ -122,7 +123,7 @@ class _Sums:
                     self.server[WORK[part]] = self.server.get(WORK[part], 0.0) + seconds
 
 
-class LiveProfile:
+class LiveProfile(Sink):
     """A sink, so it runs on a queue's worker. `emit` takes the metrics of each round that is over."""
 
     name = "profile"

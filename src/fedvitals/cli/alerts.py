@@ -104,19 +104,15 @@ def check(run: str, config: str, everything: bool, store: str | None, as_json: b
 
 def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequence[str] = ("",)) -> list[Alert]:
     """The alerts of a stored run; of its metrics only those are read that a rule asks for."""
-    from fedvitals.records import Finding, Metric
+    from fedvitals.records import Finding
     from fedvitals.sinks.alerts.evaluation import ATTENDANCE, ROUND_COMPLETE, replay
     from fedvitals.sinks.alerts.rules import Condition
-    from fedvitals.store import rows
     from fedvitals.store.read import queries
+    from fedvitals.store.read.metrics import metrics_of_names
 
     asked = {rule.when.metric for rule in rules if isinstance(rule.when, Condition)}
     names = sorted({ROUND_COMPLETE, *ATTENDANCE, *asked})
-    marks = ", ".join("?" * len(names))
-    metric_rows = reader.database.rows(
-        f"{rows.select(Metric)} WHERE run = ? AND name IN ({marks}) ORDER BY arrival", (run, *names)
-    )
-    metrics = rows.from_rows(Metric, metric_rows)
+    metrics = metrics_of_names(reader, run, names)
     return replay(run, rules, metrics, queries.records(reader, run, Finding), _families(), channels)
 
 

@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 if TYPE_CHECKING:
     from fedvitals.views.comparison.chance import Change
     from fedvitals.views.comparison.divergence_point import Differing
-    from fedvitals.views.comparison.runs import Comparison, Row, Trouble
+    from fedvitals.views.comparison.runs import Comparison, ComparisonRow, Trouble
 
 ROWS = 12  # of findings and settings, unless --all
 PLACES = 4  # of one issue, unless --all
@@ -118,7 +118,7 @@ def _value(value: float | None, unit: str) -> str:
     return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
 
 
-def _change(change: Change | None, row: Row, *, plain: bool = False) -> str:
+def _change(change: Change | None, row: ComparisonRow, *, plain: bool = False) -> str:
     """In percent, points of a share or by itself; green if for the better and red if for the worse."""
     if change is None:
         return "" if plain else "–"
@@ -133,7 +133,7 @@ def _change(change: Change | None, row: Row, *, plain: bool = False) -> str:
     return f"[{'#009e73' if good else '#d55e00'}]{size}[/]"
 
 
-def _size(change: Change, row: Row) -> str:
+def _size(change: Change, row: ComparisonRow) -> str:
     from fedvitals.cli.screen import number
 
     if not change.difference:
@@ -153,7 +153,7 @@ def _signed(value: float, unit: str) -> str:
     return f"{'+' if value > 0 else ''}{number(value)}{unit}"
 
 
-def _reach(change: Change, row: Row) -> str:
+def _reach(change: Change, row: ComparisonRow) -> str:
     """Half of the interval's width, in the unit of the change itself."""
     from fedvitals.cli.screen import number
 

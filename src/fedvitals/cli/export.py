@@ -161,22 +161,20 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
     from fedvitals.store.read.paging import records_in_order
 
     count, batch, written = [0], [], 0
-    ignored: tuple[type, ...] = getattr(sink, "ignores", ())
-    close: Callable[[], None] = getattr(sink, "close", lambda: None)
     try:
         for record in _counted(records_in_order(reader, run.id, round_), "records", count):
-            if not isinstance(record, ignored):
+            if not isinstance(record, sink.ignores):
                 batch.append(record)
             if len(batch) == BATCH:
                 sink.write(batch)
                 written, batch = written + len(batch), []
         sink.write(batch)
         written += len(batch)
-        close()
+        sink.close()
     except FedvitalsError:
         raise
     except Exception as error:
-        name = getattr(sink, "name", type(sink).__name__)
+        name = sink.name or type(sink).__name__
         raise FedvitalsError(
             f"{name} failed: {type(error).__name__}: {error}. "
             + (f"It has taken {written} records, and perhaps more." if written else "It has taken nothing so far.")

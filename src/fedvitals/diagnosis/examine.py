@@ -21,7 +21,7 @@ from fedvitals.diagnosis.detectors import (
 from fedvitals.diagnosis.evidence import faulty_clients
 from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
 from fedvitals.errors import ConfigError
-from fedvitals.protocols import Detector, History
+from fedvitals.protocols import Detector, History, name_of
 from fedvitals.records import Finding
 
 STANDARD = "standard"
@@ -128,7 +128,7 @@ class Examination:
             except Exception as error:
                 if self._failed is None:
                     raise
-                self._failed(error, f"the detector '{getattr(detector, '__name__', type(detector).__name__)}'")
+                self._failed(error, f"the detector '{name_of(detector)}'")
             yield from findings  # what it said before it failed counts
 
 

@@ -11,17 +11,17 @@ from typing import Protocol
 from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
 from fedvitals.diagnosis.examine import Examination, with_run_and_time
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.protocols import Detector, History, Node, Sink
+from fedvitals.protocols import Detector, History, Node, RecordWriter, Sink
 from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 
 
-class HistorySink(Sink, Protocol):
+class HistorySink(RecordWriter, Protocol):
     def history(self, run: str) -> History: ...
 
 
-class LiveDetectors:
+class LiveDetectors(Sink):
     """A sink, so it runs on a queue's worker: detectors take no time from the training thread."""
 
     name = "detectors"

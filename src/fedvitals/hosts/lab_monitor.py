@@ -9,7 +9,7 @@ import msgspec
 
 from fedvitals.lab import Experiment
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.protocols import Recorder, Sink
+from fedvitals.protocols import RecordWriter, TapeRecorder
 
 
 def monitor_of(
@@ -18,8 +18,8 @@ def monitor_of(
     *,
     run: str | None,
     probes: str,
-    sinks: Sequence[Sink] = (),
-    tape: Recorder | None = None,
+    sinks: Sequence[RecordWriter] = (),
+    tape: TapeRecorder | None = None,
 ) -> Monitor:
     """`run`: the id of one that the store may have already."""
     # Without its faults: what is wrong on purpose stands in the store as truth, and only there.

@@ -22,7 +22,7 @@ from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.federation import Federation, ServerState
-from fedvitals.protocols import NullObserver, Observer
+from fedvitals.protocols import Observed, Observer, observer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Result:
 
 def run(
     experiment: Experiment,
-    observer: Observer | None = None,
+    observer: Observer | Observed | None = None,
     *,
     engine: str | Callable[[Site], AnyEngine] = "auto",
     workers: int | None = None,
@@ -95,7 +95,7 @@ def run(
 
 def rounds(
     experiment: Experiment,
-    observer: Observer | None = None,
+    observer: Observer | Observed | None = None,
     *,
     engine: str | Callable[[Site], AnyEngine] = "auto",
     workers: int | None = None,
@@ -107,8 +107,7 @@ def rounds(
     start: tuple[int, ServerState] | None = None,
 ) -> Iterator[Result]:
     """Like `run`, but yield the result so far after each round."""
-    watching = NullObserver() if observer is None else observer
-    _check_call(experiment, watching, checkpoint, resume=resume)
+    watching = _check_call(experiment, observer, checkpoint, resume=resume)
     site = prepare_site(experiment, data)
     experiment = site.experiment
     saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
@@ -164,18 +163,21 @@ def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = N
     return site
 
 
-def _check_call(experiment: object, observer: object, checkpoint: object, *, resume: bool) -> None:
+def _check_call(
+    experiment: object, observer: Observer | Observed | None, checkpoint: object, *, resume: bool
+) -> Observer:
+    """Refuse what cannot be run. Returns the observer to call."""
     if not isinstance(experiment, Experiment):
         got = type(experiment).__name__
         raise ConfigError(f"lab.run() takes a lab.Experiment; got {got}. Of a file: lab.read(text).")
-    if not hasattr(observer, "round_begin"):
-        raise ConfigError(f"The observer is a fv.Monitor('runs.db') or the like; got {observer!r}.")
+    watching = observer_of(observer)
     if resume and checkpoint is None:
         raise ConfigError("There is nothing to resume from: name the folder that was given as checkpoint=.")
     if checkpoint is not None and experiment.local.keep_optimizer:
         raise ConfigError(
             "A run with keep_optimizer cannot be saved: the clients' optimisers are no part of its state."
         )
+    return watching
 
 
 def _check_faults(site: Site) -> None:

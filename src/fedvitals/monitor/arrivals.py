@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.monitor.chart import Chart
+from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Node
+from fedvitals.protocols import HasName, Node
 from fedvitals.records import (
     AnyName,
     Event,
@@ -47,7 +48,6 @@ from fedvitals.transport.payload_check import (
     tables_of_payload,
     within_quota,
 )
-from fedvitals.transport.privacy import Policy
 from fedvitals.transport.sender import Sender, as_seen
 from fedvitals.transport.wire.payload import decode
 
@@ -59,9 +59,11 @@ class Arrivals:
     """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
 
     def __init__(
-        self, chart: Chart, kit: Kit, policy: Policy, ledger: Ledger | None, capture: Capture | None = None
+        self, spine: Spine, lost: LostRecords, kit: Kit, ledger: Ledger | None, capture: Capture | None = None
     ) -> None:
-        self._chart, self._kit, self.policy, self._ledger = chart, kit, policy, ledger
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
+        self._lost, self._kit, self._ledger = lost, kit, ledger
         self._lock = threading.Lock()
         self._capture = capture
         self._delivered: dict[Node | None, dict[tuple[str, str], Intervals]] = {}  # by sender; None: our own workers
@@ -72,21 +74,21 @@ class Arrivals:
 
     def observer(self) -> WorkerObserver:
         """For a child process; it knows what is known now."""
-        chart, kit = self._chart, self._kit
-        here, initial = chart.round, kit.initial
+        context, kit = self._context, self._kit
+        here, initial = self._scopes.round, kit.initial
         if initial is not None:
             small = initial.nbytes <= INITIAL_BYTES and str(initial.dtype) == "torch.float32"
             initial = initial.cpu() if small else None
         return WorkerObserver(
-            run=chart.run.id,
-            name=chart.run.name,
+            run=context.run.id,
+            name=context.run.name,
             preset=self._sendable(kit.preset),
-            policy=self.policy,
-            strict=chart.strict,
+            policy=context.policy,
+            strict=self._guard.strict,
             round=None if here is None else here.round,
-            trace=chart.trace,
+            trace=context.trace,
             span=None if here is None else here.span,
-            known=frozenset(chart.own_tables),
+            known=frozenset(context.own_tables),
             trained=kit.trained,
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
@@ -109,12 +111,12 @@ class Arrivals:
             new = [record if record.at <= now else replace(record, at=now) for record in new]
             new = self._without_known_labels(new)
             if sender is None or cohort is None:
-                self._chart.admit(new)
+                self._emission.admit(new)
             else:
                 self._held.setdefault(sender.node, []).extend(
                     r for r in new if isinstance(r, LayerStats) or is_claim(r)
                 )
-                self._chart.admit(r for r in new if not (isinstance(r, LayerStats) or is_claim(r)))
+                self._emission.admit(r for r in new if not (isinstance(r, LayerStats) or is_claim(r)))
                 new = [record for record in new if not is_claim(record)]
             self._join(new, cohort, sender)
             self._tell_size(new, len(payload))
@@ -125,16 +127,16 @@ class Arrivals:
         try:
             records = decode(payload)
             if sender is not None:
-                records = [sender.own(record, self._chart.run.id) for record in records]
-            tables = tables_of_payload(records, self._chart.run.id, self._chart.tables)
-            self._quota.charge(sender, tables, self._chart.tables, self._chart.own_tables)
+                records = [sender.own(record, self._context.run.id) for record in records]
+            tables = tables_of_payload(records, self._context.run.id, self._context.tables)
+            self._quota.charge(sender, tables, self._context.tables, self._context.own_tables)
         except RecordError as error:
-            self._chart.missed += 1
+            self._lost.miss()
             nodes = dict.fromkeys(r.where.node for r in records if not isinstance(r, Run) and r.where.node is not None)
             if sender is not None or not nodes:
                 raise
             raise RecordError(f"{error} Its records are of {', '.join(nodes)[:200]}.") from error
-        self._chart.know(tables, own=sender is None)
+        self._emission.layer_tables(tables, own=sender is None)
         node, most = (None, SOURCES) if sender is None else (sender.node, SOURCES_OF_SENDER)
         delivered = self._delivered.setdefault(node, {})
         new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run) and not is_empty(r)]
@@ -145,15 +147,15 @@ class Arrivals:
     def _of_sender(self, records: list[Any], sender: Sender) -> list[Any]:
         """At times that the server saw, and no more of them than one sender may bring."""
         seen = None if self._ledger is None else self._ledger.seen(sender.node)
-        seen = seen or (self._chart.run.started, time.time())
+        seen = seen or (self._context.run.started, time.time())
         kept = [r for r in within_quota(records) if is_possible(r) and self._names.admits(sender, r)]
         if len(kept) < len(records):
-            gone, here = len(records) - len(kept), self._chart.round or self._chart.here()
-            self._chart.missed += gone
+            gone, here = len(records) - len(kept), self._scopes.round or self._scopes.here()
+            self._lost.miss(gone)
             text = (
                 f"{gone} of {len(records)} records of '{sender.node}' were left out: too many, or impossible numbers."
             )
-            self._chart.record.event(replace(here, node=sender.node), "warning", LOST, text, {"records": gone})
+            self._emission.record.event(replace(here, node=sender.node), "warning", LOST, text, {"records": gone})
         return [as_seen(record, seen) for record in kept]
 
     def _tell_size(self, records: Sequence[Record], size: int) -> None:
@@ -163,7 +165,7 @@ class Arrivals:
         for span in spans.values() if self._ledger is not None else ():
             share, node = size // len(spans), span.where.node or ""
             at = span.at + span.seconds
-            self._chart.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
+            self._emission.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
 
     def forget(self) -> None:
         """Nobody is expected any more, and what was kept back is dropped."""
@@ -183,20 +185,18 @@ class Arrivals:
         """Clients that were handed out and did not come home, each with a word of it."""
         missing, self._expected = [*self._expected], {}
         for node in missing:
-            self._chart.guard(
-                "noting who is missing", functools.partial(self._tell_missing, scope, node, cohort), scope
-            )
+            self._guard("noting who is missing", functools.partial(self._tell_missing, scope, node, cohort), scope)
 
     def _tell_missing(self, scope: Scope, node: Node, cohort: Cohort) -> None:
-        self._chart.missed += 1
+        self._lost.miss()
         text = f"The worker of client '{node}' did not bring its records home."
-        self._chart.record.event(replace(scope, node=node), "warning", LOST, text)
+        self._emission.record.event(replace(scope, node=node), "warning", LOST, text)
         if node not in cohort:
             cohort.add(node, None, Results(), failed=True)
 
     def _placed(self, record: Record) -> Record:
         """In the round that is open, where the worker did not know it."""
-        here = self._chart.round
+        here = self._scopes.round
         if self._ledger is not None:
             record = _by_our_clock(record, self._ledger)
         if isinstance(record, Run) or here is None or record.where.round is not None:
@@ -225,7 +225,7 @@ class Arrivals:
         for record in records:
             if isinstance(record, Event) and record.name == LOST:
                 lost = record.data.get("records")
-                self._chart.missed += lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1
+                self._lost.miss(lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1)
             elif isinstance(record, Transfer) and cohort is not None:
                 cohort.count_traffic(record.sender, record.receiver, record.bytes)
             elif isinstance(record, Metric | LayerStats) and record.where.node in finished:
@@ -251,11 +251,11 @@ class Arrivals:
         before, self._kit.norms[node] = self._kit.norms.get(node), norm
         if before:
             change = abs(norm - before) / before
-            self._chart.emit(Metric(span.where, span.at + span.seconds, "gradient.change_round", change))
+            self._emission.emit(Metric(span.where, span.at + span.seconds, "gradient.change_round", change))
 
     def _sendable(self, preset: Preset) -> Preset:
         """Without the user's own probes that cannot be sent to another process."""
-        going = functools.partial(self._chart.guard, "for_worker()")
+        going = functools.partial(self._guard, "for_worker()")
         probes = tuple(planned for planned in preset.probes if going(functools.partial(_goes, planned)))
         return preset if len(probes) == len(preset.probes) else replace(preset, probes=probes)
 
@@ -275,7 +275,7 @@ def _goes(planned: Planned) -> bool:
     try:
         pickle.dumps(planned)
     except Exception as error:
-        name = getattr(planned.probe, "__name__", str(planned.probe))
+        name = planned.probe.__name__ if isinstance(planned.probe, HasName) else str(planned.probe)
         raise ConfigError(
             f"The probe '{name}' or its schedule cannot go to a worker process ({error}). "
             "Make it a function of a module; workers measure without it until then."

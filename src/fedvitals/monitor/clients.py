@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.monitor.chart import Chart
+from fedvitals.loop_tape import LoopTape
+from fedvitals.monitor.spine import Spine
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import AnyName, Span, Transfer, group_name, node_name
@@ -58,8 +59,8 @@ class OpenClient:
     tables: Mapping[str, str] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
     results: Results = field(default_factory=Results)
-    told: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
-    found: Mapping[str, float] | None = None  # of its memory
+    attributes: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
+    memory_metrics: Mapping[str, float] | None = None
 
 
 @dataclass(slots=True)
@@ -85,7 +86,8 @@ class Clients:
 
     def __init__(
         self,
-        chart: Chart,
+        spine: Spine,
+        loop_tape: LoopTape,
         kit: Callable[[], Any],
         sent: Callable[[Node, Any, Array | None], Any],
         joined: Callable[[Span, Results], None],
@@ -93,7 +95,9 @@ class Clients:
         profile: bool,
         capture: Capture | None = None,
     ) -> None:
-        self._chart, self._kit_of_run, self._sent, self._joined = chart, kit, sent, joined
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
+        self._loop_tape, self._kit_of_run, self._sent, self._joined = loop_tape, kit, sent, joined
         self._profile, self._captures = profile, Captures(capture)
         self._open: dict[Node, OpenClient] = {}
         self._stack: OpenStack | None = None
@@ -155,15 +159,15 @@ class Clients:
             node = node_name(name)
             if node in self._open:
                 raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
-            entered = self._chart.enter(node, group=group_name(group), client=True, inside=inside)
+            entered = self._scopes.enter(node, group=group_name(group), client=True, inside=inside)
             opened = self._open[node] = OpenClient(*entered)
-            self._chart.guard("taping a client", lambda: self._chart.loop.client_begin(node, model, entered[0].group))
+            self._guard("taping a client", lambda: self._loop_tape.client_begin(node, model, entered[0].group))
             if model is not None:
                 watch = functools.partial(self._watch, opened, model, data, loss)
-                self._chart.guard("watching a client", watch, opened.scope)
+                self._guard("watching a client", watch, opened.scope)
             return opened
 
-        opened: OpenClient | None = self._chart.guard("opening a client", begin)
+        opened: OpenClient | None = self._guard("opening a client", begin)
         return opened
 
     @contextlib.contextmanager
@@ -172,17 +176,17 @@ class Clients:
     ) -> Iterator[None]:
         """The stretch in which the model of a client trains that was opened without one; of several, the first."""
         opened = self._opened(node)
-        if opened is None or opened.session is not None or opened.told:
+        if opened is None or opened.session is not None or opened.attributes:
             yield
             return
         watch = functools.partial(self._watch, opened, model, data, loss)
-        self._chart.guard("watching a client", watch, opened.scope)
+        self._guard("watching a client", watch, opened.scope)
         failed = True
         try:
             yield
             failed = False
         finally:
-            self._chart.guard("measuring a client", lambda: self._measure(opened, failed=failed), opened.scope)
+            self._guard("measuring a client", lambda: self._measure(opened, failed=failed), opened.scope)
 
     def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
         from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
@@ -192,9 +196,9 @@ class Clients:
         view = self._kit.view(model, round_index=opened.scope.round, node=node, data=data, loss=loss)
         if not self._kit.preset.brief:
             tables = tables_of(self._kit, view)
-            self._chart.know(tables)
+            self._emission.layer_tables(tables)
             opened.tables = {rows: table.digest for rows, table in tables.items()}
-        report = functools.partial(self._chart.report, scope=opened.scope)
+        report = functools.partial(self._guard.report, scope=opened.scope)
         # Who measures nothing at steps has no hooks there, which the clock would need.
         opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
         opened.session = ClientSession(self._kit, view, report, opened.clock)
@@ -207,25 +211,25 @@ class Clients:
             self._open.pop(opened.scope.node or "", None)
             try:
                 if outcome is not None:
-                    self._chart.exception(opened.scope, "client.failed", outcome)
+                    self._guard.exception(opened.scope, "client.failed", outcome)
                 self._finish(opened, failed=outcome is not None)
             finally:
-                self._chart.guard("taping a client", lambda: self._tape(opened, outcome), opened.scope)
+                self._guard("taping a client", lambda: self._tape(opened, outcome), opened.scope)
                 self._let_go(opened)
-                self._chart.leave(opened.scope, opened.token)
+                self._scopes.leave(opened.scope, opened.token)
 
         if opened is not None and self._open.get(opened.scope.node or "") is opened:
-            self._chart.guard("closing a client", lambda: end(opened), opened.scope)
+            self._guard("closing a client", lambda: end(opened), opened.scope)
 
     def _tape(self, opened: OpenClient, outcome: BaseException | None) -> None:
-        self._chart.loop.client_end(opened.scope.node or "", opened.results.metrics, outcome)
+        self._loop_tape.client_end(opened.scope.node or "", opened.results.metrics, outcome)
 
     def end_of(self, node: AnyName, outcome: BaseException | None = None) -> None:
         self.end(self._opened(node), outcome)
 
     def _opened(self, node: AnyName) -> OpenClient | None:
         """The client of that name that is open; None where there is none, as for what is no name."""
-        name: str | None = self._chart.guard("naming a client", lambda: node_name(node))
+        name: str | None = self._guard("naming a client", lambda: node_name(node))
         return None if name is None else self._open.get(name)
 
     def end_all(self) -> None:
@@ -243,7 +247,7 @@ class Clients:
     # -- clients that train as one batch ------------------------------------------------------------------------------
 
     def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
-        stack = self._chart.guard("naming a stack of clients", lambda: _with_names(stack)) or stack
+        stack = self._guard("naming a stack of clients", lambda: _with_names(stack)) or stack
 
         def watch(opened: OpenStack) -> None:
             from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
@@ -252,23 +256,23 @@ class Clients:
 
             if not self._kit.preset.brief:
                 tables = tables_of(self._kit, View(stack.module))
-                self._chart.know(tables)
+                self._emission.layer_tables(tables)
                 opened.tables = {rows: table.digest for rows, table in tables.items()}
-            report = functools.partial(self._chart.report, scope=opened.scope)
+            report = functools.partial(self._guard.report, scope=opened.scope)
             opened.device = self._memory.begin_stack(stack.states) if self._profile else None
             opened.session = StackSession(self._kit, self._stack_fit, stack, opened.scope.round, report)
 
         def begin() -> None:
             if self._stack is not None:
                 text = f"A stack of {len(self._stack.stack.nodes)} clients was still open."
-                self._chart.record.event(self._stack.scope, "warning", "stack.unclosed", text)
+                self._emission.record.event(self._stack.scope, "warning", "stack.unclosed", text)
                 self.end_stack({})
             # As a client: whatever is said in here, without a node, was said by the code of clients.
-            opened = self._stack = OpenStack(stack, *self._chart.enter(None, client=True, inside=inside))
+            opened = self._stack = OpenStack(stack, *self._scopes.enter(None, client=True, inside=inside))
             self._tell_unmeasured(opened.scope)
-            self._chart.guard("watching a stack of clients", lambda: watch(opened), opened.scope)
+            self._guard("watching a stack of clients", lambda: watch(opened), opened.scope)
 
-        self._chart.guard("opening a stack of clients", begin)
+        self._guard("opening a stack of clients", begin)
 
     def step_stack(self, step: int, gradients: Tensor) -> None:
         if self._stack is not None and self._stack.session is not None:
@@ -279,43 +283,43 @@ class Clients:
         if opened is None:
             return
         try:
-            self._chart.guard("closing a stack of clients", lambda: self._finish_stack(opened, failed), opened.scope)
+            self._guard("closing a stack of clients", lambda: self._finish_stack(opened, failed), opened.scope)
         finally:
-            self._chart.leave(opened.scope, opened.token)
+            self._scopes.leave(opened.scope, opened.token)
 
     def _finish_stack(self, opened: OpenStack, failed: Mapping[Any, BaseException]) -> None:
         stack, failed = opened.stack, {node_name(node): error for node, error in failed.items()}
-        found = [Results() for _ in stack.nodes]
+        results_by_client = [Results() for _ in stack.nodes]
         cost = 0.0
         if opened.session is not None:
-            found, updates, rows = opened.session.finish()
+            results_by_client, updates, rows = opened.session.finish()
             started = time.perf_counter()
             for i, node in enumerate(stack.nodes):
                 if node not in stack.silent:
                     self._sent(node, updates[i], None if rows is None else rows[i])
             cost = opened.session.cost + time.perf_counter() - started
-            for results in found:
-                results.take({"monitor.cost": cost / len(found)})
+            for results in results_by_client:
+                results.take({"monitor.cost": cost / len(results_by_client)})
         resident = resident_bytes()
-        memory = self._memory.end_stack(opened.device, len(found))
+        memory = self._memory.end_stack(opened.device, len(results_by_client))
         if resident is not None:
             memory["memory.resident"] = resident
         self._tell_growth(opened.scope, resident)
         seconds = time.perf_counter() - opened.began
-        for node, group, results in zip(stack.nodes, stack.groups, found, strict=True):
+        for node, group, results in zip(stack.nodes, stack.groups, results_by_client, strict=True):
             if node in stack.silent:
                 continue
             parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
             scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
             results.tables = opened.tables
-            results.take({"time.client": seconds / len(found), **memory})
+            results.take({"time.client": seconds / len(results_by_client), **memory})
             _tell_loss(results, logged=(node, "loss") in opened.logged)
             if node in failed:
-                self._chart.exception(scope, "client.failed", failed[node])
-            self._chart.tell(scope, results)
+                self._guard.exception(scope, "client.failed", failed[node])
+            self._emission.results(scope, results)
             parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
-            told = {"failed": node in failed, "stacked": len(found), **parts}
-            self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
+            attributes = {"failed": node in failed, "stacked": len(results_by_client), **parts}
+            self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, attributes), results)
 
     def _tell_unmeasured(self, scope: Scope) -> None:
         """Once: what a preset measures of clients that train alone, and not of these."""
@@ -325,7 +329,7 @@ class Clients:
         self._told_unmeasured = True
         if names:
             text = f"Not measured of clients that train as one batch: {', '.join(names)}."
-            self._chart.record.event(scope, "info", "stack.unmeasured", text, {"probes": names})
+            self._emission.record.event(scope, "info", "stack.unmeasured", text, {"probes": names})
 
     def abandon(self) -> None:
         """Close all without a word."""
@@ -333,16 +337,16 @@ class Clients:
             if opened.session is not None:
                 opened.session.abandon()
             self._let_go(opened)
-            self._chart.leave(opened.scope, opened.token)
+            self._scopes.leave(opened.scope, opened.token)
         self._open.clear()
         if self._stack is not None:
-            self._chart.leave(self._stack.scope, self._stack.token)
+            self._scopes.leave(self._stack.scope, self._stack.token)
         self._stack = None
 
     def at(self, name: AnyName | None) -> Scope:
         """The scope of a node that the host names, as far as it is open here; None: where the caller stands."""
         if name is None:
-            return self._chart.here()
+            return self._scopes.here()
         node = node_name(name)
         client = self._open.get(node)
         if client is not None:
@@ -350,7 +354,7 @@ class Clients:
         if self._stack is not None and node in self._stack.stack.nodes:
             group = self._stack.stack.groups[self._stack.stack.nodes.index(node)]
             return replace(self._stack.scope, node=node, group=group)
-        outer = self._chart.round or self._chart.here()
+        outer = self._scopes.round or self._scopes.here()
         return replace(outer, node=node, group=None)
 
     def log(self, values: Mapping[str, float], node: AnyName | None = None) -> None:
@@ -361,14 +365,14 @@ class Clients:
             client = self._open.get(scope.node or "")
             for name, value in values.items():
                 number = value.detach() if hasattr(value, "detach") else value
-                self._chart.record.metric(scope, public_name(name), float(number))
-                self._chart.loop.logged(scope.node, name, float(number))
+                self._emission.record.metric(scope, public_name(name), float(number))
+                self._loop_tape.logged(scope.node, name, float(number))
                 if client is not None:
                     client.logged.add(name)
                 elif self._stack is not None and scope.node is not None:
                     self._stack.logged.add((scope.node, name))
 
-        self._chart.guard("log()", emit)
+        self._guard("log()", emit)
 
     def span(
         self,
@@ -380,50 +384,50 @@ class Clients:
         attributes: Mapping[str, Any],
     ) -> str:
         """A stretch of the host's own clock, which stood at 0 when the run began. Gives its id."""
-        self._chart.open()  # which then knows its start
+        self._scopes.open_run()  # which then knows its start
         scope, own = self.at(node), new_span_id()
         place = where(scope) if "group" not in attributes else replace(where(scope), group=str(attributes["group"]))
         kept = {key: value for key, value in attributes.items() if key != "group"}
-        at = self._chart.run.started + float(began)
-        self._chart.emit(Span(place, at, name, float(seconds), scope.trace, own, parent or scope.span, kept))
+        at = self._context.run.started + float(began)
+        self._emission.emit(Span(place, at, name, float(seconds), scope.trace, own, parent or scope.span, kept))
         return own
 
     def event(self, level: str, name: str, message: str, node: AnyName | None, data: Mapping[str, Any] | None) -> None:
         if level not in LEVELS:
             raise ConfigError(unknown("level of an event", level, LEVELS))
-        self._chart.record.event(self.at(node), level, name, bounded(message), data)
+        self._emission.record.event(self.at(node), level, name, bounded(message), data)
 
     def transfer(
         self, sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
     ) -> tuple[Node, Node]:
         """Tell of a message between two nodes; their names as they are recorded."""
         sender, receiver = node_name(sender), node_name(receiver)
-        scope = replace(self._chart.here(), node=receiver if sender == "server" else sender)
+        scope = replace(self._scopes.here(), node=receiver if sender == "server" else sender)
         before = size if raw is None else raw
-        self._chart.emit(Transfer(where(scope), time.time(), sender, receiver, int(size), int(before), seconds, kind))
+        self._emission.emit(
+            Transfer(where(scope), time.time(), sender, receiver, int(size), int(before), seconds, kind)
+        )
         return sender, receiver
 
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:
         self._measure(opened, failed=failed)
-        results, scope, told = opened.results, opened.scope, {**opened.told, "failed": failed}
-        guard = functools.partial(self._chart.guard, scope=scope)
+        results, scope, attributes = opened.results, opened.scope, {**opened.attributes, "failed": failed}
+        guard = functools.partial(self._guard, scope=scope)
         seconds = time.perf_counter() - opened.began
         results.take({"time.client": seconds})
-        found = opened.found
-        if found is None:
-            found = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
-        results.take(found)
+        memory = opened.memory_metrics
+        if memory is None:
+            memory = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
+        results.take(memory)
         _tell_loss(results, logged="loss" in opened.logged)
-        self._chart.tell(scope, results)
-        self._joined(self._chart.record.span(scope, CLIENT, opened.at, seconds, told), results)
+        self._emission.results(scope, results)
+        self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, attributes), results)
         turn_over()
 
     def _measure(self, opened: OpenClient, *, failed: bool) -> None:
         """What is to be known of its model, which has been trained; once."""
         session, opened.session = opened.session, None
-        guard = functools.partial(
-            self._chart.guard, scope=opened.scope
-        )  # of each part its own: none may cost the client
+        guard = functools.partial(self._guard, scope=opened.scope)  # of each part its own: none may cost the client
         guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
         if session is None:
             return
@@ -434,11 +438,11 @@ class Clients:
         self._sent(opened.scope.node or "", update, rows)
         cost = session.cost + time.perf_counter() - started
         results.take({"monitor.cost": cost})
-        opened.told = {"failed": failed}
+        opened.attributes = {"failed": failed}
         if self._profile and not self._kit.preset.brief:
-            opened.told |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
-        found = guard("measuring memory", lambda: self._memory_of(opened, session, failed=failed))
-        opened.found = found or {}
+            opened.attributes |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
+        memory = guard("measuring memory", lambda: self._memory_of(opened, session, failed=failed))
+        opened.memory_metrics = memory or {}
         recorded = guard("recording operators", lambda: opened.recording and opened.recording.finish())
         if recorded is not None:
             results.remarks.append((OPERATORS, *recorded))
@@ -446,13 +450,13 @@ class Clients:
     def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
         """What a client's Span tells of its time; its throughput goes to the results."""
         seconds = time.perf_counter() - opened.began
-        told = self._clocks.end(opened.scope.node or "", opened.clock, seconds, cost)
-        training = seconds - sum(told.get("parts", {}).get(name, 0.0) for name in ("measure", "wait"))
-        if told.get("samples") and training > 0:
-            results.take({"throughput.samples": told["samples"] / training})
+        attributes = self._clocks.end(opened.scope.node or "", opened.clock, seconds, cost)
+        training = seconds - sum(attributes.get("parts", {}).get(name, 0.0) for name in ("measure", "wait"))
+        if attributes.get("samples") and training > 0:
+            results.take({"throughput.samples": attributes["samples"] / training})
         if opened.clock is not None and opened.clock.error is not None:
-            self._chart.report(opened.clock.error, "timing a model", opened.scope)
-        return told
+            self._guard.report(opened.clock.error, "timing a model", opened.scope)
+        return attributes
 
     def _memory_of(
         self, opened: OpenClient, session: ClientSession | None = None, *, failed: bool
@@ -462,9 +466,9 @@ class Clients:
             resident = resident_bytes()
             return {} if resident is None else {"memory.resident": resident}
         own = (opened.memory, scope.node or "", scope.round, session.optimizers, session.held_bytes)
-        found = self._memory.end(*own, failed=failed)
-        self._tell_growth(scope, found.get("memory.resident"))
-        return found
+        memory = self._memory.end(*own, failed=failed)
+        self._tell_growth(scope, memory.get("memory.resident"))
+        return memory
 
     def _tell_growth(self, scope: Scope, resident: float | None) -> None:
         """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""
@@ -472,7 +476,7 @@ class Clients:
 
         grown = self._memory.grown(scope.round, resident) if self._profile else None
         if grown is not None:
-            self._chart.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
+            self._emission.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
 
 
 def _with_names(stack: Stack) -> Stack:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.monitor.arrivals import Arrivals
-from fedvitals.monitor.chart import Chart
+from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.spine import Spine
 from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.backends import as_array
 from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
@@ -22,7 +23,7 @@ from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, LayerStats, Span, as_round_index, node_name
 from fedvitals.resources.memory import peak_bytes, resident_bytes
-from fedvitals.resources.time_ledger import Ledger, Told
+from fedvitals.resources.time_ledger import Ledger, NodeTime
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.time_parts import EDGE, JOURNEY, ROUND, SERVER
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from fedvitals.probes.backends import Kit
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
-TOLD_PARTS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
+PART_METRICS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
 
 
 @dataclass(slots=True)
@@ -53,16 +54,20 @@ class OpenScope:
 class Rounds:
     """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
 
-    def __init__(self, chart: Chart, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int) -> None:
-        self._chart, self._kit, self._arrivals, self._ledger, self._least = chart, kit, arrivals, ledger, least
-        self._record = chart.record
+    def __init__(
+        self, spine: Spine, lost: LostRecords, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int
+    ) -> None:
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
+        self._lost, self._kit, self._arrivals, self._ledger, self._least = lost, kit, arrivals, ledger, least
+        self._record = spine.emission.record
         self.open: OpenScope | None = None
 
     def begin(self, number: object, model: Any) -> None:
         """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
-        self._chart.last_round = None
+        self._scopes.forget_last_round()
         number = as_round_index(number)
-        self.open = OpenScope(*self._chart.enter_round(number))
+        self.open = OpenScope(*self._scopes.enter_round(number))
         if self._ledger is not None:
             self._ledger.begin(self.open.scope.span, self.open.at)
         self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
@@ -70,9 +75,9 @@ class Rounds:
             return
         self._kit.updates.begin_round(number, self._kit.parameters(model))
         # A run that goes on does not begin anew with the model that it happens to have now.
-        if self._kit.initial is None and not self._chart.continued:
+        if self._kit.initial is None and not self._context.continued:
             self._first_model(model)
-        elif not self._chart.own_tables:  # a run that goes on: the store does not say which of its tables are ours
+        elif not self._context.own_tables:  # a run that goes on: the store does not say which of its tables are ours
             self._know_layers(model)
 
     def joined(self, span: Span, results: Results) -> None:
@@ -87,7 +92,8 @@ class Rounds:
 
     def close(self) -> OpenScope | None:
         """The open round, which from now on is none: to be told of by `finish`, or forgotten."""
-        opened, self.open, self._chart.round = self.open, None, None
+        opened, self.open = self.open, None
+        self._scopes.leave_round()
         return opened
 
     def finish(self, opened: OpenScope, model: Any, metrics: Mapping[str, float]) -> None:
@@ -98,14 +104,14 @@ class Rounds:
                 attempt("noting a metric", partial(self._tell_metric, opened.scope, name, value))
             self._tell(opened, model, attempt)
         finally:
-            self._chart.leave(opened.scope, opened.token)
+            self._scopes.leave(opened.scope, opened.token)
 
     def _tell_metric(self, scope: Scope, name: str, value: Any) -> None:
         self._record.metric(scope, public_name(name), float(value))
 
     def _attempts(self, scope: Scope) -> Attempt:
         """Does pieces of work, each for itself; what fails is told of the node that it is about."""
-        return partial(self._chart.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
+        return partial(self._guard.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
 
     def _tell(self, opened: OpenScope, model: Any, attempt: Attempt) -> None:
         started = time.perf_counter()
@@ -114,12 +120,12 @@ class Rounds:
             attempt("reading a model's layers", lambda: self._know_layers(model))
         self._tell_updates(opened, attempt)
         attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
-        attempt("reading layers", lambda: self._kit.updates.know(self._chart.own_tables.values()))
+        attempt("reading layers", lambda: self._kit.updates.know(self._context.own_tables.values()))
         closing = partial(cohort.close, self._kit, model, self._least, attempt)
         self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
         attempt("measuring memory", lambda: self._tell_memory(scope))
         cost = cohort.cost + time.perf_counter() - started
-        self._chart.record_lost(scope)
+        self._lost.record(scope)
         self._record.metric(scope, "monitor.cost", cost)
         if self._ledger is not None:
             self._ledger.spent("measure", time.perf_counter() - started, "server")
@@ -136,16 +142,18 @@ class Rounds:
             node: [r for r in own if isinstance(r, LayerStats) and r.family == "update" and r.where.step is None]
             for node, own in held.items()
         }
-        found = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
-        if found is None:  # because of somebody: each by itself, so that it costs nobody else
+        measurements = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
+        if measurements is None:  # because of somebody: each by itself, so that it costs nobody else
             apart = [(node, partial(cohort.receive, {node: rows}, claims)) for node, rows in sent.items()]
-            found = [one for node, work in apart for one in attempt("measuring an update", work, node) or ()]
+            measurements = [
+                measurement for node, work in apart for measurement in attempt("measuring an update", work, node) or ()
+            ]
         others = [r for own in held.values() for r in own if isinstance(r, LayerStats) and not is_claim(r)]
-        attempt("taking in statistics of layers", lambda: self._chart.admit(self._by_acceptance(others)))
+        attempt("taking in statistics of layers", lambda: self._emission.admit(self._by_acceptance(others)))
         for node, own in held.items():
             stands = filter(is_claim, own) if node not in sent else self._usable(claims[node], sent[node])
-            attempt("taking in what a client tells of its update", partial(self._chart.admit, stands), node)
-        self._tell_all(opened.scope, found, attempt)
+            attempt("taking in what a client tells of its update", partial(self._emission.admit, stands), node)
+        self._tell_all(opened.scope, measurements, attempt)
 
     def _by_acceptance(self, statistics: Sequence[LayerStats]) -> list[LayerStats]:
         """Statistics by senders, those last whose layer table the server or most of them have.
@@ -155,17 +163,17 @@ class Rounds:
         nodes: dict[tuple[str, str], set[Node | None]] = defaultdict(set)
         for record in statistics:
             nodes[record.family, record.table].add(record.where.node)
-        own = self._chart.own_tables
+        own = self._context.own_tables
         return sorted(statistics, key=lambda r: (r.table in own, len(nodes[r.family, r.table])))
 
     def _usable(self, claims: Sequence[LayerStats], rows: Array) -> Sequence[LayerStats]:
         """A sender's own sums, where ours are of layers that we have no names for and its are the same."""
-        return () if self._chart.table_for("parameter", len(rows)) else agreeing_claims(claims, rows)
+        return () if self._context.own_table("parameter", len(rows)) else agreeing_claims(claims, rows)
 
-    def _tell_all(self, scope: Scope, found: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
-        for (node, group), results in found:
+    def _tell_all(self, scope: Scope, measurements: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
+        for (node, group), results in measurements:
             own = replace(scope, node=node, group=group)
-            attempt("telling what was measured", partial(self._chart.tell, own, results), node)
+            attempt("telling what was measured", partial(self._emission.results, own, results), node)
 
     def _tell_memory(self, scope: Scope) -> None:
         for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
@@ -175,15 +183,23 @@ class Rounds:
     def _tell_time(self, scope: Scope, ended: float) -> None:
         """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
         attempt = self._attempts(scope)
-        for told in () if self._ledger is None else self._ledger.close(ended):
-            attempt("telling what time went to", partial(self._tell_parts, scope, told), told.node)
+        for node_time in () if self._ledger is None else self._ledger.close(ended):
+            attempt("telling what time went to", partial(self._tell_parts, scope, node_time), node_time.node)
 
-    def _tell_parts(self, scope: Scope, told: Told) -> None:
-        own = replace(scope, node=told.node, group=told.group, span=told.id or new_span_id(), parent=told.parent)
-        self._record.span(own, told.name, told.began, told.seconds, {"parts": told.parts, **told.attributes})
-        for part in TOLD_PARTS.get(told.name, ()):
-            if part in told.parts:
-                self._record.metric(own if told.name == JOURNEY else scope, f"time.{part}", told.parts[part])
+    def _tell_parts(self, scope: Scope, node_time: NodeTime) -> None:
+        own = replace(
+            scope,
+            node=node_time.node,
+            group=node_time.group,
+            span=node_time.id or new_span_id(),
+            parent=node_time.parent,
+        )
+        self._record.span(
+            own, node_time.name, node_time.began, node_time.seconds, {"parts": node_time.parts, **node_time.attributes}
+        )
+        for part in PART_METRICS.get(node_time.name, ()):
+            if part in node_time.parts:
+                self._record.metric(own if node_time.name == JOURNEY else scope, f"time.{part}", node_time.parts[part])
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""
@@ -191,41 +207,41 @@ class Rounds:
         nodes, matrices = ([node], matrices[None]) if matrices.ndim < 3 else (node, matrices)
         for name, matrix in zip(map(node_name, nodes), matrices, strict=True):
             results = Results(matrices=[(family, matrix, None)])
-            self._chart.tell(replace(self._chart.here(), node=name), results)
+            self._emission.results(replace(self._scopes.here(), node=name), results)
             if self.open is not None:
                 self.open.cohort.add(name, None, results, failed=False)
 
     @contextmanager
     def edge(self, name: AnyName, model: Any) -> Iterator[None]:
         """The stretch in which an edge node, cluster or ring does its share."""
-        guard = self._chart.guard
+        guard = self._guard
 
         def begin() -> OpenScope:
             node = node_name(name)
-            return OpenScope(*self._chart.enter(node, group=node))
+            return OpenScope(*self._scopes.enter(node, group=node))
 
         opened: OpenScope | None = guard("opening an edge", begin)
         before = None if model is None else guard("reading a model", lambda: self._vector(model))
         try:
             yield
         except BaseException as error:
-            self._chart.exception(self._chart.here(), "edge.failed", error)
+            self._guard.exception(self._scopes.here(), "edge.failed", error)
             raise
         finally:
             if opened is not None:
                 guard("closing an edge", lambda: self._leave_edge(opened, model, before))
 
     def _leave_edge(self, opened: OpenScope, model: Any, before: Tensor | None) -> None:
-        self._chart.leave(opened.scope, opened.token)
+        self._scopes.leave(opened.scope, opened.token)
         if before is not None:
             change = (self._vector(model) - before).double()
             results = Results(clients=0 if self.open is None else self.open.cohort.clients_of(opened.scope.node))
             results.take({"weight.difference": change.sum(), "weight.difference_absolute": change.abs().sum()})
-            self._chart.tell(opened.scope, results)
+            self._emission.results(opened.scope, results)
             if self.open is not None:
                 self.open.cohort.measured_edges.add(opened.scope.node or "")
         if self._ledger is not None:
-            self._ledger.told_edges.add(opened.scope.node or "")
+            self._ledger.recorded_edges.add(opened.scope.node or "")
         self._record.span(opened.scope, EDGE, opened.at, time.perf_counter() - opened.began, {})
 
     def _vector(self, model: Any) -> Tensor:
@@ -236,14 +252,16 @@ class Rounds:
 
     def _know_layers(self, model: Any) -> None:
         for tables in self._kit.tables(model):
-            self._chart.know(tables)
+            self._emission.layer_tables(tables)
 
     def _first_model(self, model: Any) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
         self._know_layers(model)
         for layer, remark in self._kit.first_model(model):
-            self._record.event(self._chart.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer})
+            self._record.event(
+                self._scopes.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer}
+            )
         zero = self._kit.zero_layers(model)
         if zero:  # detectors must know: the gradients beside such a matrix begin at 0, or nearly so
             text = f"{len(zero)} of the trained matrices begin at 0, as adapters and residual branches do."
-            self._record.event(self._chart.here(), "info", "initialisation.zero", text, {"layers": zero})
+            self._record.event(self._scopes.here(), "info", "initialisation.zero", text, {"layers": zero})

@@ -7,9 +7,9 @@
             train(model)
         return difference(model, state), worker.payload()
 
-    monitor.expect(node)                                 # in the parent, inside the round
-    update, payload = pool.submit(task, monitor.for_worker(), node, state).result()
-    monitor.absorb(payload)
+    monitor.host.expect(node)                                 # in the parent, inside the round
+    update, payload = pool.submit(task, monitor.host.for_worker(), node, state).result()
+    monitor.host.absorb(payload)
     monitor.updates(round, {node: update})
 
 A child never opens the store. It measures as the parent would, and hands over bytes.
@@ -22,12 +22,15 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fedvitals.monitor.chart import Chart
+from fedvitals.loop_tape import LoopTape
 from fedvitals.monitor.clients import Clients
+from fedvitals.monitor.lifecycle import Lifecycle
+from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.spine import Spine
 from fedvitals.probes.backends import WorkerKit
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
@@ -41,29 +44,32 @@ from fedvitals.records import (
 )
 from fedvitals.resources.capture import Capture
 from fedvitals.scope import Scope
-from fedvitals.transport.payload_buffer import Parcel
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.payload_buffer import PayloadBuffer
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.traceparent import arrived
-
-if TYPE_CHECKING:
-    pass
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
 
 
-class _Desk:
-    """What a worker process keeps of a run between clients, so that allowances last and layer tables go home once."""
+class _WorkerRun:
+    """What a worker process keeps of a run between clients, so that allowances last and tables are sent once."""
 
     def __init__(self, worker: WorkerObserver) -> None:
-        self.parcel = Parcel(worker.policy, worker.known)
+        self.buffer = PayloadBuffer(worker.policy, worker.known)
         self.kit = WorkerKit(worker.preset)
-        run = Run(worker.run, worker.name)
-        self.chart = Chart(run, None, (), (), policy=worker.policy, strict=worker.strict, outlet=self.parcel)
-        self.clients = Clients(self.chart, self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
+        self.spine = Spine.of(
+            Run(worker.run, worker.name),
+            worker.policy,
+            strict=worker.strict,
+            lifecycle=lambda: self.lifecycle,
+        )
+        self.guard = self.spine.guard
+        self.lifecycle = Lifecycle(self.spine, LostRecords(self.spine), lambda: self.buffer)
+        self.clients = Clients(self.spine, LoopTape(), self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
 
 
 @functools.lru_cache(maxsize=1)
-def _desks(_process: int) -> dict[tuple[str, Policy], _Desk]:
+def _runs(_process: int) -> dict[tuple[str, PrivacyPolicy], _WorkerRun]:
     """By run, and by what may leave: a message may be under a stricter rule than the one before.
 
     A forked child starts with none: what it inherited belongs to its parent.
@@ -73,7 +79,7 @@ def _desks(_process: int) -> dict[tuple[str, Policy], _Desk]:
 
 @dataclass(frozen=True)
 class WorkerObserver:
-    """Watches clients in a child process, by fork or spawn; made by `Monitor.for_worker()`, and safe to pickle.
+    """Watches clients in a child process, by fork or spawn; made by `monitor.host.for_worker()`, and safe to pickle.
 
     Hand it over with each task, or once per process. `payload()` gives what was recorded since the last time.
     """
@@ -81,7 +87,7 @@ class WorkerObserver:
     run: str
     name: str
     preset: Preset | str  # a preset by its name is made where it is needed
-    policy: Policy
+    policy: PrivacyPolicy
     strict: bool
     round: int | None  # that was open when this was made
     trace: str
@@ -111,8 +117,8 @@ class WorkerObserver:
 
         `round` is needed where this observer was made in an earlier round; without any, `absorb` fills in its own.
         """
-        desk = self._desk()
-        with desk.clients.scope(self._begin(desk, name, model, data, group, loss, round_index)):
+        worker_run = self._worker_run()
+        with worker_run.clients.scope(self._begin(worker_run, name, model, data, group, loss, round_index)):
             yield self
 
     def client_begin(
@@ -126,27 +132,27 @@ class WorkerObserver:
         loss: Callable[..., Any] | None = None,
         round_index: int | None = None,
     ) -> None:
-        self._begin(self._desk(), node, model, data, group, loss, round_index)
+        self._begin(self._worker_run(), node, model, data, group, loss, round_index)
 
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
-        self._desk().clients.end_of(node, outcome)
+        self._worker_run().clients.end_of(node, outcome)
 
     def stack_begin(self, stack: Stack, *, round_index: int | None = None) -> None:
         """Clients begin to train as one batch: records as of `client_begin`, for all of them at `stack_end`."""
-        desk = self._desk()
-        desk.chart.guard("watching clients", desk.kit.prepare)
-        desk.clients.begin_stack(stack, inside=self._inside(desk, round_index))
+        worker_run = self._worker_run()
+        worker_run.guard("watching clients", worker_run.kit.prepare)
+        worker_run.clients.begin_stack(stack, inside=self._inside(worker_run, round_index))
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
         """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
-        self._desk().clients.step_stack(step, gradients)
+        self._worker_run().clients.step_stack(step, gradients)
 
     def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
-        self._desk().clients.end_stack(failed)
+        self._worker_run().clients.end_stack(failed)
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
         """Metrics of your own, for the client that is open, or for a node that you name."""
-        self._desk().clients.log({**(values or {}), **more}, node)
+        self._worker_run().clients.log({**(values or {}), **more}, node)
 
     def transfer(
         self,
@@ -157,74 +163,76 @@ class WorkerObserver:
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
-        desk = self._desk()
-        told = functools.partial(desk.clients.transfer, sender, receiver, bytes, raw_bytes, seconds, kind)
-        desk.chart.guard("transfer()", told)
+        worker_run = self._worker_run()
+        transfer = functools.partial(worker_run.clients.transfer, sender, receiver, bytes, raw_bytes, seconds, kind)
+        worker_run.guard("transfer()", transfer)
 
     def event(
         self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
     ) -> None:
-        """Something that happened, as `Monitor.event`."""
-        desk = self._desk()
-        desk.chart.guard("event()", lambda: desk.clients.event(level, name, message, node, data))
+        """Something that happened, as `HostObserver.event`."""
+        worker_run = self._worker_run()
+        worker_run.guard("event()", lambda: worker_run.clients.event(level, name, message, node, data))
 
     def tell_layers(self, node: AnyName, family: str, matrix: Any, table: LayerTable) -> None:
         """Statistics that a host computed of a node's layers, [layers, columns]."""
-        desk = self._desk()
+        worker_run = self._worker_run()
         results = Results(matrices=[(family, np.asarray(matrix), None)], tables={table.rows: table.digest})
 
         def tell() -> None:
-            desk.chart.know({table.rows: table})
-            desk.chart.tell(replace(self._inside(desk, None), node=node_name(node)), results)
+            worker_run.spine.emission.layer_tables({table.rows: table})
+            worker_run.spine.emission.results(replace(self._inside(worker_run, None), node=node_name(node)), results)
 
-        desk.chart.guard("tell_layers()", tell)
+        worker_run.guard("tell_layers()", tell)
 
     def payload(self, most: int | None = None) -> bytes:
-        """What was recorded in this process since the last time, for `Monitor.absorb`.
+        """What was recorded in this process since the last time, for `HostObserver.absorb`.
 
         `most`: bytes that it may have. It is then whole in itself, with the layers' names: the last one may be lost.
         """
-        desk = self._desk()
+        worker_run = self._worker_run()
         if most is not None:
-            desk.parcel.known.clear()
-        return desk.chart.guard("payload()", functools.partial(desk.parcel.take, most)) or b""
+            worker_run.buffer.known.clear()
+        return worker_run.guard("payload()", functools.partial(worker_run.buffer.take, most)) or b""
 
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
-        """The same, for clients of the round in which `Monitor.headers` were made."""
-        found = arrived(headers, lambda _: None, run=self.run)
-        return replace(self, round=found.round, trace=found.trace, span=found.span)
+        """The same, for clients of the round in which `HostObserver.headers` were made."""
+        scope = arrived(headers, lambda _: None, run=self.run)
+        return replace(self, round=scope.round, trace=scope.trace, span=scope.span)
 
     @contextlib.contextmanager
     def watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[WorkerObserver]:
         """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
-        desk = self._desk()
-        desk.chart.guard("watching a client", desk.kit.prepare)
-        with desk.clients.watching(node, model, data, loss):
+        worker_run = self._worker_run()
+        worker_run.guard("watching a client", worker_run.kit.prepare)
+        with worker_run.clients.watching(node, model, data, loss):
             yield self
 
-    def _begin(self, desk: _Desk, node: Any, model: Any, data: Any, group: Any, loss: Any, number: int | None) -> Any:
+    def _begin(
+        self, worker_run: _WorkerRun, node: Any, model: Any, data: Any, group: Any, loss: Any, number: int | None
+    ) -> Any:
         if model is not None:
-            desk.chart.guard("watching a client", desk.kit.prepare)
-        inside = self._inside(desk, number)
+            worker_run.guard("watching a client", worker_run.kit.prepare)
+        inside = self._inside(worker_run, number)
         if model is None:
             inside = replace(inside, watch=functools.partial(self.watching, node))
-        return desk.clients.begin(node, model, data, group, loss, inside=inside)
+        return worker_run.clients.begin(node, model, data, group, loss, inside=inside)
 
-    def _inside(self, desk: _Desk, number: int | None) -> Scope:
+    def _inside(self, worker_run: _WorkerRun, number: int | None) -> Scope:
         """The round's scope, as far as it is known here."""
-        own = None if number is None else desk.chart.guard("opening a client", lambda: as_round_index(number))
+        own = None if number is None else worker_run.guard("opening a client", lambda: as_round_index(number))
         number = self.round if number is None else own
         span = self.span if number == self.round else None
-        return Scope(self.run, desk.chart.emit, number, trace=self.trace, span=span)
+        return Scope(self.run, worker_run.spine.emission.emit, number, trace=self.trace, span=span)
 
-    def _desk(self) -> _Desk:
-        desks = _desks(os.getpid())
-        desk = desks.get((self.run, self.policy))
-        if desk is None:
-            for other, old in [*desks.items()]:
+    def _worker_run(self) -> _WorkerRun:
+        runs = _runs(os.getpid())
+        worker_run = runs.get((self.run, self.policy))
+        if worker_run is None:
+            for other, old in [*runs.items()]:
                 if other[0] != self.run and not old.clients:
-                    desks.pop(other).chart.close()
-            desk = desks[self.run, self.policy] = _Desk(self)
-        desk.kit.know(self.initial, self.trained)
-        desk.parcel.known.update(self.known)
-        return desk
+                    runs.pop(other).lifecycle.close()
+            worker_run = runs[self.run, self.policy] = _WorkerRun(self)
+        worker_run.kit.know(self.initial, self.trained)
+        worker_run.buffer.known.update(self.known)
+        return worker_run

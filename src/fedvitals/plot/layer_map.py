@@ -11,9 +11,9 @@ from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, opened
 from fedvitals.stats import FAMILIES, derive, statistics_of
 from fedvitals.store import Target
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.cases import cases_of
 from fedvitals.views.grid import Grid
-from fedvitals.views.layer_history import layer_history
 from fedvitals.views.layers import grid_of
 
 if TYPE_CHECKING:

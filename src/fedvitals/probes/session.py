@@ -27,7 +27,7 @@ from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.view import View, flatten, split
 from fedvitals.probes.weights import movement
-from fedvitals.protocols import Moment, Probe
+from fedvitals.protocols import Moment, PreparedProbe, Probe, name_of
 from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
 
@@ -72,8 +72,10 @@ class ClientSession:
         at_steps = [(i, p) for i, p in enumerate(kit.preset.probes) if p.when is not at_exit]
         self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
-        self._stepwise = [(i, p) for i, p in at_steps if p.probe is not gradients and not hasattr(p.probe, "prepare")]
-        self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if hasattr(p.probe, "prepare")]
+        self._stepwise = [
+            (i, p) for i, p in at_steps if p.probe is not gradients and not isinstance(p.probe, PreparedProbe)
+        ]
+        self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if isinstance(p.probe, PreparedProbe)]
         self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen and bool(at_steps))
         measure = self._measure if clock is None else self._measure_timed
         self._hooks: StepHooks | StepCounter = (
@@ -271,7 +273,7 @@ class ClientSession:
         """Set the hooks of probes that must watch the next step's forward pass, if their schedule grants it."""
         for index, planned, prepare in self._prepared:
             if planned.when(self._moment(index, step)):
-                self._takes[index] = prepare(self._view, lambda work, i=index: self._charge(work, i))
+                self._takes[index] = prepare(self._view, functools.partial(self._charge, index=index))
 
     def _charge(self, work: Callable[[], None], index: int) -> None:
         started = time.perf_counter()
@@ -401,7 +403,7 @@ def _catch_input(view: View, report: Report) -> Any:
 
 def _name(probe: Probe) -> str:
     """What a probe is called. Not its text: that of a `partial` would quote its arguments, which may be a client's."""
-    return str(getattr(probe, "__name__", type(probe).__name__))
+    return name_of(probe)
 
 
 def _fits(name: str, array: Array) -> bool:

@@ -13,7 +13,15 @@ from fedvitals.report.pictures import Pictures
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.evidence import Evidence
-from fedvitals.views.findings import Asked, CaseCard, Findings, FullFinding, NumberRow, findings_page, full_finding
+from fedvitals.views.findings import (
+    CaseCard,
+    Findings,
+    FindingsAsked,
+    FullFinding,
+    NumberRow,
+    findings_page,
+    full_finding,
+)
 from fedvitals.views.profile import Profile
 from fedvitals.views.units import number, seconds, whole_percent
 from fedvitals.views.verdict import Verdict
@@ -78,7 +86,7 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
 
 def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Findings, list[FullFinding], list[Block]]:
     """Return the findings as data, and the section about them."""
-    findings = findings_page(reader, run, Asked(limit=LISTED))
+    findings = findings_page(reader, run, FindingsAsked(limit=LISTED))
     by_key = {case_key(case): case for case in cases_of(reader, run)}
     rounds = reader.history(run).rounds()
     chosen = findings.cases[:FULL]

@@ -137,14 +137,14 @@ def ranked(averages: Any, top: int = TOP) -> list[dict[str, Any]]:
     """The operators that took most of their own time, and those that took most memory, as plain rows."""
     rows = [
         {
-            "name": str(one.key)[:100],
-            "calls": int(one.count),
-            "seconds": one.self_cpu_time_total / 1e6,
-            "device_seconds": getattr(one, "self_device_time_total", 0.0) / 1e6,
-            "bytes": int(one.self_cpu_memory_usage + getattr(one, "self_device_memory_usage", 0)),
+            "name": str(operator.key)[:100],
+            "calls": int(operator.count),
+            "seconds": operator.self_cpu_time_total / 1e6,
+            "device_seconds": getattr(operator, "self_device_time_total", 0.0) / 1e6,
+            "bytes": int(operator.self_cpu_memory_usage + getattr(operator, "self_device_memory_usage", 0)),
         }
-        for one in averages
-        if not str(one.key).startswith(("ProfilerStep", "[memory]"))
+        for operator in averages
+        if not str(operator.key).startswith(("ProfilerStep", "[memory]"))
     ]
     by_time = sorted(rows, key=lambda row: row["seconds"] + row["device_seconds"], reverse=True)
     by_memory = sorted(rows, key=lambda row: row["bytes"], reverse=True)

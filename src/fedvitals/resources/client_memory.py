@@ -44,7 +44,7 @@ class OpenMemory:
 
 
 @dataclass(slots=True)
-class _Told:
+class _LastMetrics:
     round: int
     looked: int
     batch: int | None
@@ -72,10 +72,10 @@ class _Turns:
     def timed(self, ask: Callable[[], int | None]) -> int:
         """The answer; and what it took, as was taken at the client's begin."""
         began = time.perf_counter()
-        found = ask() or 0
+        answer = ask() or 0
         self._cost = time.perf_counter() - began
         self._spent += 2 * self._cost
-        return found
+        return answer
 
 
 class ClientMemory:
@@ -83,7 +83,7 @@ class ClientMemory:
 
     def __init__(self) -> None:
         self._activations = Activations()
-        self._told: dict[str, _Told] = {}
+        self._last: dict[str, _LastMetrics] = {}
         self._begun = 0
         self._open = 0
         self._leak = LeakWatch()
@@ -127,16 +127,16 @@ class ClientMemory:
     ) -> dict[str, float]:
         """Its metrics. `telemetry`: gives the bytes that we hold ourselves."""
         self.close(opened)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         resident = resident_bytes()
         if resident is not None:
-            found["memory.resident"] = resident
+            metrics["memory.resident"] = resident
             if opened.began is not None and opened.number == self._begun:
-                found["memory.growth"] = resident - opened.began
+                metrics["memory.growth"] = resident - opened.began
                 if opened.heap is not None:
-                    found["memory.kept"] = self._heaps.timed(heap_bytes) - opened.heap
-        found |= _peaks(opened.device)
-        return found | self._shares(opened, node, round_index or 0, optimizers, telemetry, failed=failed)
+                    metrics["memory.kept"] = self._heaps.timed(heap_bytes) - opened.heap
+        metrics |= _peaks(opened.device)
+        return metrics | self._shares(opened, node, round_index or 0, optimizers, telemetry, failed=failed)
 
     def begin_stack(self, states: Any) -> Any:
         """The GPU on which clients train as one batch, from whose peak on all is theirs; None if it is none."""
@@ -165,35 +165,35 @@ class ClientMemory:
         *,
         failed: bool,
     ) -> dict[str, float]:
-        steps, model, told = opened.steps, opened.model, self._told.get(node)
-        fresh = told is not None and 0 <= number - told.looked < LOOK_EVERY and steps.batch == told.batch
+        steps, model, known = opened.steps, opened.model, self._last.get(node)
+        fresh = known is not None and 0 <= number - known.looked < LOOK_EVERY and steps.batch == known.batch
         if fresh and not failed:
             return {}
-        found: dict[str, float] = {f"memory.{name}": size for name, size in shares(model, optimizers).items()}
+        metrics: dict[str, float] = {f"memory.{name}": size for name, size in shares(model, optimizers).items()}
         if steps.bytes is not None:
-            found["memory.activations"] = steps.bytes
-        found["memory.telemetry"] = telemetry()
-        found["memory.tensors"] = sum(found.values())
+            metrics["memory.activations"] = steps.bytes
+        metrics["memory.telemetry"] = telemetry()
+        metrics["memory.tensors"] = sum(metrics.values())
         if steps.batch is not None:
-            found["memory.batch"] = steps.batch
+            metrics["memory.batch"] = steps.batch
         limit = _limit(opened.device)
         if limit is not None:
-            found["memory.limit"] = limit
+            metrics["memory.limit"] = limit
         if (
-            told is not None
+            known is not None
             and not failed
-            and _steady(found) == _steady(told.values)
-            and number - told.round < TELL_EVERY
+            and _steady(metrics) == _steady(known.values)
+            and number - known.round < TELL_EVERY
         ):
-            told.looked = number
+            known.looked = number
             return {}
-        self._told[node] = _Told(number, number, steps.batch, found)
-        return found
+        self._last[node] = _LastMetrics(number, number, steps.batch, metrics)
+        return metrics
 
 
-def _steady(found: dict[str, float]) -> dict[str, float]:
+def _steady(metrics: dict[str, float]) -> dict[str, float]:
     """Without what differs a little each time: what we hold ourselves depends on who trained before."""
-    return {name: value for name, value in found.items() if name not in ("memory.telemetry", "memory.tensors")}
+    return {name: value for name, value in metrics.items() if name not in ("memory.telemetry", "memory.tensors")}
 
 
 def _cuda_device(parameters: Sequence[Any]) -> Any:

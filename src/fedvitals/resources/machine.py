@@ -77,14 +77,14 @@ class Sample:
 
     def __call__(self) -> dict[str, float]:
         memory = self._psutil.virtual_memory()
-        found = {
+        metrics = {
             "machine.memory": float(memory.total - memory.available),
             "machine.memory_free": float(memory.available),
             "process.resident": float(self._process.memory_info().rss),
         }
         if self._devices:
-            found |= _together([device() for device in self._devices])
-        return found | self._counters()
+            metrics |= _together([device() for device in self._devices])
+        return metrics | self._counters()
 
     def _counters(self) -> dict[str, float]:
         """Rates of what the system counts, and how often the kernel killed a process, if it did since."""
@@ -96,12 +96,12 @@ class Sample:
         change = {name: now[name] - before[name] for name in now.keys() & before.keys()}
         busy, whole = change.pop("busy", 0.0), change.pop("whole", 0.0)
         kills = change.pop("machine.oom_kills", 0.0)
-        found = {name: max(0.0, more) / seconds for name, more in change.items()}
-        if "process.cpu" in found:
-            found["process.cpu"] *= 100.0  # percent of one core
+        rates = {name: max(0.0, more) / seconds for name, more in change.items()}
+        if "process.cpu" in rates:
+            rates["process.cpu"] *= 100.0  # percent of one core
         if whole > 0:
-            found["machine.cpu"] = min(100.0, max(0.0, 100 * busy / whole))
-        return found | ({"machine.oom_kills": kills} if kills > 0 else {})
+            rates["machine.cpu"] = min(100.0, max(0.0, 100 * busy / whole))
+        return rates | ({"machine.oom_kills": kills} if kills > 0 else {})
 
     def _count(self) -> dict[str, float]:
         times = self._psutil.cpu_times()
@@ -109,15 +109,15 @@ class Sample:
         idle = times.idle + getattr(times, "iowait", 0.0)
         whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         own = self._process.cpu_times()
-        found = {"busy": whole - idle, "whole": whole, "process.cpu": own.user + own.system}
+        counters = {"busy": whole - idle, "whole": whole, "process.cpu": own.user + own.system}
         disk = self._psutil.disk_io_counters(nowrap=False)
         if disk is not None:
-            found |= {"machine.disk_read": disk.read_bytes, "machine.disk_written": disk.write_bytes}
+            counters |= {"machine.disk_read": disk.read_bytes, "machine.disk_written": disk.write_bytes}
         network = self._psutil.net_io_counters(nowrap=False)
         if network is not None:
-            found |= {"machine.sent": network.bytes_sent, "machine.received": network.bytes_recv}
+            counters |= {"machine.sent": network.bytes_sent, "machine.received": network.bytes_recv}
         kills = kernel_kills()
-        return found if kills is None else {**found, "machine.oom_kills": float(kills)}
+        return counters if kills is None else {**counters, "machine.oom_kills": float(kills)}
 
 
 def gpus(stack: contextlib.ExitStack) -> list[Callable[[], dict[str, float]]]:
@@ -139,9 +139,9 @@ def gpus(stack: contextlib.ExitStack) -> list[Callable[[], dict[str, float]]]:
     return [functools.partial(ask, handle) for handle in handles]
 
 
-def _together(told: list[dict[str, float]]) -> dict[str, float]:
+def _together(devices: list[dict[str, float]]) -> dict[str, float]:
     """Several GPUs as one: the mean of their work, the sum of their memory."""
     return {
-        "gpu.utilisation": sum(one["gpu.utilisation"] for one in told) / len(told),
-        "gpu.memory": sum(one["gpu.memory"] for one in told),
+        "gpu.utilisation": sum(device["gpu.utilisation"] for device in devices) / len(devices),
+        "gpu.memory": sum(device["gpu.memory"] for device in devices),
     }

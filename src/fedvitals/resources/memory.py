@@ -50,8 +50,8 @@ def heap_bytes() -> int | None:
     ask = _mallinfo()
     if ask is None:
         return None
-    told = ask()
-    return int(told.uordblks + told.hblkhd)
+    answer = ask()
+    return int(answer.uordblks + answer.hblkhd)
 
 
 _MALLINFO = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

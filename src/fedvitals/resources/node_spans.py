@@ -102,13 +102,13 @@ def _cut(parts: dict[str, float], skip: float, keep: float, seconds: float, *, f
     """The parts between `skip` and `skip + keep` seconds; of folded ones their share of it."""
     if folded:
         return {part: value * keep / seconds for part, value in parts.items()}
-    found, at = {}, 0.0
+    parts_held, at = {}, 0.0
     for part, value in parts.items():
         inside = min(at + value, skip + keep) - max(at, skip)
         if inside > 0:
-            found[part] = inside
+            parts_held[part] = inside
         at += value
-    return found
+    return parts_held
 
 
 def refined(stay: Stay, inner: list[Span]) -> Stay:
@@ -126,36 +126,36 @@ def apart(stays: list[Stay]) -> list[Stay]:
     """In order, and without overlaps: what two Spans of one node tell of the same time counts once."""
     if len(stays) < 2:
         return stays
-    found: list[Stay] = []
+    merged: list[Stay] = []
     at = -math.inf
-    for stay in sorted(stays, key=lambda one: one.began):
+    for stay in sorted(stays, key=lambda span: span.began):
         over = at - stay.began
         if over > CLOSE:
             left = max(0.0, stay.seconds - over)
             parts = _cut(stay.parts, over, left, stay.seconds or 1.0, folded=stay.folded)
             stay = stay._replace(began=at, seconds=left, parts=parts, inner=None)  # noqa: PLW2901 - the rest of it
         at = max(at, stay.began + stay.seconds)
-        found.append(stay)
-    return found
+        merged.append(stay)
+    return merged
 
 
 def sums(kind: str, stays: list[Stay], began: float, seconds: float) -> dict[str, float]:
     """Seconds by part; they sum to the round."""
-    found: dict[str, float] = {}
+    seconds_by_part: dict[str, float] = {}
     at = began
     for stay in stays:
         if stay.began > at:
-            add(found, {UNACCOUNTED if kind == SERVER else "queue": stay.began - at})
+            add(seconds_by_part, {UNACCOUNTED if kind == SERVER else "queue": stay.began - at})
         if stay.inner is None:
-            add(found, stay.parts)
+            add(seconds_by_part, stay.parts)
         else:
-            add(found, {part: value for part, value in stay.parts.items() if part not in _TRAINING})
-            add(found, stay.inner)
+            add(seconds_by_part, {part: value for part, value in stay.parts.items() if part not in _TRAINING})
+            add(seconds_by_part, stay.inner)
         at = max(at, stay.began + stay.seconds)
     left = began + seconds - at
     if left > 0:
-        add(found, {UNACCOUNTED if kind == SERVER else "wait": left})
-    return found
+        add(seconds_by_part, {UNACCOUNTED if kind == SERVER else "wait": left})
+    return seconds_by_part
 
 
 def add(parts: dict[str, float], more: Mapping[str, float]) -> dict[str, float]:
@@ -168,17 +168,17 @@ def add(parts: dict[str, float], more: Mapping[str, float]) -> dict[str, float]:
 def blocks_of(stay: Stay) -> list[Block]:
     if stay.folded:
         return [Block(stay.began, stay.seconds, stay.parts, True, stay.shared)] if stay.seconds > 0 else []
-    found: list[Block] = []
+    blocks: list[Block] = []
     at, inner = stay.began, stay.inner
     for part, value in stay.parts.items():
         if inner is not None and part in _TRAINING:
-            room = sum(stay.parts.get(one, 0.0) for one in _TRAINING)
-            found.append(Block(at, room, inner, True, stay.shared))
+            room = sum(stay.parts.get(part, 0.0) for part in _TRAINING)
+            blocks.append(Block(at, room, inner, True, stay.shared))
             at, inner = at + room, None
         elif (stay.inner is None or part not in _TRAINING) and value > 0:
-            found.append(Block(at, value, {part: value}, False, stay.shared))
+            blocks.append(Block(at, value, {part: value}, False, stay.shared))
             at += value
-    return found
+    return blocks
 
 
 def covered(stretches: Iterable[tuple[float, float]], began: float = -math.inf, ended: float = math.inf) -> float:

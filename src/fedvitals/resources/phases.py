@@ -211,7 +211,7 @@ class StepClock:
     def parts(self, measure: float) -> dict[str, float]:
         """Seconds by part, without those that took none. `measure`: what measuring took, in the steps and around."""
         row = self._over_all()
-        found = {
+        attributes = {
             "data": self._loaded + (row[GAP] if not self._loaded else 0.0),
             "forward": row[WENT_FORWARD],
             "backward": row[WENT_BACKWARD],
@@ -220,7 +220,7 @@ class StepClock:
             "measure": measure,
             "wait": row[WAITED] + self._after,
         }
-        return {name: _ticks(seconds) for name, seconds in found.items() if seconds * TICKS >= 1}
+        return {name: _ticks(seconds) for name, seconds in attributes.items() if seconds * TICKS >= 1}
 
     def _over_all(self) -> list[float]:
         """All steps' seconds, divided as in those that were looked into."""
@@ -246,7 +246,7 @@ class _Known:
     rounds: int = 0
     every: int = 1
     shares: dict[str, float] = field(default_factory=dict)  # of a client's time, without measuring
-    told: dict[str, int] = field(default_factory=dict)
+    samples: dict[str, int] = field(default_factory=dict)
 
 
 class Clocks:
@@ -276,11 +276,11 @@ class Clocks:
             cost = LOOKING + LOOKING_AT_A_STEP * clock.steps
             known.every = min(LONGEST_TURN, max(1, math.ceil(cost / max(ALLOWED * training, 1e-9))))
             known.shares = {name: part / training for name, part in parts.items() if name != "measure" and training}
-            known.told = {"samples": clock.samples, "batch": clock.batch} if clock.samples else {}
+            known.samples = {"samples": clock.samples, "batch": clock.batch} if clock.samples else {}
         else:
             parts = {name: _ticks(share * training) for name, share in known.shares.items()}
             parts["measure"] = _ticks(measure)
-        return {"parts": parts, "folded": True, **known.told}
+        return {"parts": parts, "folded": True, **known.samples}
 
 
 def _ticks(seconds: float) -> float:

@@ -63,16 +63,16 @@ def shares(model: Any, optimizers: Iterable[Any], seen: Seen | None = None) -> d
     """
     seen = set() if seen is None else seen
     parameters = list(model.parameters())
-    found = {"model": storage_bytes(parameters, seen), "buffers": storage_bytes(model.buffers(), seen)}
+    sizes = {"model": storage_bytes(parameters, seen), "buffers": storage_bytes(model.buffers(), seen)}
     gradients = [p.grad for p in parameters if p.grad is not None]
     optimizers = list(optimizers)
-    found["gradients"] = storage_bytes(gradients, seen)
+    sizes["gradients"] = storage_bytes(gradients, seen)
     if not gradients and optimizers:
         own = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
-        found["gradients"] = sum(p.numel() * p.element_size() for p in own.values() if p.requires_grad)
+        sizes["gradients"] = sum(p.numel() * p.element_size() for p in own.values() if p.requires_grad)
     states = (value for o in optimizers for state in o.state.values() for value in tensors_in(state))
-    found["optimizer"] = storage_bytes(states, seen)
-    return found
+    sizes["optimizer"] = storage_bytes(states, seen)
+    return sizes
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -81,8 +81,8 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
         yield value
     elif depth < MOST_DEPTH:
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-        for one in inner:
-            yield from tensors_in(one, depth + 1)
+        for tensor in inner:
+            yield from tensors_in(tensor, depth + 1)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -193,8 +193,8 @@ class StepWatch:
     def backward_begins(self, roots: Any) -> None:
         """Called with the loss, or several, before the backward pass."""
         forget, self._forget = self._forget, []
-        for one in forget:
-            one()
+        for forget_one in forget:
+            forget_one()
         try:
             self._take(list(tensors_in(roots)))
         except Exception:  # noqa: BLE001 - the same

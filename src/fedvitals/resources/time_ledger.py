@@ -21,7 +21,7 @@ NODES = 100_000  # whose clocks are known; a bound against hosts that name every
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class NodeTime:
     """A Span to be: of a node, from when, for how long, of what."""
 
     node: str
@@ -75,7 +75,7 @@ class Ledger:
             self._spent: dict[str, dict[str, float]] = {}
             self._exchanges: dict[str, Exchange] = {}
             self._trained: dict[str, _Trained] = {}
-            self.told_edges: set[str] = set()  # whose own Span was written
+            self.recorded_edges: set[str] = set()  # whose own Span was written
 
     def spent(self, part: str, seconds: float, node: str) -> None:
         if part not in WORK and part not in REST:
@@ -84,13 +84,15 @@ class Ledger:
             own = self._spent.setdefault(node, {})
             own[part] = own.get(part, 0.0) + max(0.0, float(seconds))
 
-    def exchange(self, node: str, one: Exchange) -> Offset:
+    def exchange(self, node: str, exchange: Exchange) -> Offset:
         """What is known of the client's clock now."""
-        offset = self._clocks.get(node, Offset()).learn(one.sent, one.received, one.replied, one.returned)
+        offset = self._clocks.get(node, Offset()).learn(
+            exchange.sent, exchange.received, exchange.replied, exchange.returned
+        )
         with self._lock:
             if node in self._clocks or len(self._clocks) < NODES:
                 self._clocks[node] = offset
-            self._exchanges[node] = one
+            self._exchanges[node] = exchange
         return offset
 
     def trained(self, span: Span) -> None:
@@ -105,43 +107,43 @@ class Ledger:
 
     def seen(self, node: str) -> tuple[float, float] | None:
         """When a client of this round was asked and had answered, by the server's clock."""
-        one = self._exchanges.get(node)
-        return None if one is None else (one.sent, one.returned)
+        exchange = self._exchanges.get(node)
+        return None if exchange is None else (exchange.sent, exchange.returned)
 
     def journey(self, node: str) -> str | None:
         """The id of the Span of a client's way in this round, where there will be one."""
-        one = self._exchanges.get(node)
-        return None if one is None else one.span or edge_span(self._round, f"journey/{node}")
+        exchange = self._exchanges.get(node)
+        return None if exchange is None else exchange.span or edge_span(self._round, f"journey/{node}")
 
-    def _server(self, ended: float) -> Told:
+    def _server(self, ended: float) -> NodeTime:
         """Unless the host told it, the server waits while a client is under way, or trains in its own process."""
         seconds = max(0.0, ended - self._at)
         parts = dict(self._spent.get("server", {}))
         if "wait" not in parts:
-            away = [(one.sent, one.returned) for one in self._exchanges.values()]
-            away = away or [(one.began, one.ended) for one in self._trained.values()]
+            away = [(exchange.sent, exchange.returned) for exchange in self._exchanges.values()]
+            away = away or [(client.began, client.ended) for client in self._trained.values()]
             parts = {"wait": min(covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
-        return Told("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
+        return NodeTime("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
 
-    def close(self, ended: float) -> list[Told]:
+    def close(self, ended: float) -> list[NodeTime]:
         """The round's Spans: the server's, each group's, each journey."""
         with self._lock:
             spans = [self._server(ended)] if self._spent or self._trained or self._exchanges else []
-            spans += [self._journey(node, one, ended) for node, one in self._exchanges.items()]
+            spans += [self._journey(node, exchange, ended) for node, exchange in self._exchanges.items()]
             groups: dict[str, list[_Trained]] = {}
-            for one in self._trained.values():
-                if one.group is not None and one.group not in self.told_edges:
-                    groups.setdefault(one.group, []).append(one)
+            for client in self._trained.values():
+                if client.group is not None and client.group not in self.recorded_edges:
+                    groups.setdefault(client.group, []).append(client)
             for group, members in groups.items():
                 began, last = min(m.began for m in members), max(m.ended for m in members)
                 parts = self._spent.get(group, {})
                 own = edge_span(self._round, group)
-                spans.append(Told(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
+                spans.append(NodeTime(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
             return spans
 
-    def _journey(self, node: str, one: Exchange, ended: float) -> Told:
+    def _journey(self, node: str, exchange: Exchange, ended: float) -> NodeTime:
         offset = self._clocks.get(node, Offset(0.0, 0.0))
-        here, away = one.received - offset.seconds, one.replied - offset.seconds
+        here, away = exchange.received - offset.seconds, exchange.replied - offset.seconds
         own = self._trained.get(node)
         group = None if own is None else own.group
         # Its own times may lie: they count only as far as they are inside of what the server saw.
@@ -150,18 +152,28 @@ class Ledger:
         over = min(max(over, began), away)
         data = 0.0 if own is None else min(own.data, over - began)
         compute = away - began - data  # packing and compressing an update is the client's own work, too
-        if one.started is None:
-            parts = {"download": here - one.sent, "queue": began - here, "data": data, "compute": compute}
-            parts |= {"upload": one.returned - away}
+        if exchange.started is None:
+            parts = {"download": here - exchange.sent, "queue": began - here, "data": data, "compute": compute}
+            parts |= {"upload": exchange.returned - away}
         else:
-            start = min(max(0.0, one.received - one.started), max(0.0, here - one.sent))
-            start = start if one.started - offset.seconds >= one.sent - SAME else 0.0  # one that is older was there
-            parts = {"queue": here - one.sent - start, "start": start, "data": data, "compute": compute + began - here}
-            parts |= {"reply": one.returned - away}
-        if (one.received, one.replied) == (one.sent, one.returned):  # nothing is known but that it was away
-            parts = {"compute": one.returned - one.sent}
-        parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - one.returned}.items()}
-        told = {"clock_offset": offset.seconds, "clock_error": offset.error}
+            start = min(max(0.0, exchange.received - exchange.started), max(0.0, here - exchange.sent))
+            start = (
+                start if exchange.started - offset.seconds >= exchange.sent - SAME else 0.0
+            )  # one that is older was there
+            parts = {
+                "queue": here - exchange.sent - start,
+                "start": start,
+                "data": data,
+                "compute": compute + began - here,
+            }
+            parts |= {"reply": exchange.returned - away}
+        if (exchange.received, exchange.replied) == (
+            exchange.sent,
+            exchange.returned,
+        ):  # nothing is known but that it was away
+            parts = {"compute": exchange.returned - exchange.sent}
+        parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - exchange.returned}.items()}
+        attributes = {"clock_offset": offset.seconds, "clock_error": offset.error}
         parent = self._round if group is None else edge_span(self._round, group)
         whole = sum(parts.values())
-        return Told(node, JOURNEY, one.sent, whole, parts, group, self.journey(node), parent, told)
+        return NodeTime(node, JOURNEY, exchange.sent, whole, parts, group, self.journey(node), parent, attributes)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.protocols import Sink
 from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
 from fedvitals.sinks.curves import NODES, Bars, Curves, Point, link_of, settings_of, tags_of
 from fedvitals.sinks.spread import plain
@@ -27,7 +28,7 @@ METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # what MLflow takes in one call
 DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 
 
-class MLflow:
+class MLflow(Sink):
     """Logs metrics per round, settings as parameters, layer histograms as JSON artifacts, and the run's id as a tag.
 
     `uri`: of a tracking server or database; MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db` here. `nodes`: how many

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fedvitals.errors import MissingExtraError
+from fedvitals.protocols import Sink
 from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
 from fedvitals.sinks.curves import NODES, Bars, Curves, Drawn, Point, link_of, settings_of, tags_of
 from fedvitals.sinks.spread import plain
@@ -59,7 +60,7 @@ class _File:
         self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Writes scalars per round, layer histograms, and findings as text. `nodes`: how many clients, or which ones.
 
     `layers_of`: nodes whose layers are drawn, beside those of the whole round. `store`: named in the run's text.

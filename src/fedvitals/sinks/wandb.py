@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError, unknown
+from fedvitals.protocols import Sink
 from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
 from fedvitals.sinks.curves import NODES, Bars, Curves, link_of, tags_of
 from fedvitals.sinks.spread import plain
@@ -34,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Sink):
     """Logs scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
 
     `folder`: where `wandb/` is made. `nodes`: how many clients get curves, or which ones. `layers_of`: nodes whose

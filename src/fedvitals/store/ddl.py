@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tables as data to SQL."""
+"""Turns the tables of `schema` into SQL statements."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ def _layer_statistics() -> str:
 
 def views(dialect: Dialect) -> dict[str, str]:
     """The views by name. They hold nothing, so every change of version makes them anew."""
-    made = {table.view: _readable(table) for table in TABLES if table.view}
+    statements = {table.view: _readable(table) for table in TABLES if table.view}
     if dialect.name == "sqlite":
-        made["layer_statistics"] = _layer_statistics()
+        statements["layer_statistics"] = _layer_statistics()
     elif dialect.name == "postgresql":
-        made["layer_statistics"] = unpacking.view(LAYER_STATISTICS)
-    return made
+        statements["layer_statistics"] = unpacking.view(LAYER_STATISTICS)
+    return statements
 
 
 def upgrade(version: int, dialect: Dialect) -> list[str]:
     """Everything that leads from a version (0: an empty database) to the present one."""
-    made = views(dialect)
-    statements = [f"DROP VIEW IF EXISTS {name}" for name in made]
+    created = views(dialect)
+    statements = [f"DROP VIEW IF EXISTS {name}" for name in created]
     for step in range(version + 1, VERSION + 1):
         statements += migration(step, dialect)
     functions = unpacking.FUNCTIONS if dialect.name == "postgresql" else ()
-    return [*statements, *functions, *made.values()]
+    return [*statements, *functions, *created.values()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in PostgreSQL: several trainings may write at once, and a server may go away and come back.
+"""Stores records in PostgreSQL, which several trainings may write at once and which may be away for a while.
 
 Everything lies in the schema «fedvitals» of the database, whose comment names the version of the tables.
 """
@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fedvitals.errors import ConfigError, MissingExtraError, StoreError
+from fedvitals.protocols import Sink
 from fedvitals.records import Record, run_of
 from fedvitals.store import ddl
 from fedvitals.store.dialect import Database, Dialect, lock_number
@@ -52,6 +53,7 @@ class Address:
         return f"Address({self.shown!r})"
 
     def hide(self, text: str) -> str:
+        """Return the text without the password."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
@@ -64,6 +66,7 @@ class Address:
 
 
 def address_of(url: str) -> Address:
+    """Take the address of a store apart."""
     secrets: set[str] = set()
 
     def mask(match: re.Match[str]) -> str:
@@ -202,7 +205,7 @@ def presence(run: str) -> int:
     return lock_number(f"presence {run}")
 
 
-class PostgresStore:
+class PostgresStore(Sink):
     """A sink that keeps records in PostgreSQL; nothing is opened before the first write.
 
     Each batch is one transaction. When the connection is lost, the batch fails or, if the connection was an old one,
@@ -221,6 +224,7 @@ class PostgresStore:
         return f"PostgresStore({self.address.shown!r})"
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Store a batch in one transaction."""
         if not records:
             return
         with self._turn:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in one SQLite file: how it is opened, by whom, and what is refused."""
+"""Stores records in one SQLite file, and refuses files that are no store or were exchanged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from fedvitals.errors import StoreError, StoreLostError
+from fedvitals.protocols import Sink
 from fedvitals.records import Event, Metric, Record, Run, Where
 from fedvitals.store import ddl
 from fedvitals.store.dialect import SQLITE, Database
@@ -53,10 +54,10 @@ def check_file(path: Path) -> None:
     if path.is_dir():
         raise StoreError(f"The store '{path}' is a folder. Name a file, for example '{path / 'runs.db'}'.")
     try:
-        found = path.stat()
-        if (found.st_dev, found.st_ino) in _looked_at:
+        status = path.stat()
+        if (status.st_dev, status.st_ino) in _looked_at:
             return
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody who writes into it
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody who writes into it
             raise StoreError(f"The store '{path}' is a device, a pipe or a socket. Name a file.")
         with path.open("rb") as file:
             start = file.read(16)
@@ -64,12 +65,14 @@ def check_file(path: Path) -> None:
         raise StoreError(f"The store '{path}' cannot be opened: {error.strerror}.") from error
     if start and start != b"SQLite format 3\x00":
         raise StoreError(f"'{path}' is not a store: it is no SQLite database. Nothing was changed. Name another file.")
-    _looked_at.add((found.st_dev, found.st_ino))
+    _looked_at.add((status.st_dev, status.st_ino))
 
 
 def check_version(database: Database) -> int:
     """The version of the schema in an open database, 0 when it is empty; StoreError when it cannot be ours."""
     (version,), (application,) = (database.rows(f"PRAGMA {name}")[0] for name in ("user_version", "application_id"))
+    if application == APPLICATION and 0 < version <= VERSION:  # then it has tables, too
+        return int(version)
     (tables,) = database.rows("SELECT COUNT(*) FROM sqlite_master")[0]
     if tables and application != APPLICATION:
         raise StoreError(
@@ -156,7 +159,7 @@ def maintain_sqlite(path: Path) -> Iterator[Database]:
         lock.release()
 
 
-class SqliteStore:
+class SqliteStore(Sink):
     """A sink that keeps records in a SQLite file; nothing is opened before the first write.
 
     Each batch is one transaction: when `write` returns, the batch survives the end of the process.

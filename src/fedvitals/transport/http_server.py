@@ -217,17 +217,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if name not in LOOPBACK:
                 raise Refused(403, "Without a token, only requests to 127.0.0.1 or localhost are answered.")
             return
-        given, wanted = self.headers.get("Authorization", ""), f"Bearer {token}"
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode("utf-8", "replace")):
+        authorization, wanted = self.headers.get("Authorization", ""), f"Bearer {token}"
+        if not hmac.compare_digest(authorization.encode("utf-8", "replace"), wanted.encode("utf-8", "replace")):
             raise Refused(401, "The header «Authorization: Bearer ...» with this server's token is missing or wrong.")
 
     def _size(self) -> int:
-        told, most = self.headers.get("Content-Length", ""), self.server.body
-        if not (told.isascii() and told.isdecimal() and len(told) < 20):
+        length, most = self.headers.get("Content-Length", ""), self.server.body
+        if not (length.isascii() and length.isdecimal() and len(length) < 20):
             raise Refused(411, "The header Content-Length is missing, or no number.")
-        if int(told) > most:
-            raise Refused(413, f"The request has {told} bytes; {most} are the limit. Send smaller batches.")
-        return int(told)
+        if int(length) > most:
+            raise Refused(413, f"The request has {length} bytes; {most} are the limit. Send smaller batches.")
+        return int(length)
 
     def _body(self, size: int) -> bytes:
         pieces = []
@@ -276,9 +276,9 @@ _OPEN: weakref.WeakSet[_Server] = weakref.WeakSet()
 def _let_go() -> None:
     """A socket that a forked child (a data loader's worker) holds open would keep the port taken after our end."""
     for server in list(_OPEN):
-        for one in (server.socket, *list(server.places)):
+        for closing in (server.socket, *list(server.places)):
             with contextlib.suppress(OSError):
-                one.close()
+                closing.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -184,8 +184,8 @@ def configure(
     if isinstance(name, str) and name not in known:
         raise ConfigError(unknown("log level", str(level), known))
     root = logging.getLogger()
-    found = next((handler for handler in root.handlers if handler.get_name() == OURS), None)
-    handler = found if isinstance(found, logging.StreamHandler) else logging.StreamHandler()
+    installed = next((handler for handler in root.handlers if handler.get_name() == OURS), None)
+    handler = installed if isinstance(installed, logging.StreamHandler) else logging.StreamHandler()
     handler.setStream(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if json else HumanFormatter())
     handler.set_name(OURS)

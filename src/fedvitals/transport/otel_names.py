@@ -36,8 +36,8 @@ _UNITS = {"seconds": "s", "s": "s", "bytes": "By", "1": "1", "share": "1", "0/1"
 
 def level_of_severity(number: int) -> str:
     """«debug» … «critical», from OTLP's 1 to 24; one that is not told counts as «info»."""
-    told = [level for level, least in SEVERITIES.items() if number >= least]
-    return told[-1] if told else "info" if number <= 0 else "debug"
+    levels = [level for level, least in SEVERITIES.items() if number >= least]
+    return levels[-1] if levels else "info" if number <= 0 else "debug"
 
 
 def unit_of(name: str) -> str:
@@ -57,8 +57,8 @@ def _unit(word: str) -> str:
 
 def places(where: Where, *names: str) -> dict[str, Any]:
     """The coordinates as attributes, without those that are «the whole»; only the named ones where some are."""
-    told = {field: getattr(where, field) for field in names or PLACES}
-    return {PLACES[field]: value for field, value in told.items() if value is not None}
+    places_by_field = {field: getattr(where, field) for field in names or PLACES}
+    return {PLACES[field]: value for field, value in places_by_field.items() if value is not None}
 
 
 @functools.cache

@@ -11,20 +11,20 @@ from collections.abc import Iterable, Sequence
 
 from fedvitals.errors import RecordError
 from fedvitals.records import Event, LayerTable, Record, Run, Where, is_important, stamped
-from fedvitals.transport.privacy import Policy, released
+from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.wire.payload import LIMITS, encode
 
 LOST = "worker.lost"  # the event that tells of telemetry which did not come home
 ROOM = LIMITS.records // 2  # records that wait; nobody may ever take them
 
 
-class Parcel:
-    """Takes records as an `Outlet` does; `take` gives them as one payload.
+class PayloadBuffer:
+    """Takes records as an `SinkWriter` does; `take` gives them as one payload.
 
     Everything in a worker is a client's, so the privacy level is held against all of it, whoever it names.
     """
 
-    def __init__(self, policy: Policy, known: Iterable[str] = ()) -> None:
+    def __init__(self, policy: PrivacyPolicy, known: Iterable[str] = ()) -> None:
         self.source = f"worker-{os.getpid()}-{os.urandom(4).hex()}"
         self.known = set(known)  # layer tables that need not be sent
         self._policy = policy
@@ -82,16 +82,16 @@ class Parcel:
 
     def _encoded(self, records: Sequence[Record], most: int | None) -> bytes:
         """With the loss so far told at the end. Sequences are spent only on what is sent."""
-        told = [*records]
+        sent = [*records]
         if self._untold and self._run is not None:
             rounds = [r.where.round for r in records if not isinstance(r, Run) and r.where.round is not None]
             place = Where(self._run.id, rounds[-1] if rounds else None)
             text = f"{self._untold} records of a worker found no room."
-            told.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
-        payload = encode([stamped(record, self.source, i) for i, record in enumerate(told, self._sequence)])
+            sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
+        payload = encode([stamped(record, self.source, i) for i, record in enumerate(sent, self._sequence)])
         if most is not None and len(payload) > most:
             raise RecordError(f"{len(payload)} bytes, where {most} may go.")
-        self._sequence += len(told)
+        self._sequence += len(sent)
         self._untold = 0
         return payload
 

@@ -79,7 +79,7 @@ OPEN = frozenset({Metric, LayerStats, Span, Sketch, Transfer})  # from level 3 o
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PrivacyPolicy:
     """What was chosen for a run; it goes along to every process that makes records."""
 
     level: int = 3
@@ -90,7 +90,7 @@ class Policy:
 
 def policy_for(
     host: str, level: int | None = None, cohort: int = LEAST_CLIENTS, tracebacks: bool | None = None
-) -> Policy:
+) -> PrivacyPolicy:
     """The policy of a run: what the user chose, else level 3 with tracebacks at home and 2 without in a deployment."""
     at_home = host in TRUSTED_HOSTS
     if level is None:  # who asks for tracebacks asks for words
@@ -99,16 +99,16 @@ def policy_for(
         raise ConfigError(f"privacy= is a level from 0 to 4, got {level!r}. See docs/metrics.md, «Privacy».")
     if isinstance(cohort, bool) or not isinstance(cohort, int) or cohort < 2:
         raise ConfigError(f"cohort= is the least number of clients in a sum, 2 or more; got {cohort!r}.")
-    return Policy(level, cohort, at_home if tracebacks is None else bool(tracebacks))
+    return PrivacyPolicy(level, cohort, at_home if tracebacks is None else bool(tracebacks))
 
 
-def described_policy(policy: Policy) -> dict[str, Any]:
+def described_policy(policy: PrivacyPolicy) -> dict[str, Any]:
     """As it stands in the run's config."""
     return {"privacy": policy.level, "cohort": policy.cohort, "tracebacks": policy.tracebacks}
 
 
 def released(
-    record: Record, policy: Policy, *, clients: int | None = None, stray: bool = False, held: bool = False
+    record: Record, policy: PrivacyPolicy, *, clients: int | None = None, stray: bool = False, held: bool = False
 ) -> Record | None:
     """The record, a copy with less in it, or None: as much of it as may leave.
 
@@ -132,7 +132,7 @@ def released(
     return None if about_client else record
 
 
-def _event(record: Event, policy: Policy, *, about_client: bool) -> Event | None:
+def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event | None:
     data = record.data
     if policy.level >= WORDS:
         return record if policy.tracebacks or "traceback" not in data else _without(record, ("traceback",))
@@ -149,7 +149,7 @@ def _event(record: Event, policy: Policy, *, about_client: bool) -> Event | None
     return replace(record, message=message, data=left)
 
 
-def _span(record: Span, policy: Policy, *, about_client: bool) -> Span:
+def _span(record: Span, policy: PrivacyPolicy, *, about_client: bool) -> Span:
     attributes = record.attributes
     if policy.level >= WORDS or not attributes:
         return record

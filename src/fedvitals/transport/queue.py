@@ -16,11 +16,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
-from fedvitals.protocols import Sink
+from fedvitals.protocols import RecordWriter
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer, is_important
+from fedvitals.transport.sink_adapter import as_sink
 from fedvitals.transport.spill import Spill
 
 logger = logging.getLogger("fedvitals.telemetry")
@@ -46,16 +46,16 @@ class Queue:
 
     def __init__(
         self,
-        sink: Sink,
+        sink: RecordWriter,
         *,
         spill: Path | None = None,
         bulk: int = 100_000,
         important: int = 10_000,
         strict: bool = False,
     ) -> None:
-        self.name = str(getattr(sink, "name", None) or type(sink).__name__).lower()
+        self._sink = as_sink(sink)
+        self.name = str(self._sink.name or type(sink).__name__).lower()
         self.strict = strict
-        self._sink = sink
         self._bulk_limit, self._important_limit = bulk, important
         self._spill = Spill(Path(spill), self.name) if spill is not None else None
         self._empty()
@@ -380,11 +380,8 @@ class Queue:
             self._changed.notify_all()
 
     def _close_sink(self) -> None:
-        close: Any = getattr(self._sink, "close", None)
-        if close is None:
-            return
         try:
-            close()
+            self._sink.close()
         except StoreLostError as error:
             with self._lock:
                 self._lose("store overwritten", error, error.lost)

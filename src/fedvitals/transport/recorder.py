@@ -23,17 +23,17 @@ def where(scope: Scope, step: int | None = None) -> Where:
     return Where(scope.run, scope.round, scope.node, step, None, scope.group)
 
 
-class Recorder:
+class ScopeRecorder:
     def __init__(self, emit: Callable[[Record], None]) -> None:
         self.emit = emit
 
     def metric(self, scope: Scope, name: str, value: float, step: int | None = None) -> None:
         self.emit(Metric(where(scope, step), time.time(), name, value))
 
-    def metrics(self, scope: Scope, found: Iterable[tuple[str, float, int | None]]) -> None:
+    def metrics(self, scope: Scope, metrics: Iterable[tuple[str, float, int | None]]) -> None:
         """Many at once: one moment, and one place for all that are not about a step."""
         now, here = time.time(), where(scope)
-        for name, value, step in found:
+        for name, value, step in metrics:
             self.emit(Metric(here if step is None else where(scope, step), now, name, value))
 
     def layers(self, scope: Scope, family: str, matrix: Array, table: str, step: int | None = None) -> None:
@@ -45,11 +45,11 @@ class Recorder:
         self.emit(Sketch(where(scope), time.time(), values, digest, version))
 
     def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
-        """The Span of a scope, and what it was told as: a copy, since what is emitted gets an identity."""
+        """Emit the Span of a scope. Returns a copy of it, since what is emitted gets an identity."""
         own = scope.span or new_span_id()
-        told = Span(where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
-        self.emit(replace(told))
-        return told
+        span = Span(where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
+        self.emit(replace(span))
+        return span
 
     def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         self.emit(Event(where(scope), time.time(), level, name, message, data or {}))

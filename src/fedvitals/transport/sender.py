@@ -51,7 +51,7 @@ class Sender:
         if not isinstance(record, OF_CLIENTS) or (isinstance(record, Event) and record.name in OF_SERVERS):
             what = record.name if isinstance(record, Event) else type(record).__name__
             raise RecordError(f"Telemetry of '{self.node}' holds '{what}', which is the server's to tell.")
-        if isinstance(record, Event) and record.name == "labels" and not _is_count(record.data.get("histogram")):
+        if isinstance(record, Event) and record.name == "labels" and not _are_counts(record.data.get("histogram")):
             raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
         if max(map(len, _ids(record)), default=0) > ID_CHARACTERS:
             raise RecordError(f"Telemetry of '{self.node}' holds an id of more than {ID_CHARACTERS} characters.")
@@ -89,5 +89,5 @@ def as_seen(record: Any, seen: tuple[float, float]) -> Record:
     return cast("Record", record if at == record.at else replace(record, at=at))
 
 
-def _is_count(told: Any) -> bool:
-    return isinstance(told, Mapping) and all(type(count) is int and 0 <= count < 1 << 40 for count in told.values())
+def _are_counts(counts: Any) -> bool:
+    return isinstance(counts, Mapping) and all(type(count) is int and 0 <= count < 1 << 40 for count in counts.values())

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedvitals.protocols import Sink
+from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import Record, stamped
-from fedvitals.transport.privacy import Policy, released
+from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.queue import Queue
+from fedvitals.transport.sink_adapter import as_sink
 
 SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
 
 
-class Outlet:
+class SinkWriter:
     """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own.
 
     `own`: how many of the sinks, the first ones, are ours: the store, the detectors.
@@ -25,20 +26,21 @@ class Outlet:
 
     def __init__(
         self,
-        sinks: Sequence[Sink],
+        sinks: Sequence[RecordWriter],
         *,
-        policy: Policy,
+        policy: PrivacyPolicy,
         spill: Path | None,
         strict: bool,
         source: str = SOURCE,
         own: int = 0,
     ) -> None:
         self._policy, self._source, self._own = policy, source, own
+        whole = [as_sink(sink) for sink in sinks]
         self._sequence = itertools.count()
         # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
-        self._ignored: list[tuple[type, ...]] = [getattr(sink, "ignores", ()) for sink in sinks]
+        self._ignored: list[tuple[type, ...]] = [sink.ignores for sink in whole]
         self._queues = [
-            Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(sinks)
+            Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(whole)
         ]
 
     def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:

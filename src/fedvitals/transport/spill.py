@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from fedvitals.errors import RecordError
 from fedvitals.plain_json import as_builtin
-from fedvitals.protocols import Sink
+from fedvitals.protocols import RecordWriter
 from fedvitals.records import (
     Action,
     Event,
@@ -186,12 +186,12 @@ def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
 
 def leftover(folder: Path) -> list[Path]:
     """The files that `drain_spill` would take: those whose queue is no more."""
-    found = []
+    files = []
     for path in sorted(Path(folder).glob("spill-*.jsonl")):
         with contextlib.suppress(OSError), path.open("r+b") as file:
             _lock(file)
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def waiting_runs(folder: Path) -> set[str]:
@@ -203,7 +203,7 @@ def waiting_runs(folder: Path) -> set[str]:
     return runs
 
 
-def readmit(folder: Path, sink: Sink) -> None:
+def readmit(folder: Path, sink: RecordWriter) -> None:
     """Give a sink what earlier processes could not; a file goes once its last record is written."""
     for record in drain_spill(folder):
         try:

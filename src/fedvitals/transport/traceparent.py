@@ -51,10 +51,10 @@ def read_traceparent(header: object) -> TraceParent | None:
 
     A version that does not exist yet is read as far as its beginning is that of version 00, as the standard asks.
     """
-    found = _HEADER.fullmatch(header.strip(" \t")) if isinstance(header, str) and len(header) <= LONGEST else None
-    if found is None:
+    match = _HEADER.fullmatch(header.strip(" \t")) if isinstance(header, str) and len(header) <= LONGEST else None
+    if match is None:
         return None
-    version, trace, span, flags, rest = found.groups()
+    version, trace, span, flags, rest = match.groups()
     if version == "ff" or (version == "00" and rest is not None) or not trace.strip("0") or not span.strip("0"):
         return None
     return TraceParent(trace, span, bool(int(flags, 16) & 1))
@@ -62,8 +62,8 @@ def read_traceparent(header: object) -> TraceParent | None:
 
 def carried(scope: Scope, *, node: str | None = None, group: str | None = None) -> dict[str, str]:
     """The headers for a message out of this scope: `traceparent` and `baggage`; `node`: the client that it goes to."""
-    told = {"run": scope.run, "round": scope.round, "node": node or scope.node, "group": group or scope.group}
-    pairs = [f"{_CARRIED[name]}={urllib.parse.quote(str(v), safe='')}" for name, v in told.items() if v is not None]
+    fields = {"run": scope.run, "round": scope.round, "node": node or scope.node, "group": group or scope.group}
+    pairs = [f"{_CARRIED[name]}={urllib.parse.quote(str(v), safe='')}" for name, v in fields.items() if v is not None]
     return {"traceparent": traceparent(scope), "baggage": ",".join(pairs)}
 
 
@@ -75,19 +75,19 @@ def arrived(
     Headers come from elsewhere: what cannot be is left out. Without a run there is no scope: a ConfigError.
     """
     by_name = {str(name).lower(): value for name, value in headers.items()}
-    parent, told = read_traceparent(by_name.get("traceparent")), _baggage(by_name.get("baggage"))
-    run = run or told.get("run")
+    parent, fields = read_traceparent(by_name.get("traceparent")), _baggage(by_name.get("baggage"))
+    run = run or fields.get("run")
     if not run:
         raise ConfigError(
             f"The headers name no run: «baggage» has no {names.RUN}. Make them with `carried`, or give run= yourself."
         )
-    number = told.get("round", "")
+    number = fields.get("round", "")
     return Scope(
         run,
         emit,
         int(number) if re.fullmatch(r"[0-9]{1,9}", number) else None,
-        node or told.get("node"),
-        told.get("group"),
+        node or fields.get("node"),
+        fields.get("group"),
         trace=new_trace() if parent is None else parent.trace,
         span=None if parent is None else parent.span,
     )
@@ -107,10 +107,10 @@ def _baggage(header: object) -> dict[str, str]:
     if not isinstance(header, str) or len(header) > LONGEST:
         return {}
     fields = {name: field for field, name in _CARRIED.items()}
-    found = {}
+    texts = {}
     for pair in header.split(","):
         name, _, value = pair.partition(";")[0].partition("=")  # behind «;» stand properties, of which we have none
         text = urllib.parse.unquote(value.strip())
         if name.strip() in fields and 0 < len(text) <= NAME and text.isprintable():
-            found[fields[name.strip()]] = text
-    return found
+            texts[fields[name.strip()]] = text
+    return texts

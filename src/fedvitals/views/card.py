@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health card of a run: what was found, its vital signs over the rounds, and who stands out."""
+"""Computes the health card of a run: its cases, its vital signs over the rounds, and the clients that stand out."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Card:
+    """A run's health card."""
+
     run: Run
     summary: queries.RunSummary
     signs: Sequence[Sign]
@@ -62,6 +64,7 @@ class Card:
 
 
 def health_card(reader: Reader, run: str) -> Card:
+    """Read the health card of a run, by its id."""
     history, described = reader.history(run), queries.get_run(reader, run)
     signs = [sign for name in VITAL_SIGNS if (sign := vital_sign(history, name)).rounds]
     newest: dict[str | None, dict[str, float]] = {}
@@ -103,8 +106,8 @@ def vital_sign(history: History, name: str) -> Sign:
         rounds, values = history.series(name, node)
         if rounds:
             return Sign(name, unit, rounds, values, node or "federation")
-    cohort = [(number, found) for number in history.rounds() if (found := _finite(history.latest(name, number)))]
-    return Sign(name, unit, [number for number, _ in cohort], [median(found) for _, found in cohort], "median client")
+    cohort = [(number, finite) for number in history.rounds() if (finite := _finite(history.latest(name, number)))]
+    return Sign(name, unit, [number for number, _ in cohort], [median(finite) for _, finite in cohort], "median client")
 
 
 def _finite(latest: Mapping[Any, float]) -> list[float]:
@@ -123,8 +126,13 @@ def _absent(seen: set[str], level: int) -> dict[str, str]:
 
 def cost_percent(history: History) -> float | None:
     """What measuring cost, of the rounds' time."""
-    (_, cost), (_, total) = history.series("monitor.cost", None), history.series("time.round", None)
-    return 100 * sum(cost) / sum(total) if total and sum(total) > 0 else None
+    (_, costs), (_, times) = history.series("monitor.cost", None), history.series("time.round", None)
+    return percent_of(costs, times)
+
+
+def percent_of(costs: Sequence[float], times: Sequence[float]) -> float | None:
+    """The sum of these costs in percent of the sum of these times; None where no time is known."""
+    return 100 * sum(costs) / sum(times) if times and sum(times) > 0 else None
 
 
 def _setting(run: Run, name: str, default: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was not judged in a stored run."""
+"""Says what was not judged in a stored run, and why."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ LIVE = (DETECTOR, "taking a finding")  # failures of the detectors that looked d
 
 
 def gaps_of(reader: Reader, run: str, again: Sequence[MonitorFailure] | None = None) -> tuple[str, ...]:
-    """Why the run's findings may not be all, in words; empty when every detector saw everything.
+    """Say why the run's findings may be incomplete; empty when every detector saw everything.
 
     `again`: what failed when detectors looked at the store again, in place of what failed in those that looked live.
     What could not be measured or recorded is missing then as well.
     """
-    errors = queries.events(reader, run, level="warning", name=MONITOR_ERROR)
+    warnings = queries.warnings_of(reader, run, (MONITOR_ERROR, queries.TELEMETRY_LOST))
+    errors = [event for event in warnings if event.name == MONITOR_ERROR]
     failures = [failure for event in errors if (failure := monitor_failure_of(event)) is not None]
     if again is not None:
         failures = [*again, *(failure for failure in failures if not failure.doing.startswith(LIVE))]
-    reasons = gaps(failures, queries.lost_records(reader, run))
+    reasons = gaps(failures, queries.lost_records(reader, run, warnings))
     if reader.database.dialect.name == "sqlite" and run in waiting_runs(spill_folder(reader.database.target)):
         reasons = (*reasons, "some of its records wait beside the store (`fedvitals doctor --mend` takes them back)")
     return reasons

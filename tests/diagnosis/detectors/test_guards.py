@@ -94,14 +94,14 @@ def test_an_average_of_nans_is_found_in_its_round_without_a_global_model():
     store, model = MemoryStore(), nn.Linear(4, 2)
     with Monitor(None, sinks=[store], detectors=(), strict=True) as monitor:
         for number in range(3):
-            monitor.round_begin(number)
+            monitor.host.round_begin(number)
             bad = math.nan if number == 2 else 1.0
             update = [torch.randn_like(p) * bad for p in model.parameters()]
             for node in ("a", "b", "c"):
-                monitor.client_begin(node, model)
-                monitor.client_end(node)
+                monitor.host.client_begin(node, model)
+                monitor.host.client_end(node)
             monitor.updates(number, {node: [t + i for t in update] for i, node in enumerate(("a", "b", "c"))})
-            monitor.round_end(number)
+            monitor.host.round_end(number)
         run = monitor.run.id
     found = first_rounds(findings_by(store.history(run), DETECTORS))
     assert found["NAN_WEIGHTS", None] == 2

@@ -41,7 +41,7 @@ def prescribing(monitor, *actions, since=1):
         return [keep, *(actions if number >= since else ())]
 
     monitor.prescribed = prescribed
-    monitor.refused = lambda refused, why: refusals.append((refused.kind, why))
+    monitor.host.refused = lambda refused, why: refusals.append((refused.kind, why))
     return refusals
 
 

@@ -347,8 +347,8 @@ def test_a_name_alone_is_not_enough():
 
 def test_the_observer_travels_whole():
     with Monitor(None, run="there and back", probes="light", privacy=2) as monitor:
-        monitor.round_begin(4, torch.nn.Linear(3, 2))
-        sent = monitor.for_worker()
+        monitor.host.round_begin(4, torch.nn.Linear(3, 2))
+        sent = monitor.host.for_worker()
         found = read_watcher(*write_watcher(sent))
         assert isinstance(found, WorkerObserver)
         for field in dataclasses.fields(WorkerObserver):
@@ -356,7 +356,7 @@ def test_the_observer_travels_whole():
                 assert getattr(found, field.name) == getattr(sent, field.name), field.name
         assert found.preset.name == "light"
         assert found.initial is not None
-        monitor.discard()
+        monitor.host.discard()
     for text in ("{}", "null", '{"run": 1}', "x"):
         with pytest.raises(RecordError, match="cannot be read"):
             read_watcher(text, b"")

@@ -180,9 +180,9 @@ def observed(probes, train, rounds=1, through_worker=True, **settings):
         for number in range(rounds):
             with monitor.round(number):
                 if through_worker:
-                    worker = monitor.for_worker()
+                    worker = monitor.host.for_worker()
                     states = train(worker)
-                    monitor.absorb(worker.payload())
+                    monitor.host.absorb(worker.payload())
                 else:
                     states = train(monitor)
     return sink, states
@@ -405,12 +405,12 @@ def test_without_samples_or_loss_the_rest_is_measured():
     federation = small()
     monitor, sink = watched("standard", strict=False)
     with monitor, monitor.round(0):
-        worker = monitor.for_worker()
+        worker = monitor.host.for_worker()
         states = federation.states()
         worker.stack_begin(Stack(NODES, GROUPS, federation.module, states, refuse, functional.cross_entropy))
         worker.stack_step(0, torch.ones(3, federation.weights), torch.ones(3))
         worker.stack_end({})
-        monitor.absorb(worker.payload())
+        monitor.host.absorb(worker.payload())
     assert len(sink.metrics("gradient.norm")) == 3
     assert not sink.metrics("fit.loss_before")
     assert {e.data["doing"] for e in sink.events("monitor.error")} == {"fit", "the probe 'scale'"}
@@ -420,10 +420,10 @@ def test_stack_left_open_does_not_stop_the_next():
     federation = small()
     monitor, sink = watched("standard")
     with monitor, monitor.round(0):
-        worker = monitor.for_worker()
+        worker = monitor.host.for_worker()
         worker.stack_begin(federation.stack(federation.states()))
         federation.stacked(worker)
-        monitor.absorb(worker.payload())
+        monitor.host.absorb(worker.payload())
     assert len(sink.events("stack.unclosed")) == 1
     assert Counter(r.value for r in sink.metrics("steps")) == Counter({0: 3, 4: 3})
 
@@ -432,12 +432,12 @@ def test_what_is_logged_of_a_stacked_client_stands_for_its_loss():
     federation = small()
     monitor, sink = watched("standard")
     with monitor, monitor.round(0):
-        worker = monitor.for_worker()
+        worker = monitor.host.for_worker()
         assert isinstance(worker, WorkerObserver)
         worker.stack_begin(federation.stack(federation.states()))
         worker.log({"loss": 0.5}, node="c1")
         worker.stack_end({})
-        monitor.absorb(worker.payload())
+        monitor.host.absorb(worker.payload())
     losses = {(r.where.node, r.where.group): r.value for r in sink.metrics("loss")}
     assert set(losses) == {("c0", "edge-0"), ("c1", "edge-0"), ("c2", None)}
     assert losses["c1", "edge-0"] == 0.5

@@ -319,7 +319,7 @@ def test_a_finding_that_several_rules_match_is_told_once_on_each_channel(tmp_pat
 
     def alerts():
         made = Alerts(rules=rules, channels=[File(tmp_path / "a", name="a"), File(tmp_path / "b", name="b")])
-        made.begin(tmp_path)
+        made.prepare(tmp_path)
         return made
 
     first = alerts()
@@ -349,7 +349,7 @@ def test_a_finding_that_gets_worse_is_told_again(tmp_path):
 def test_the_shipped_example_tells_of_a_crash_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alerts = Alerts(ROOT / "examples/alerts.toml")
-    alerts.begin(tmp_path / "d", {issue.code: issue.family for issue in ISSUES})
+    alerts.prepare(tmp_path / "d", {issue.code: issue.family for issue in ISSUES})
     crash = Finding(Where("r1", 0, "c1"), 0.0, "CRASH", "critical", 1.0, "it crashed")
     alerts.write([crash, Metric(Where("r1", 0), 0.0, "time.round", 1.0)])
     alerts.close()
@@ -367,7 +367,7 @@ def test_a_run_that_is_continued_says_nothing_twice(tmp_path):
 
     def alerts():
         made = Alerts(rules=rules, channels=[File(log)])
-        made.begin(tmp_path)
+        made.prepare(tmp_path)
         return made
 
     first = alerts()

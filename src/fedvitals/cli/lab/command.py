@@ -23,7 +23,7 @@ from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
-    from fedvitals.protocols import Recorder
+    from fedvitals.protocols import TapeRecorder
 
 
 @click.command()
@@ -214,7 +214,7 @@ def _here(
                 view.show(result.rounds[-1])
     except KeyboardInterrupt:
         if monitor is not None:
-            monitor.discard()  # the round that was open will be run again, whole
+            monitor.host.discard()  # the round that was open will be run again, whole
         raise
     finally:
         if monitor is not None:
@@ -224,7 +224,7 @@ def _here(
     return EndedRun(identity, len(result.rounds), result.rounds[-1].metrics, result.engine)
 
 
-def _tape(wanted: bool | None, budget: str) -> Recorder | None:
+def _tape(wanted: bool | None, budget: str) -> TapeRecorder | None:
     """One unless it is not wanted; where its packages are missing, nobody who did not ask for it has to hear of it."""
     if wanted is False:
         return None

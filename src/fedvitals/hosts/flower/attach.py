@@ -44,7 +44,7 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
         if known.monitor is monitor:
             return what
         raise ConfigError(f"This {type(what).__name__} is watched by another monitor already; attach one only.")
-    if isinstance(getattr(monitor.ending, "__self__", None), Journal):
+    if monitor.host.attached:
         raise ConfigError("This monitor is attached already. Attach a strategy or a grid: a strategy's own is seen.")
     hidden = hiding_strategy(what)
     journal = Journal(
@@ -68,7 +68,7 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
             f"attach() takes a strategy (flwr.serverapp.strategy), or the grid that main(grid, context) is given; "
             f"got {type(what).__name__}."
         )
-    monitor.ending = journal.end
+    monitor.host.before_close(journal.end)
     close_at_exit(journal)
     return what
 
@@ -81,7 +81,7 @@ class _Hosting:
 
     def check(self) -> None:
         """Say now what cannot be, and not when the federation runs."""
-        self._monitor.hosted("flower", {"flower": {"strategy": self._strategy}}, most=self._most)
+        self._monitor.host.describe("flower", {"flower": {"strategy": self._strategy}}, most=self._most)
 
     def __call__(self, grid: Any) -> None:
         if self._done:
@@ -98,6 +98,6 @@ class _Hosting:
             return
         told = {"strategy": self._strategy, "run": str(run_id)}
         try:
-            self._monitor.hosted("flower", {"flower": told}, trace=trace_id(run_id), most=self._most)
+            self._monitor.host.describe("flower", {"flower": told}, trace=trace_id(run_id), most=self._most)
         except ConfigError:
             return  # watching already: something was told before the federation began, and stays as it is

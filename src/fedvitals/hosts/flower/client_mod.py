@@ -31,7 +31,7 @@ from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.probes.presets import Preset, check_name, resolve
 from fedvitals.records import Layer, LayerTable
 from fedvitals.scope import Scope
-from fedvitals.transport.privacy import WORDS, Policy, policy_for
+from fedvitals.transport.privacy import WORDS, PrivacyPolicy, policy_for
 from fedvitals.transport.traceparent import entered
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ClientMod:
     __name__ = "fedvitals"
 
     def __init__(
-        self, preset: Preset | str, policy: Policy, layers: Sequence[str] | None, tape: ClientTape | None = None
+        self, preset: Preset | str, policy: PrivacyPolicy, layers: Sequence[str] | None, tape: ClientTape | None = None
     ) -> None:
         self._preset, self._policy, self._layers, self._tape = preset, policy, layers, tape
         self._told = False
@@ -143,7 +143,7 @@ class ClientMod:
             run=run_name(context.run_id),
             name="flower",
             preset=self._preset,
-            policy=Policy(level, self._policy.cohort, self._policy.tracebacks and not hiding),
+            policy=PrivacyPolicy(level, self._policy.cohort, self._policy.tracebacks and not hiding),
             strict=False,
             round=None,  # which it is, the server knows
             trace=trace_id(context.run_id),

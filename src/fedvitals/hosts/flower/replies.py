@@ -37,7 +37,7 @@ def read(journal: Journal, asked: Asked, reply: Message, at: float) -> Message |
         return None
     record = reply.content.pop(KEY, None)
     size = bytes_of(reply.content)
-    monitor.transfer(node, "server", size, kind="update" if asked.phase == TRAIN else asked.phase)
+    monitor.host.transfer(node, "server", size, kind="update" if asked.phase == TRAIN else asked.phase)
     _take_letter(journal, asked, reply, record, at)
     journal.answered(asked, failed=False)
     _tell_metrics(journal, asked, reply)
@@ -54,7 +54,7 @@ def read_late(journal: Journal, asked: Asked, reply: Message, at: float) -> None
     reply.content.pop(KEY, None)
     text = f"The answer of {asked.node} to round {asked.number} came after {waited:.1f} s, when nobody waited any more."
     data = {"phase": asked.phase, "waited": waited, "round": asked.number}
-    journal.monitor.event("info", "client.answered_late", text, node=asked.node, data=data)
+    journal.monitor.host.event("info", "client.answered_late", text, node=asked.node, data=data)
 
 
 def _tell_failure(journal: Journal, asked: Asked, reply: Message) -> None:
@@ -64,11 +64,11 @@ def _tell_failure(journal: Journal, asked: Asked, reply: Message) -> None:
     if first is not asked:
         text = f"{asked.node} was not served: Flower gave it a process that had died before, with {first.node}."
         data = {"phase": asked.phase, "died_with": first.node}
-        journal.monitor.event("warning", "client.unserved", text, node=asked.node, data=data)
+        journal.monitor.host.event("warning", "client.unserved", text, node=asked.node, data=data)
         return
     level = "warning" if found.event == "client.dropped_out" else "error"
     told = {**found.data, "round": asked.number}
-    journal.monitor.event(level, found.event, found.message, node=asked.node, data=told)
+    journal.monitor.host.event(level, found.event, found.message, node=asked.node, data=told)
 
 
 def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at: float) -> None:
@@ -76,7 +76,7 @@ def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at
     monitor, node = journal.monitor, asked.node
     if record is None:
         if asked.phase == TRAIN:  # a client without the mod: all that is known is when it was asked and has answered
-            monitor.exchange(node, asked.sent, asked.sent, at, at)
+            monitor.host.exchange(node, asked.sent, asked.sent, at, at)
             journal.worked(asked.sent, at)
         return
     try:
@@ -85,15 +85,15 @@ def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at
         journal.worked(began, ended)
         if asked.phase != TRAIN:
             return
-        monitor.log({"time.cpu": letter.cpu}, node=node)
+        monitor.host.log({"time.cpu": letter.cpu}, node=node)
         span = journey_id(reply.metadata.reply_to_message_id)
         times = (asked.sent, letter.received, letter.replied, at)
-        monitor.exchange(node, *times, started=letter.started, span=span)
+        monitor.host.exchange(node, *times, started=letter.started, span=span)
         if letter.payload:
-            monitor.absorb(letter.payload, Sender(node, run_name(reply.metadata.run_id)))
+            monitor.host.absorb(letter.payload, Sender(node, run_name(reply.metadata.run_id)))
     except RecordError as error:
         text = f"Telemetry of {node} cannot be: {error}"
-        monitor.event("warning", "telemetry.refused", text, node=node, data={"phase": asked.phase})
+        monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": asked.phase})
 
 
 def _seen(letter: Letter, sent: float, returned: float) -> tuple[float, float]:
@@ -114,7 +114,7 @@ def _tell_metrics(journal: Journal, asked: Asked, reply: Message) -> None:
         if isinstance(record, MetricRecord) or key in LEGACY_METRICS:
             told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
     if asked.phase == TRAIN and journal.weight in told:
-        journal.monitor.log({"update.samples": told.pop(journal.weight)}, node=asked.node)
+        journal.monitor.host.log({"update.samples": told.pop(journal.weight)}, node=asked.node)
     told.pop(journal.weight, None)
     named = renamed(told) if asked.phase == TRAIN else {f"{asked.phase}.{k}": v for k, v in told.items()}
     if asked.phase != TRAIN:
@@ -122,9 +122,9 @@ def _tell_metrics(journal: Journal, asked: Asked, reply: Message) -> None:
     kept = _within_quota(journal.metric_names.setdefault(asked.node, set()), named)
     if len(kept) < len(named):
         text = f"{len(named) - len(kept)} of {len(named)} metrics of {asked.node} were left out: too many names."
-        journal.monitor.event("warning", "telemetry.refused", text, node=asked.node, data={"phase": asked.phase})
+        journal.monitor.host.event("warning", "telemetry.refused", text, node=asked.node, data={"phase": asked.phase})
     if kept:
-        journal.monitor.log(kept, node=asked.node)
+        journal.monitor.host.log(kept, node=asked.node)
 
 
 def _within_quota(names: set[str], named: Mapping[str, float]) -> dict[str, float]:
@@ -159,7 +159,7 @@ def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | No
     answers: Sequence[Action] = ()
     if journal.hidden is None and end:  # a model may be all of whole numbers, as trees are
         update = arrays.update_of(start, end, journal.models.spare)
-        answers = journal.monitor.updates(asked.number, {asked.node: update})
+        answers = journal.monitor.host.updates(asked.number, {asked.node: update})
         del update  # its room is free again, unless somebody keeps it
     left = next((a for a in answers if a.kind == "exclude" and a.target == asked.node), None)
     why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
@@ -179,7 +179,7 @@ def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | No
 
 def _refuse(journal: Journal, asked: Asked, why: str) -> None:
     text = f"The update of {asked.node} was not taken: {why}."
-    journal.monitor.event("error", "update.left_out", text, node=asked.node, data={"guard": journal.way})
+    journal.monitor.host.event("error", "update.left_out", text, node=asked.node, data={"guard": journal.way})
     if journal.way == guard.FAIL:
         raise guard.NonFiniteUpdateError(
             f"Round {asked.number}: {why}, in the update of node {asked.node}. Aggregating it would make the model "

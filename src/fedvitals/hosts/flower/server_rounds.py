@@ -24,7 +24,7 @@ from fedvitals.hosts.flower.known_models import KnownModels
 from fedvitals.hosts.flower.replies import renamed
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, told_round
 from fedvitals.hosts.flower.tape.server import Scribe
-from fedvitals.monitor.chart import CAUSES_OF_CLIENT, CAUSES_REPORTED
+from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.resources.node_spans import covered
 
@@ -71,7 +71,7 @@ class Journal:
         hidden: str | None = None,
     ) -> None:
         self.monitor, self.way, self.layers, self.weight, self.hidden = monitor, way, layers, weight, hidden
-        self.ward = Ward(monitor)
+        self.ward = Ward(monitor.host)
         self.models = KnownModels(layers)
         self.scribe = Scribe(self)  # for the tape, if there is one
         self.number: int | None = None  # of the open round
@@ -101,7 +101,7 @@ class Journal:
                 return
             self.end()
             before = self.start_of(model)
-            self._guarded("prescribing", lambda: self.ward.follow(self.monitor.prescribed(number), number, before))
+            self._guarded("prescribing", lambda: self.ward.follow(self.monitor.host.prescribed(number), number, before))
             self.models.forget()
             self._instead = self.ward.restored or self._instead
             start = self.start_of(model)
@@ -109,7 +109,7 @@ class Journal:
             self._began = time.time()
             self.models.started = start
             outline = None if start is None else self._guarded("reading a model", lambda: self.models.outline(start))
-            self.monitor.round_begin(number, outline)
+            self.monitor.host.round_begin(number, outline)
             self._guarded("recording a round", lambda: self.scribe.begins(number))
 
     def end(self, model: ArrayRecord | None = None) -> None:
@@ -121,12 +121,12 @@ class Journal:
             for name, phase in self._phases.items():
                 self._tell_phase(name, phase)
             whole = max(time.time() - self._began, 1e-9)
-            self.monitor.log({"time.worked": min(1.0, covered(self._worked) / whole)})
+            self.monitor.host.log({"time.worked": min(1.0, covered(self._worked) / whole)})
             after = model or self.models.newest
             outline = None if after is None else self._guarded("reading a model", lambda: self.models.outline(after))
             metrics = self._metrics_by_source()
             self._guarded("recording a round", lambda: self.scribe.ends(metrics))
-            self.monitor.round_end(number, outline, metrics)
+            self.monitor.host.round_end(number, outline, metrics)
             self._phases, self._worked, self.metrics, self._averaged = {}, [], {}, {}
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Journal:
     def failed(self, error: BaseException) -> None:
         """The server's own code raised; the round ends with it."""
         data = {"exception": type(error).__name__}
-        self.monitor.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
+        self.monitor.host.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
 
     def start_of(self, model: ArrayRecord | None) -> ArrayRecord | None:
         """What the clients begin with: the strategy's model, unless a correction went back to an earlier one."""
@@ -188,7 +188,7 @@ class Journal:
         """The clients' evaluation, from the first message to the last answer."""
         now = time.perf_counter()
         if not begin and self._evaluating is not None:
-            self.monitor.spent("examine", now - self._evaluating)
+            self.monitor.host.spent("examine", now - self._evaluating)
         self._evaluating = now if begin else None
 
     @contextmanager
@@ -200,7 +200,7 @@ class Journal:
         finally:
             seconds = time.perf_counter() - clock
             self._worked.append((began, began + seconds))
-            self.monitor.spent(part, seconds)
+            self.monitor.host.spent(part, seconds)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -227,8 +227,8 @@ class Journal:
         if one.busy:
             place.busy[node] = None
             text = f"{node} is asked to {phase}, and still owes an answer."
-            self.monitor.event("info", "client.busy", text, node=node, data={"phase": phase})
-        self.monitor.transfer("server", node, size, kind="model" if phase == TRAIN else phase)
+            self.monitor.host.event("info", "client.busy", text, node=node, data={"phase": phase})
+        self.monitor.host.transfer("server", node, size, kind="model" if phase == TRAIN else phase)
         self._guarded("recording a message", lambda: self.scribe.asked(one))
 
     def number_of(self, message: Message) -> int | None:
@@ -254,7 +254,7 @@ class Journal:
                 self.owed.pop(key)
             began = time.perf_counter()
             instead = self._guarded("reading a reply", lambda: replies.read(self, asked, reply, at), asked.node)
-            self.monitor.spent("receive", time.perf_counter() - began)
+            self.monitor.host.spent("receive", time.perf_counter() - began)
             if isinstance(instead, guard.NonFiniteUpdateError):
                 self._way.clear()  # nobody waits for the others any more
                 self.close()
@@ -286,7 +286,7 @@ class Journal:
         waited = time.time() - asked.sent
         text = f"{asked.node} was asked to {asked.phase} and did not answer within {waited:.1f} s."
         data = {"phase": asked.phase, "waited": waited, "busy": asked.busy}
-        self.monitor.event("warning", "update.late", text, node=asked.node, data=data)
+        self.monitor.host.event("warning", "update.late", text, node=asked.node, data=data)
 
     def answered(self, asked: Asked, *, failed: bool) -> None:
         place = self._phases.setdefault(asked.phase, Phase())
@@ -304,7 +304,7 @@ class Journal:
         lists = {kind: [*getattr(phase, kind)] for kind in ("asked", "answered", "failed", "late", "busy")}
         told = ", ".join(f"{len(nodes)} {kind}" for kind, nodes in lists.items() if nodes or kind == "asked")
         data = {"phase": name, **{kind: nodes[:NAMED] for kind, nodes in lists.items()}}
-        self.monitor.event("info", "cohort", f"{name}: {told}.", data=data)
+        self.monitor.host.event("info", "cohort", f"{name}: {told}.", data=data)
 
     def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
         """The result of our own work, or None if it failed: told once per cause, and of the node that it was about."""
@@ -320,5 +320,5 @@ class Journal:
                 about = "" if node is None else f" (client '{node}')"
                 logger.warning("fedvitals could not finish %s%s; training goes on.", cause, about)
                 data = {"doing": doing, "exception": type(error).__name__}
-                self.monitor.event("warning", "monitor.error", cause, node=node, data=data)
+                self.monitor.host.event("warning", "monitor.error", cause, node=node, data=data)
             return None

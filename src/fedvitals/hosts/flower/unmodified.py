@@ -205,7 +205,7 @@ class Visit:
         if self._monitors and error is not self._told:
             data = {"exception": type(error).__name__}
             text = f"The ServerApp ended: {type(error).__name__}: {error}"[:1000]
-            self._monitors[-1].event("error", "round.failed", text, data=data)
+            self._monitors[-1].host.event("error", "round.failed", text, data=data)
 
     def end(self) -> None:
         self._over = True

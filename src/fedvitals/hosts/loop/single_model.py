@@ -59,12 +59,12 @@ def _alone(
     count = 0
 
     def begin() -> None:
-        monitor.round_begin(count // steps, model)
-        monitor.client_begin(NODE, model, optimizer, data, loss=loss)
+        monitor.host.round_begin(count // steps, model)
+        monitor.host.client_begin(NODE, model, optimizer, data, loss=loss)
 
     def end(error: BaseException | None = None) -> None:
-        monitor.client_end(NODE, error)
-        monitor.round_end(count // steps, model)
+        monitor.host.client_end(NODE, error)
+        monitor.host.round_end(count // steps, model)
 
     def after_step(stepping: Optimizer, *_: Any) -> None:
         nonlocal count
@@ -89,7 +89,7 @@ def _alone(
     finally:
         handle.remove()
         if count and count % steps == 0 and failure is None:
-            monitor.discard()  # the last window has just closed, and no step came after it
+            monitor.host.discard()  # the last window has just closed, and no step came after it
         else:
             end(failure)
         monitor.close()

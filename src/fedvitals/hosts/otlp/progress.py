@@ -23,9 +23,9 @@ from fedvitals.catalog import public_name
 from fedvitals.records import Metric
 from fedvitals.scope import Scope
 from fedvitals.sinks.otel.sink import OpenTelemetry
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.recorder import where
-from fedvitals.transport.sink_writer import Outlet
+from fedvitals.transport.sink_writer import SinkWriter
 from fedvitals.transport.traceparent import arrived, entered
 
 
@@ -36,7 +36,7 @@ def live(
     *,
     token: str | None = None,
     node: str | None = None,
-    policy: Policy | None = None,
+    policy: PrivacyPolicy | None = None,
     timeout: float = 5.0,
 ) -> Iterator[Scope]:
     """Open a scope whose `timed` blocks and metrics are sent to the server at once, as children of the span in
@@ -46,8 +46,8 @@ def live(
     it waits at most `timeout` seconds for what is still on its way.
     """
     sink = OpenTelemetry(endpoint, {} if token is None else {"Authorization": f"Bearer {token}"}, timeout=timeout)
-    policy = policy or Policy(level=2, tracebacks=False)
-    writer = Outlet([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
+    policy = policy or PrivacyPolicy(level=2, tracebacks=False)
+    writer = SinkWriter([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
     # Stray: whatever this process says is a client's, whoever it names.
     scope = arrived(headers, functools.partial(writer.emit, stray=True), node=node)
     try:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvitals import protocols
 from fedvitals.catalog import CATALOG
 from fedvitals.kernels import sums
 from fedvitals.kernels.cuda.sums import upload
@@ -393,7 +394,7 @@ def _measured(planned: Planned) -> bool:
 
 
 def name_of(planned: Planned) -> str:
-    return str(getattr(planned.probe, "__name__", type(planned.probe).__name__))
+    return protocols.name_of(planned.probe)
 
 
 def _home(rows: Array | Tensor) -> Array:

@@ -20,7 +20,9 @@ from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.federation import ServerState
 from fedvitals.lab.run import rounds
+from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.records import Action, Finding
 from fedvitals.replay.counterfactual.change import Change, check_restores
 from fedvitals.replay.player.player import Player
@@ -92,7 +94,8 @@ def fork(
     done: dict[int, dict[str, float]] = {}
     start: tuple[int, ServerState] | None = None if at == 0 and change.no_faults else (at, server)
     with _monitor(player, at, change, store, name) as monitor:
-        going = rounds(experiment, monitor, engine=engine, data=player.data, start=start)
+        observer = ForkObserver(monitor.host.monitored, ChangeObserver(tape, at, change))
+        going = rounds(experiment, observer, engine=engine, data=player.data, start=start)
         with contextlib.closing(going):  # type: ignore[type-var]
             for progressed in going:
                 latest = progressed.rounds[-1]
@@ -109,22 +112,24 @@ def fork(
     return result
 
 
-class ForkMonitor(Monitor):
-    """A monitor that also prescribes what was in force at the time, and the change."""
+class ForkObserver(HostObserver):
+    """The observer of a forked run. It also prescribes what was in force at the time, and the change."""
 
-    steering: ChangeObserver
+    def __init__(self, monitored: MonitoredRun, steering: ChangeObserver) -> None:
+        super().__init__(monitored)
+        self._steering = steering
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
-        return [*super().prescribed(round_index), *self.steering.prescribed(round_index)]
+        return [*super().prescribed(round_index), *self._steering.prescribed(round_index)]
 
     def updates(self, round_index: int, updates: Mapping[str, Any]) -> Sequence[Action]:
-        return [*super().updates(round_index, updates), *self.steering.updates(round_index, updates)]
+        return [*super().updates(round_index, updates), *self._steering.updates(round_index, updates)]
 
     def refused(self, action: Action, why: str) -> None:
-        self.steering.refused(action, why)
+        self._steering.refused(action, why)
 
 
-def _monitor(player: Player, at: int, change: Change, store: str | Path, name: str | None) -> ForkMonitor:
+def _monitor(player: Player, at: int, change: Change, store: str | Path, name: str | None) -> Monitor:
     """Watching as the parent was watched, and taped as it was."""
     settings, experiment = player.tape.setting, player.described
     parent = _config_of(store, settings.run)
@@ -134,7 +139,7 @@ def _monitor(player: Player, at: int, change: Change, store: str | Path, name: s
         config["experiment"] = msgspec.structs.replace(change.experiment(experiment), faults=()).to_toml()
     kept = {key: settings.kept[key] for key in ("every", "updates", "budget", "durable") if key in settings.kept}
     preset = ours.get("probes")
-    monitor = ForkMonitor(
+    return Monitor(
         store,
         run=name or f"{settings.name} (fork)",
         probes=preset if preset in ("light", "standard", "deep") else "standard",
@@ -145,8 +150,6 @@ def _monitor(player: Player, at: int, change: Change, store: str | Path, name: s
         config=config,
         tape=Tape(**kept),
     )
-    monitor.steering = ChangeObserver(player.tape, at, change)
-    return monitor
 
 
 def _config_of(store: str | Path, run: str) -> Mapping[str, Any]:

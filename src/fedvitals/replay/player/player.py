@@ -82,7 +82,7 @@ class PlaybackObserver(NullObserver):
     def for_worker(self) -> WorkerObserver:
         return NullObserver() if self._watcher is None else self._watcher  # not this one: it holds all that was played
 
-    # -- as a Recorder
+    # -- as a TapeRecorder
 
     def describe(self, *_: Any) -> None: ...
     def gate(self, *_: Any) -> None: ...

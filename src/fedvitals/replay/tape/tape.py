@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 
 from fedvitals.errors import ConfigError
-from fedvitals.protocols import Message, Probe, Schedule
+from fedvitals.protocols import Message, Probe, Schedule, Sink
 from fedvitals.records import Finding, Record, Run, Snapshot
 from fedvitals.replay.debugger.round_gate import RoundGate
 from fedvitals.replay.tape.digests import bytes_of
@@ -36,7 +36,7 @@ FLUSH_SECONDS = 60.0  # seconds that the end of a run waits for what is still to
 EmitEvent = Callable[[str, str, str], None]  # level, name, message
 
 
-class Tape:
+class Tape(Sink):
     """Give it to a `Monitor`. Nothing in here stops, slows or changes the training.
 
     `every`: rounds between two whole states. `updates`: of how many of the last rounds all updates are kept. `budget`:
@@ -73,7 +73,7 @@ class Tape:
         self._gate: RoundGate | None = None
         self._place, self._wants_gradients = GradientFolder(), False
         self._tell: EmitEvent = lambda *_: None
-        self.settle: Callable[[], object] = lambda: None  # of the monitor: until store and detectors have everything
+        self._settle: Callable[[], object] = lambda: None
 
     # -- of the monitor -----------------------------------------------------------------------------------------------
 
@@ -91,11 +91,18 @@ class Tape:
         return probe, probe.wants
 
     def open(
-        self, beside: Path, run: Run, tell: EmitEvent, file: Callable[[Snapshot], None] = lambda _: None, level: int = 4
+        self,
+        beside: Path,
+        run: Run,
+        tell: EmitEvent,
+        file: Callable[[Snapshot], None] = lambda _: None,
+        level: int = 4,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         """`beside`: the folder of the store's large things. A run that goes on, goes on on its tape.
 
-        `tell` takes events, `file` what is kept, for the store's list of it; `level`: of privacy.
+        `tell` takes events, `file` what is kept, for the store's list of it; `level`: of privacy. `settle` waits
+        until the store and the detectors have everything.
         """
         folder = (self.chosen or beside / "tape") / run.id
         kept = {"every": self.every, "updates": self.updates, "budget": self.budget, "durable": self.durable}
@@ -103,7 +110,7 @@ class Tape:
         setting = journal.setting() if (folder / "tape.json").exists() else TapeSettings()
         setting.run, setting.name, setting.host, setting.kept = run.id, run.name, run.host, kept
         setting.machine = machine_description()
-        self._tell = tell
+        self._tell, self._settle = tell, settle
         self._keeper = TapeWriter(journal, setting, self, tell, file)
         self._gate = RoundGate(folder)
         if self._wants_gradients and level < PRIVACY_LEVEL:
@@ -146,7 +153,7 @@ class Tape:
         if self._gate is not None:
             self._gate.close()
 
-    # -- the Recorder protocol ----------------------------------------------------------------------------------------
+    # -- the TapeRecorder protocol ------------------------------------------------------------------------------------
 
     def describe(self, description: Mapping[str, Any]) -> None:
         self._put("describe", (dict(description),), 0)
@@ -173,7 +180,7 @@ class Tape:
     def gate(self, round_index: int) -> None:
         if self._gate is not None and self._gate.asked:
             self.flush()
-            self.settle()  # who debugs decides by what is stored and found
+            self._settle()  # who debugs decides by what is stored and found
             with contextlib.suppress(OSError):
                 self._gate.wait(round_index)
 

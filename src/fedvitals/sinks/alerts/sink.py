@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError
+from fedvitals.protocols import Sink
 from fedvitals.records import (
     Action,
     Event,
@@ -51,7 +52,7 @@ MOST_RUNS = 8  # that one sink watches at a time
 CLOSE_SECONDS = 5.0
 
 
-class Alerts:
+class Alerts(Sink):
     """Notifies channels when a rule begins to hold and when it no longer does, at most once per channel.
 
     `config`: an alerts.toml; or `rules` (texts, tables or `rule(...)`) and `channels`. What waits lies in `folder`, by
@@ -95,7 +96,7 @@ class Alerts:
         self._warned = False
         self._gone: dict[str, int] = {}  # lost by deliveries that have ended
 
-    def begin(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
         """Called by the monitor before the first record, with the folder beside the store and each issue's family."""
         self._beside = folder or self._beside
         if self._families is None and families is not None:

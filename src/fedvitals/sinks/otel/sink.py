@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedvitals.errors import ConfigError, RecordError, unknown
+from fedvitals.protocols import Sink
 from fedvitals.records import (
     Action,
     Event,
@@ -73,7 +74,7 @@ LOGS = Signal(
 SIGNALS = {"traces": TRACES, "metrics": METRICS, "logs": LOGS}
 
 
-class OpenTelemetry:
+class OpenTelemetry(Sink):
     """Sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`hosts.otlp.receiver`).
 
     `endpoint`: its base address, else that of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318. `headers`: sent

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.protocols import Sink
 from fedvitals.records import Action, LayerStats, Record, Run, Sketch, Snapshot, Span, Truth
 from fedvitals.sinks.prometheus.page import Page
 from fedvitals.sinks.prometheus.state import SIGNS, RunState, Series
@@ -36,7 +37,7 @@ NODES, WORST, SERIES, RUNS = 50, 10, 2000, 8
 RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
 
 
-class Prometheus:
+class Prometheus(Sink):
     """Serves /metrics from the first record until every monitor that it was given to is closed.
 
     `port` 0 takes a free one, which is logged. A `host` other than this machine's own needs a `token`, which the

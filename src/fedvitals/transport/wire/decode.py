@@ -50,7 +50,7 @@ class Reader:
         self._data_bytes = 0
 
     def read(self) -> list[Record]:
-        found: list[Record] = []
+        records: list[Record] = []
         at: float | None = None
         source: str | None = None
         sequence: int | None = None
@@ -62,27 +62,27 @@ class Reader:
                 raise RecordError("The first entry of a payload lacks its time, source or sequence.")
             place = self._places[entry.place]
             if type(entry) is fields.Metrics:
-                check_size("records", len(found) + len(entry.names), self._limits.records)
+                check_size("records", len(records) + len(entry.names), self._limits.records)
                 places = self._moved(entry) if entry.moves else itertools.repeat(place, len(entry.names))
-                found += _metrics(entry, self.words, places, at, source, sequence)
+                records += _metrics(entry, self.words, places, at, source, sequence)
                 sequence += len(entry.names)
             else:
-                check_size("records", len(found) + 1, self._limits.records)
-                found.append(_READ[type(entry)](self, entry, (place, at), (source, sequence)))
+                check_size("records", len(records) + 1, self._limits.records)
+                records.append(_READ[type(entry)](self, entry, (place, at), (source, sequence)))
                 sequence += 1
             if sequence > 2**63:
                 raise RecordError(f"A sequence of {sequence} in a payload: no source counts that far.")
-        return found
+        return records
 
     def _moved(self, entry: fields.Metrics) -> list[Where]:
         """The place of each metric: from the first on that of the entry, from each move on another."""
         starts, places = [0, *entry.moves[::2], len(entry.names)], [entry.place, *entry.moves[1::2]]
         if len(starts) != len(places) + 1 or any(b <= a for a, b in itertools.pairwise(starts)):
             raise RecordError(f"The places of {len(entry.names)} metrics in a payload change in an impossible way.")
-        found: list[Where] = []
+        where_of_each: list[Where] = []
         for place, (start, end) in zip(places, itertools.pairwise(starts), strict=True):
-            found += [self._places[place]] * (end - start)
-        return found
+            where_of_each += [self._places[place]] * (end - start)
+        return where_of_each
 
     def word(self, number: int) -> str:
         return self.words[number]
@@ -155,7 +155,7 @@ def _metrics(
     """Made slot by slot: the constructor of a frozen class takes twice as long, and metrics are most of a payload."""
     values = struct.unpack(f"<{len(entry.names)}d", entry.values)
     put_where, put_at, put_name, put_value, put_source, put_sequence = _PUT
-    found: list[Record] = []
+    metrics: list[Record] = []
     for number, value, place in zip(entry.names, values, places, strict=True):
         metric = _NEW_METRIC(Metric)
         put_where(metric, place)
@@ -165,8 +165,8 @@ def _metrics(
         put_source(metric, source)
         put_sequence(metric, sequence)
         sequence += 1
-        found.append(metric)
-    return found
+        metrics.append(metric)
+    return metrics
 
 
 _At = tuple[Where, Any]
@@ -176,11 +176,11 @@ _Identity = tuple[str, int]
 def _layer_stats(r: Reader, e: fields.Layers, at: _At, identity: _Identity) -> Record:
     """Slot by slot, too; its shape is right, since `matrix` cut it out."""
     family = r.word(e.family)
-    found = _NEW_LAYERS(LayerStats)
+    record = _NEW_LAYERS(LayerStats)
     values = (*at, family, r.matrix(family, e.rows), r.word(e.table), *identity)
     for put, value in zip(_PUT_LAYERS, values, strict=True):
-        put(found, value)
-    return found
+        put(record, value)
+    return record
 
 
 def _finding(r: Reader, e: fields.Findings, at: _At, identity: _Identity) -> Record:

@@ -87,8 +87,8 @@ def _inflated(head: memoryview, written: int, limit: int) -> bytes:
     if written != _DEFLATED:
         raise RecordError(f"The head of a payload is written in a way that is not known: {written}.")
     inflater = zlib.decompressobj()
-    found = inflater.decompress(head, limit + 1)
-    check_size("bytes without its matrices", len(found), limit)
+    inflated = inflater.decompress(head, limit + 1)
+    check_size("bytes without its matrices", len(inflated), limit)
     if not inflater.eof or inflater.unused_data:
         raise RecordError("The deflated head of a payload does not end where it should.")
-    return found
+    return inflated

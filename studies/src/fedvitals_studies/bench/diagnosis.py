@@ -58,13 +58,13 @@ class _Patient:
         self._monitor, self._tell = monitor, tell
 
     def round_end(self, round_index: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:
-        self._monitor.round_end(round_index, global_state, metrics)
+        self._monitor.host.round_end(round_index, global_state, metrics)
         self._monitor.flush()
         if round_index and round_index % 50 == 0:
             self._tell(f"{round_index} rounds")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._monitor, name)
+        return getattr(self._monitor.host, name)
 
 
 def round_times(

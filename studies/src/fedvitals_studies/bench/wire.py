@@ -31,7 +31,7 @@ def client_round(*, first: bool = False, probes: str = "standard") -> list[Recor
         for number in (0,) if first else (0, 1):
             model = workload.model()
             with monitor.round(number, model):
-                worker = monitor.for_worker()
+                worker = monitor.host.for_worker()
                 with worker.client("c17", model, data=(x, y), loss=functional.cross_entropy):
                     optimizer = workload.optimizer(model)
                     for i in range(20):

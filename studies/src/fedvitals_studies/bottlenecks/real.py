@@ -165,7 +165,7 @@ class RealFederation:
         self._case += 1
         model = new_model()
         for node in NODES:
-            self._write(node, pickle.dumps((monitor.for_worker(), plant.habits.get(node, Habits()))))
+            self._write(node, pickle.dumps((monitor.host.for_worker(), plant.habits.get(node, Habits()))))
         with _quota([self._processes[node].pid for node in plant.quota]):
             for number in range(rounds):
                 self._round(monitor, number, model, plant)
@@ -180,13 +180,13 @@ class RealFederation:
         state = state_of(model)
         states: list[bytes] = []
         with monitor.round(number, model), ThreadPoolExecutor(CLIENTS) as pool:
-            monitor.expect(*NODES)
+            monitor.host.expect(*NODES)
             under_way = {pool.submit(self._ask, node, number, state, plant.download.get(node)): node for node in NODES}
             for done in as_completed(under_way):
                 node = under_way[done]
                 sent, told, body, returned = done.result()
                 monitor.exchange(node, sent, told["received"], told["replied"], returned)
-                monitor.absorb(body[told["state"] :])
+                monitor.host.absorb(body[told["state"] :])
                 monitor.transfer("server", node, len(state), kind="model")
                 monitor.transfer(node, "server", told["state"])
                 states.append(body[: told["state"]])

@@ -72,21 +72,21 @@ class Tee:
 
     def round_begin(self, round_index: int, global_state: Any = None) -> None:
         self._model = global_state
-        self.monitor.round_begin(round_index, global_state)
+        self.monitor.host.round_begin(round_index, global_state)
 
     def updates(self, round_index: int, updates: Mapping[Node, Any]) -> Sequence[Action]:
         if self.baselines is not None and round_index in self.looks:  # an engine hands over a round in parts
             self.baselines.gather(round_index, _at_home(updates), self._model)
-        return self.monitor.updates(round_index, updates)
+        return self.monitor.host.updates(round_index, updates)
 
     def round_end(self, round_index: int, global_state: Any = None, metrics: Mapping[str, float] | None = None) -> None:
         if self.baselines is not None:
             for method, found in self.baselines.close().items():
                 self.looked.setdefault(method, {})[str(round_index)] = found
-        self.monitor.round_end(round_index, global_state, metrics)
+        self.monitor.host.round_end(round_index, global_state, metrics)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.monitor, name)
+        return getattr(self.monitor.host, name)
 
 
 def _at_home(updates: Mapping[Node, Any]) -> Mapping[Node, Any]:

@@ -75,14 +75,14 @@ def measure(data: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         for name, plan in METRICS.items():
             sink, sizes = _Costs(), []
             with Monitor(None, probes=Preset("cost", plan, fit_percent=1e-6), sinks=[sink], host="lab") as monitor:
-                monitor.round_begin(0, site.module)
+                monitor.host.round_begin(0, site.module)
                 for task in tasks:
-                    watcher = monitor.for_worker()
+                    watcher = monitor.host.for_worker()
                     executor.train([task], watcher, out)
                     payload = watcher.payload()
                     sizes.append(len(payload))
-                    monitor.absorb(payload)
-                monitor.round_end(0, site.module)
+                    monitor.host.absorb(payload)
+                monitor.host.round_end(0, site.module)
             found[name] = statistics.median(sink.seconds), statistics.median(sizes[1:])  # the first tells layer names
     seconds, size = found.pop("nothing")
     costs = {name: {"seconds": max(0.0, s - seconds), "bytes": max(0, int(b - size))} for name, (s, b) in found.items()}

@@ -464,5 +464,5 @@ def test_by_the_environment_apps_without_a_line_have_tapes(tmp_path, monkeypatch
     assert rerun_client(tmp_path / "site", 1, "101", app=client_app()).holds
     visit = unmodified.Visit(None, Context(run_id=7, node_id=1, node_config={}, state=RecordDict(), run_config={}))
     monitor = visit._new_monitor()
-    assert monitor.recorder is not None
+    assert monitor.host.recorder is not None
     monitor.close()

@@ -14,7 +14,7 @@ from fedvitals.probes.presets import preset
 from fedvitals.protocols import NullObserver
 from fedvitals.protocols import WorkerObserver as AnyWatcher
 from fedvitals.resources.capture import Capture
-from fedvitals.transport.privacy import Policy
+from fedvitals.transport.privacy import PrivacyPolicy
 
 PRESETS = ("light", "standard", "deep")
 
@@ -25,7 +25,7 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str
     name: str
     preset: str
-    policy: Policy
+    policy: PrivacyPolicy
     strict: bool
     round: int | None
     trace: str

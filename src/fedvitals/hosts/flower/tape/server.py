@@ -41,7 +41,7 @@ class Scribe:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.strategy: Any = None  # whose attributes are read
-        self._recorder: protocols.Recorder | None = None
+        self._recorder: protocols.TapeRecorder | None = None
         self._described = self._told_hidden = False
         self._number: int | None = None  # of the round that is on the tape
         self._begun = False  # whether the tape was told of its beginning
@@ -55,7 +55,7 @@ class Scribe:
 
     def begins(self, number: int) -> None:
         """Before the strategy chooses anybody: the generators are as they are now."""
-        self._recorder = self._journal.monitor.recorder
+        self._recorder = self._journal.monitor.host.recorder
         self._number = None
         if self._recorder is None:
             return
@@ -150,7 +150,7 @@ class Scribe:
     def _tell_hidden(self, why: str) -> None:
         if not self._told_hidden:
             self._told_hidden = True
-            self._journal.monitor.event("info", "tape.hidden", HIDDEN.format(why=why))
+            self._journal.monitor.host.event("info", "tape.hidden", HIDDEN.format(why=why))
 
     # -- aggregation --------------------------------------------------------------------------------------------------
 

@@ -21,10 +21,11 @@ import json, sys, tempfile, time
 import torch
 began = time.perf_counter()
 from fedvitals import lab
+from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.monitor import Monitor
 imported = time.perf_counter() - began
 
-class First(Monitor):
+class First(HostObserver):
     def round_begin(self, *_):
         print(json.dumps({"seconds": time.perf_counter() - began, "imports": imported}))
         raise SystemExit
@@ -35,8 +36,8 @@ else:
     from fedvitals_studies.bench.lab.work import Subject
     model, clients, data = sys.argv[1], int(sys.argv[2]), sys.argv[3] or None
     experiment = Subject(model, clients).experiment(data)
-with tempfile.TemporaryDirectory() as folder, First(folder + "/runs.db") as monitor:
-    lab.run(experiment, monitor, data=data, engine=sys.argv[4])
+with tempfile.TemporaryDirectory() as folder, Monitor(folder + "/runs.db") as monitor:
+    lab.run(experiment, First(monitor.host.monitored), data=data, engine=sys.argv[4])
 """
 
 BETWEEN_LOOKS = 0.05  # seconds

@@ -16,7 +16,7 @@ import torch
 
 from fedvitals import lab
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.protocols import NullObserver, Observer
+from fedvitals.protocols import NullObserver
 from fedvitals_studies.bench.lab.work import Subject
 
 
@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def observer_of(watch: str, folder: Path, update_memory: int | None = None) -> Observer:
+def observer_of(watch: str, folder: Path, update_memory: int | None = None) -> Monitor | NullObserver:
     """A monitor with its store in the folder, or one that watches nothing."""
     if watch == "nothing":
         return NullObserver()
@@ -54,7 +54,7 @@ def observer_of(watch: str, folder: Path, update_memory: int | None = None) -> O
     return Monitor(folder / "runs.db", "bench", probes=watch, host="lab", update_memory=update_memory)
 
 
-def serve(subject: Subject, observer: Observer, options: argparse.Namespace) -> None:
+def serve(subject: Subject, observer: Monitor | NullObserver, options: argparse.Namespace) -> None:
     """One round for each line that asks for it; what is still to be written of a round belongs to its time."""
     rounds: Iterator[lab.Result] = lab.rounds(
         subject.experiment(options.data), observer, engine=options.engine, workers=options.workers, data=options.data

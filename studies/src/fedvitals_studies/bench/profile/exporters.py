@@ -133,12 +133,12 @@ def _train(rounds: int, monitor: Monitor | None = None, between: Any = None) -> 
         if between is not None:
             between(number)
         if monitor is not None:
-            monitor.round_begin(number, model)
-            monitor.client_begin("c0", model)
+            monitor.host.round_begin(number, model)
+            monitor.host.client_begin("c0", model)
         optimizer.zero_grad()
         model(torch.ones(8, 16) * (number % 7) / 7).square().mean().backward()
         optimizer.step()
         if monitor is not None:
-            monitor.client_end("c0")
-            monitor.round_end(number, model)
+            monitor.host.client_end("c0")
+            monitor.host.round_end(number, model)
     return model.weight.detach().clone()

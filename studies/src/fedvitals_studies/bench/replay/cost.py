@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from fedvitals import lab
+from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import Message
 from fedvitals.records import AnyName
@@ -65,8 +66,8 @@ WORKLOADS: Mapping[str, Load] = {
 SELDOM = 3  # turns of which one has the run that saves every model
 
 
-class Listening(Monitor):
-    """A monitor that adds up how long the server's own part took, and what is handed over before and after it."""
+class Listening(HostObserver):
+    """An observer that adds up how long the server's own part took, and what is handed over before and after it."""
 
     own = 0.0
 
@@ -85,16 +86,16 @@ class Listening(Monitor):
 class _Handing:
     """A recorder that times what a stopwatch of the lab does not; messages come inside of one."""
 
-    def __init__(self, monitor: Listening, tape: Any, began: float) -> None:
-        self._monitor, self._tape, self._began = monitor, tape, began
+    def __init__(self, observer: Listening, tape: Any, began: float) -> None:
+        self._observer, self._tape, self._began = observer, tape, began
 
     def begin(self, *arguments: Any) -> None:
         self._tape.begin(*arguments)
-        self._monitor.own += time.perf_counter() - self._began
+        self._observer.own += time.perf_counter() - self._began
 
     def end(self, *arguments: Any) -> None:
         self._tape.end(*arguments)
-        self._monitor.own += time.perf_counter() - self._began
+        self._observer.own += time.perf_counter() - self._began
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
@@ -124,13 +125,14 @@ class Arm:
     def __init__(self, experiment: lab.Experiment, tape: Tape | None, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.tape = tape
-        self.monitor = Listening(folder / "runs.db", experiment.name, host="lab", tape=tape)
-        self._rounds = lab.rounds(experiment, self.monitor)
+        self.monitor = Monitor(folder / "runs.db", experiment.name, host="lab", tape=tape)
+        self._observer = Listening(self.monitor.host.monitored)
+        self._rounds = lab.rounds(experiment, self._observer)
         self.costs: dict[str, list[float]] = {name: [] for name in (*COSTS, "thread")}
 
     def block(self, count: int) -> dict[str, float]:
         """A round's mean over so many."""
-        own, thread, main, cpu = self.monitor.own, self._thread(), time.thread_time(), cpu_seconds()
+        own, thread, main, cpu = self._observer.own, self._thread(), time.thread_time(), cpu_seconds()
         began = time.perf_counter()
         for _ in range(count):
             next(self._rounds)
@@ -141,7 +143,7 @@ class Arm:
         spent = {
             "wall": wall,
             "cpu": cpu_seconds() - cpu,
-            "own": self.monitor.own - own,
+            "own": self._observer.own - own,
             "main": time.thread_time() - main,
             "thread": self._thread() - thread,
         }

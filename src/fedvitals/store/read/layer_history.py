@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One family's layers over the rounds, of the federation or of one node: [rounds × layers × columns].
+"""Reads one family's layer statistics over the rounds, of the federation or of one node: [rounds × layers × columns].
 
 Blocks hold all clients of some rounds. Of a run whose blocks are too many to read while a person waits, every so many
 are, the first and the last always; whoever asks is told how many rounds there were.
@@ -26,6 +26,8 @@ AT_ONCE = 100  # blocks in one statement
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerHistory:
+    """Layer statistics of one family, round by round."""
+
     family: str
     layers: tuple[str, ...]
     rounds: tuple[int, ...]  # ascending; those that were read
@@ -37,7 +39,7 @@ class LayerHistory:
 def layer_history(
     reader: Reader, run: str, family: str, node: Node | None = None, *, most: int = BYTES
 ) -> LayerHistory:
-    """The newest matrix of each round, of single steps none; in the layers of the newest table.
+    """Read the newest matrix of each round, without those of single steps, for the layers of the newest table.
 
     Of the federation as a whole as `whole_layers` has it: where nobody told it, put together from the nodes'.
     """
@@ -111,13 +113,13 @@ def _read(
     reader: Reader, family: str, arrivals: list[int], symbol: int, newest: dict[int, tuple[float, Array]]
 ) -> None:
     marks = ", ".join("?" * len(arrivals))
-    found = reader.database.rows(
+    rows = reader.database.rows(
         "SELECT b.arrival, m.layer, b.entries, b.coordinates, b.details, m.numbers FROM layer_block AS b "  # noqa: S608
         f"JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.arrival IN ({marks})",
         tuple(arrivals),
     )
-    found.sort(key=itemgetter(0, 1))
-    for _, same in groupby(found, key=itemgetter(0)):
+    rows.sort(key=itemgetter(0, 1))
+    for _, same in groupby(rows, key=itemgetter(0)):
         block = list(same)
         count = block[0][2]
         entries = entries_of(block[0][3], block[0][4], count)

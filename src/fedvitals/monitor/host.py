@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host (a plain loop with its own transport, the lab, Flower) calls on a monitor: `monitor.host`."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedvitals.errors import ConfigError, RecordError
+from fedvitals.monitor.monitored_run import MonitoredRun
+from fedvitals.monitor.workers import WorkerObserver
+from fedvitals.probes.backends import measured_apart
+from fedvitals.probes.results import Results
+from fedvitals.protocols import Node, Stack, TapeRecorder
+from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name
+from fedvitals.resources.time_ledger import Exchange
+from fedvitals.stats import Array
+from fedvitals.transport.privacy import SCALARS, described_policy, policy_for
+from fedvitals.transport.sender import Sender
+from fedvitals.transport.traceparent import carried
+
+
+class HostObserver:
+    """The `Observer` of a monitored run, and what a host needs besides.
+
+    Nothing in here may stop, slow or change the training: what fails is reported once per cause, counted, and (only
+    with `strict`) raised. `monitored`: the run; several observers may share it.
+    """
+
+    def __init__(self, monitored: MonitoredRun) -> None:
+        self.monitored = monitored
+        spine = monitored.spine
+        self._context, self._scopes = spine.context, spine.scopes
+        self._emission, self._guard = spine.emission, spine.guard
+        self._rounds, self._clients, self._arrivals = monitored.rounds, monitored.clients, monitored.arrivals
+
+    # -- whose run it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether a framework has attached itself to this monitor."""
+        return self.monitored.has_closing_host
+
+    def before_close(self, work: Callable[[], None]) -> None:
+        """Attach a framework: `work` is called before the run ends, since a round may be open."""
+        self.monitored.before_close(work)
+
+    def describe(
+        self, host: str, config: Mapping[str, Any] | None = None, *, trace: str | None = None, most: int = 4
+    ) -> None:
+        """Say which framework runs the federation, before anything happened, and what else is known of the run.
+
+        From here on the privacy of such a host holds, where the user chose none. `most`: the highest level that it
+        allows. `trace`: the id that all its machines know. ConfigError if the run has begun, or the user chose more.
+        """
+        privacy, cohort, tracebacks = self.monitored.chosen_privacy
+        if privacy is not None and privacy > most:
+            raise ConfigError(
+                f"Monitor(privacy={privacy}) would tell of single clients, and this federation hides them (secure "
+                f"aggregation or differential privacy): at most level {most} goes with it. Leave privacy= out."
+            )
+        level = min(policy_for(host, privacy).level, most)
+        policy = replace(policy_for(host, level, cohort, tracebacks), hides=most < SCALARS)
+        known = self.monitored.run.config
+        ours = {**known["fedvitals"], **described_policy(policy)}
+        self.monitored.lifecycle.set_host(host, {**known, **(config or {}), "fedvitals": ours}, policy, trace)
+
+    @property
+    def recorder(self) -> TapeRecorder | None:
+        """The tape, for hosts that hand it their states; None where there is none."""
+        self.monitored.lifecycle.open()
+        self.monitored.tape.loop.leave_to_host()
+        return self.monitored.tape.recorder
+
+    def discard(self) -> None:
+        """Close the open round and its clients without recording anything: nothing happened in them."""
+        self.monitored.discard_open()
+
+    # -- the Observer protocol ----------------------------------------------------------------------------------------
+
+    def round_begin(self, round_index: int, global_state: Any = None) -> None:
+        def begin() -> None:
+            if self._rounds.open is not None:
+                unclosed = self._rounds.open.scope.round
+                self._emission.record.event(
+                    self._scopes.here(), "warning", "round.unclosed", f"Round {unclosed} was still open."
+                )
+                self.round_end(unclosed or 0)
+            self._rounds.begin(round_index, _model(global_state))
+
+        self._guard("opening a round", begin)
+        opened = self._rounds.open
+        if opened is not None:
+            number = opened.scope.round or 0
+            self._guard("taping a round", lambda: self.monitored.tape.loop.round_begin(number, global_state))
+
+    def client_begin(
+        self,
+        node: AnyName,
+        model: Any = None,
+        optimizer: Any = None,  # noqa: ARG002 - found by its parameters; part of the protocol
+        data: Any = None,
+        group: AnyName | None = None,
+        *,
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
+        self._clients.begin(node, model, data, group, loss)
+
+    def stats(self, node: Any, family: str, array: Any) -> None:
+        """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
+        self._guard("stats()", lambda: self._rounds.stats(node, family, array))
+
+    def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
+        self._clients.end_of(node, outcome)
+
+    def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
+        """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out.
+
+        The `target` of an action is the client's name as text, also where the keys are integers: str(key) == target.
+        """
+        answers: list[Action] = []
+        number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
+        if number is None:
+            return ()
+
+        def take(node: Node, vector: Any, rows: Array) -> None:
+            self.monitored.kit.updates.add(node, vector, rows)
+            if self._rounds.open is None:
+                self._emission.results(
+                    replace(self._scopes.here(), node=node), Results(matrices=[("update", rows, None)])
+                )
+            else:
+                self._rounds.open.sent[node] = rows  # told at the round's end, unless the client itself told the same
+            for issue, why in self.monitored.unusable(rows) if self.monitored.cure.automatic else ():
+                action = self.monitored.care.unusable(number, node, issue, why)
+                answers.extend([] if action is None else [action])
+
+        named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
+        attempt = functools.partial(self._guard.attempt, here=self._clients.at)
+        for node, vector, rows in self._guard("updates()", lambda: measured_apart(named, attempt)) or ():
+            attempt("updates()", functools.partial(take, node, vector, rows), node)
+        excluded = [action.target for action in answers if action.target is not None]
+        self._guard("taping updates", lambda: self.monitored.tape.loop.sent(number, named, excluded))
+        return tuple(answers)
+
+    def prescribed(self, round_index: int) -> Sequence[Action]:
+        """The corrections in force in the coming round. Waits for the detectors, if anything may be done unasked."""
+        self.monitored.asked()
+        if not self.monitored.cure.automatic:
+            return ()
+        self.monitored.lifecycle.flush(30.0, own=True)
+        return self._guard("prescribing", lambda: self.monitored.care.prescribed(as_round_index(round_index))) or ()
+
+    def refused(self, action: Action, why: str) -> None:
+        """The host cannot apply a correction: noted, and another one gets its turn."""
+        self._guard("refused()", lambda: self.monitored.care.refused(action, why))
+
+    def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
+        """Metrics of a node; None: of the client or the round that is open, or was open last."""
+        self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
+
+    def transfer(
+        self,
+        sender: AnyName,
+        receiver: AnyName,
+        bytes: int,  # noqa: A002 - the unit is the name
+        raw_bytes: int | None = None,
+        seconds: float | None = None,
+        kind: str = "update",
+    ) -> None:
+        def emit() -> None:
+            ends = self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
+            if self._rounds.open is not None:
+                self._rounds.open.cohort.count_traffic(*ends, int(bytes))
+
+        self._guard("transfer()", emit)
+
+    def truth(self, fault: Mapping[str, Any]) -> None:
+        """Keep what the host made ill on purpose, for trials. Detectors get no word of it."""
+
+        def emit() -> None:
+            fields = {"nodes": (), "since": 0, "until": None, **fault}
+            kind, nodes, since, until = (fields.pop(name) for name in ("kind", "nodes", "since", "until"))
+            nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
+            nodes = tuple(map(node_name, nodes))
+            self._emission.emit(Truth(Where(self._context.run.id), time.time(), kind, nodes, since, until, fields))
+
+        self._guard("truth()", emit)
+
+    def span(
+        self,
+        node: AnyName | None,
+        name: str,
+        began: float,
+        seconds: float,
+        *,
+        parent: str | None = None,
+        **attributes: Any,
+    ) -> str | None:
+        """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
+        own: str | None = self._guard(
+            "span()", lambda: self._clients.span(node, name, began, seconds, parent, attributes)
+        )
+        return own
+
+    def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
+        """A node spent so many seconds of the open round on a part (see `time_parts`); what is told adds up."""
+        if self.monitored.ledger is not None:
+            ledger = self.monitored.ledger
+            self._guard("spent()", lambda: ledger.spent(part, seconds, node_name(node)))
+
+    def exchange(
+        self,
+        node: AnyName,
+        sent: float,
+        received: float,
+        replied: float,
+        returned: float,
+        *,
+        started: float | None = None,
+        span: str | None = None,
+    ) -> None:
+        """A client elsewhere was asked and has answered; before `absorb`. Times since the epoch, of the two clocks.
+
+        `started`: of the process that took the message there. `span`: the id by which the client knows its journey.
+        """
+        ledger = self.monitored.ledger
+
+        def take() -> None:
+            assert ledger is not None  # noqa: S101 - asked below
+            error = ledger.exchange(
+                node_name(node), Exchange(sent, received, replied, returned, started, span)
+            ).beyond_doubt
+            if error:
+                self._emission.record.metric(self._clients.at(node), "time.clock_error", error)
+
+        if ledger is not None:
+            self._guard("exchange()", take)
+
+    def event(
+        self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Something that happened, at a node or in the round: level «info», «warning»..., a name, and a sentence."""
+        self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
+
+    def stack_begin(self, stack: Stack) -> None:
+        """Clients begin to train as one batch, in this process (see `WorkerObserver`, which is the same elsewhere)."""
+        self._clients.begin_stack(stack)
+
+    def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - part of the protocol
+        self._clients.step_stack(step, gradients)
+
+    def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
+        self._clients.end_stack(failed)
+
+    def headers(self, node: AnyName) -> dict[str, str]:
+        """W3C trace context for the message that asks a client: `WorkerObserver.inside` makes its records the round's.
+
+        Texts by name, `traceparent` and `baggage`, for whatever the host's messages can hold.
+        """
+        return self._guard("headers()", lambda: carried(self._scopes.here(), node=node_name(node))) or {}
+
+    def admit(self, records: Sequence[Record]) -> None:
+        """Records that came another way than by `absorb`, as by `hosts.otlp.receiver`."""
+        self._guard("admit()", lambda: self._emission.admit(records))
+
+    def for_worker(self) -> WorkerObserver:
+        """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
+        return self._arrivals.observer()
+
+    def expect(self, *nodes: AnyName) -> None:
+        """These clients train in workers in this round: whoever's records do not come home is told as lost."""
+        self._guard("expect()", lambda: self._arrivals.expect(nodes))
+
+    def absorb(self, payload: bytes, sender: Sender | None = None) -> None:
+        """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
+
+        `sender`: where payloads come from machines that may lie, who it is: they may tell of nobody else.
+        """
+        cohort = None if self._rounds.open is None else self._rounds.open.cohort
+
+        def take() -> None:
+            try:
+                self._arrivals.take(payload, cohort, sender)
+            except RecordError as error:
+                if sender is None:
+                    raise
+                text, counted = f"Telemetry is refused: {error}", {"records": 1}
+                self.event("warning", "telemetry.refused", text, node=sender.node, data=counted)
+
+        self._guard("absorb()", take, None if sender is None else self._clients.at(sender.node))
+
+    def round_end(
+        self,
+        round_index: int,  # noqa: ARG002 - the one that is open
+        global_state: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Close the open round. `global_state`: the new global model, where it is a module."""
+        self.monitored.end_round(_model(global_state), metrics, global_state)
+
+
+def _model(state: Any) -> Any:
+    """The host's global model, if that is what it gave: a module."""
+    return state if hasattr(state, "named_parameters") else None

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records that were lost: counted, recorded at each round's end, and once more when the run has ended."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from fedvitals.monitor.spine import Spine
+from fedvitals.records import Event, Metric, Where
+from fedvitals.scope import Scope
+from fedvitals.store import spill_folder
+from fedvitals.transport.sink_writer import SinkWriter
+from fedvitals.transport.spill import Spill
+
+
+class LostRecords:
+    """Counts the records that the sinks lost and those of workers that never arrived. `store`: None, there is none."""
+
+    def __init__(self, spine: Spine, store: str | os.PathLike[str] | None = None) -> None:
+        self._context, self._emission, self._scopes, self._store = spine.context, spine.emission, spine.scopes, store
+        self._missed = 0  # of workers, as far as is known
+        self._recorded = 0  # as last recorded
+
+    def miss(self, count: int = 1) -> None:
+        """Count records of workers or senders that did not arrive."""
+        self._missed += count
+
+    @property
+    def count(self) -> int:
+        """Records lost so far."""
+        return self._missed + (0 if self._emission.writer is None else self._emission.writer.lost)
+
+    def record(self, scope: Scope) -> None:
+        """Record how many records were lost so far, as a metric of a round."""
+        self._recorded = self.count
+        self._emission.record.metric(scope, "monitor.lost", self._recorded)
+
+    def record_final(self) -> None:
+        """Put the final count into the store, when all other sinks have closed: the last round knew less."""
+        writer = self._emission.writer
+        if self.count == self._recorded or self._store is None or not isinstance(writer, SinkWriter):
+            return
+        self._recorded, event = self.count, self._event(writer)
+        for record in (Metric(event.where, event.at, "monitor.lost", float(self._recorded)), event):
+            writer.store(record)
+
+    def spill_unrecorded(self) -> None:
+        """Write what the store took no more into the folder beside it: the next process brings it in."""
+        writer = self._emission.writer
+        if self.count <= self._recorded or self._store is None or not isinstance(writer, SinkWriter):
+            return
+        spill = Spill(spill_folder(self._store), "losses")
+        try:
+            spill.append(writer.stamped(self._event(writer)))
+        finally:
+            spill.close(keep=True)
+
+    def _event(self, writer: SinkWriter) -> Event:
+        """How many records were lost so far, and by which sink."""
+        causes = {**({"workers": self._missed} if self._missed else {}), **writer.losses}
+        listed = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
+        place = Where(self._context.run.id, self._scopes.last_round)
+        words = f"{self.count} records were lost ({listed})."
+        return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.count})

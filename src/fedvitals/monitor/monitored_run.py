@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All parts of one monitored run, built and wired: `Monitor` is what users see of it, `HostObserver` what hosts see."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fedvitals.diagnosis.corrections.correction_trials import CorrectionTrials
+from fedvitals.diagnosis.corrections.policy import CorrectionPolicy
+from fedvitals.diagnosis.evidence.unusable_updates import UnusableUpdateCheck
+from fedvitals.diagnosis.history_cutoff import LOOK_BACK
+from fedvitals.monitor.arrivals import Arrivals
+from fedvitals.monitor.clients import Clients
+from fedvitals.monitor.findings import RunFindings
+from fedvitals.monitor.lifecycle import Lifecycle, Outputs, close_at_exit, machine_sampler
+from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.rounds import Rounds
+from fedvitals.monitor.spine import Spine
+from fedvitals.monitor.taping import RunTape
+from fedvitals.protocols import Detector, Sink
+from fedvitals.records import Run
+from fedvitals.resources.capture import Capture
+from fedvitals.resources.time_ledger import Ledger
+from fedvitals.store import MemoryStore
+from fedvitals.transport.privacy import PrivacyPolicy
+
+if TYPE_CHECKING:
+    from fedvitals.probes.backends import Kit
+
+
+class MonitoredRun:
+    """One run, from its first event to its end. Opens nothing before that event; closed at exit if nobody does so.
+
+    The parameters are those of `Monitor`, checked and resolved. `again`: the store may have the run already.
+    `chosen_privacy`: level, cohort and tracebacks as the user chose them, since a host may set others.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        store: str | os.PathLike[str] | None,
+        policy: PrivacyPolicy,
+        kit: Kit,
+        detectors: Sequence[Detector],
+        cure: CorrectionPolicy,
+        *,
+        sinks: Sequence[Sink],
+        tape: Any,
+        capture: Capture | None,
+        profile: bool,
+        machine: bool,
+        strict: bool,
+        again: bool,
+        chosen_privacy: tuple[int | None, int, bool | None],
+    ) -> None:
+        # The callable holds this object: while the run is open, it stays alive to be closed at exit.
+        self.spine = spine = Spine.of(run, policy, strict=strict, lifecycle=lambda: self.lifecycle)
+        self.kit, self.cure, self.chosen_privacy = kit, cure, chosen_privacy
+        self.lost = LostRecords(spine, store)
+        memory = MemoryStore(rounds=LOOK_BACK)
+        self.care = CorrectionTrials(run.id, cure, spine.emission.emit, functools.partial(memory.history, run.id))
+        self.findings = RunFindings(spine, memory, detectors, self.lost, self.care.add_finding)
+        self.tape = RunTape(tape, store, spine)
+        self.outputs = Outputs(store, sinks, spine, self.findings, self.tape, profile=profile, again=again)
+        sampler = machine_sampler(spine) if machine else None
+        self.lifecycle = Lifecycle(spine, self.lost, self.outputs.open, tape=self.tape, machine=sampler)
+        self.ledger = Ledger() if profile else None
+        self.arrivals = Arrivals(spine, self.lost, kit, self.ledger, capture)
+        self.rounds = Rounds(spine, self.lost, kit, self.arrivals, self.ledger, policy.cohort)
+        joining = (kit.updates.add, self.rounds.joined)
+        self.clients = Clients(spine, self.tape.loop, lambda: kit, *joining, profile=profile, capture=capture)
+        self.unusable = UnusableUpdateCheck()
+        self._before_close: list[Callable[[], None]] = []
+        self._asked = self._closed = False
+        self._lock = threading.Lock()
+        close_at_exit(self)
+
+    @property
+    def run(self) -> Run:
+        """The run's record as it is now."""
+        return self.spine.context.run
+
+    @property
+    def has_closing_host(self) -> bool:
+        """Whether a host wants to be called before the run ends."""
+        return bool(self._before_close)
+
+    def before_close(self, work: Callable[[], None]) -> None:
+        """Call `work` before the run ends: a host may have a round open."""
+        self._before_close.append(work)
+
+    def asked(self) -> bool:
+        """Note that the host asks which corrections are in force. Returns whether it did so before."""
+        before, self._asked = self._asked, True
+        return before
+
+    def end_round(self, model: Any = None, metrics: Any = None, state: Any = None) -> None:
+        """Close the open round, if any, and record what is known of it. `state` is what the tape keeps of it."""
+        opened = self.rounds.close()
+        if opened is None:
+            return
+
+        def end() -> None:
+            self.rounds.finish(opened, model, metrics or {})
+            if self.cure.automatic and not self.asked():
+                # Corrections are the host's to apply, and a plain loop that does not ask for them applies none.
+                why = "Nothing is corrected by itself: this host does not ask what to do."
+                remedy = 'Call monitor.prescribed(round) before each round, or take cure="suggest".'
+                self.spine.emission.record.event(opened.scope, "warning", "cure.unasked", f"{why} {remedy}")
+
+        number = opened.scope.round or 0
+        self.spine.guard(f"closing round {number}", end)
+        self.spine.guard("taping a round", lambda: self.tape.loop.round_end(number, state, metrics or {}))
+
+    def discard_open(self) -> None:
+        """Close the open round and its clients without recording anything of them."""
+        self.clients.abandon()
+        self.arrivals.forget()
+        opened = self.rounds.close()
+        if opened is not None:
+            self.spine.scopes.leave(opened.scope, opened.token)
+
+    def close(self) -> None:
+        """End the run: scopes closed, records written, hooks and threads gone. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for work in self._before_close:
+            self.spine.guard("ending a host's round", work)
+        self.clients.end_all()
+        self.end_round()
+        self.lifecycle.close()

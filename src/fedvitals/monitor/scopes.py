@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the training stands: the round that is open, the scope of the calling code, and the threads of open clients."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from contextvars import Token
+from dataclasses import replace
+
+from fedvitals.monitor.run_context import RunContext
+from fedvitals.protocols import Node
+from fedvitals.records import Record
+from fedvitals.scope import Scope, current
+from fedvitals.time_parts import edge_span
+from fedvitals.transport.privacy import SERVER, WORDS
+from fedvitals.transport.timing import new_span_id
+
+
+class ClientThreads:
+    """The threads on which clients were opened, to decide whose code may be speaking."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._by_span: dict[str | None, int] = {}
+
+    def enter(self, scope: Scope) -> None:
+        """Note that a client was opened on the calling thread."""
+        self._by_span[scope.span] = threading.get_ident()
+
+    def leave(self, scope: Scope) -> None:
+        """Forget a client that has closed; does nothing for other scopes."""
+        self._by_span.pop(scope.span, None)
+
+    def may_be_client(self) -> bool:
+        """Whether a client's code may be speaking on a thread whose scope does not say so.
+
+        A thread that the client started has no scope. Where a host closes clients in another order than it opened them,
+        the thread's scope may be the round's again while one of them still trains. And a client may be called «server».
+        """
+        if not self._by_span or self._context.policy.level >= WORDS:
+            return False
+        scope = current.get()
+        if scope is None or scope.run != self._context.run.id:
+            return True
+        return scope.node in SERVER and threading.get_ident() in tuple(self._by_span.values())
+
+
+class Scopes:
+    """Opens and closes scopes of rounds, edges and clients. `round` is the scope of the open round.
+
+    `emit` takes the records that are made inside a scope. `open_run` begins the run unless it has begun: it is called
+    before a scope opens, because log lines inside belong to the run.
+    """
+
+    def __init__(
+        self, context: RunContext, threads: ClientThreads, emit: Callable[[Record], None], open_run: Callable[[], None]
+    ) -> None:
+        self._context, self._threads, self._emit, self.open_run = context, threads, emit, open_run
+        self.round: Scope | None = None
+        self.last_round: int | None = None
+
+    def here(self) -> Scope:
+        """The caller's own scope; on a thread without one, that of the round that is open, or was open last."""
+        scope = current.get()
+        if scope is not None and scope.run == self._context.run.id:
+            return scope
+        return self.round or self.of_run(trace=self._context.trace)
+
+    def of_run(self, node: Node | None = None, trace: str = "") -> Scope:
+        """A scope in the last round, outside of everything that is open."""
+        return Scope(self._context.run.id, self._emit, self.last_round, node=node, trace=trace)
+
+    def enter(
+        self, node: Node | None, *, group: str | None = None, client: bool = False, inside: Scope | None = None
+    ) -> tuple[Scope, Token[Scope | None]]:
+        """Open a scope inside `inside`, or inside the caller's. Returns it with the token that `leave` needs."""
+        self.open_run()
+        around = inside or self.here()
+        own, parent = new_span_id(), around.span
+        if group is not None and around.node is None and parent is not None:  # a group's Span is known to all by name
+            if client:
+                parent = edge_span(around.span, group)
+            else:
+                own = edge_span(around.span, group)
+        scope = replace(around, node=node, group=group or around.group, span=own, parent=parent)
+        if client:
+            self._threads.enter(scope)
+        return scope, current.set(scope)
+
+    def enter_round(self, round_index: int) -> tuple[Scope, Token[Scope | None]]:
+        """Open a round. Returns its scope with the token that `leave` needs."""
+        self.open_run()
+        parent = self.here()
+        self.round = replace(parent, round=round_index, node=None, span=new_span_id(), parent=parent.span)
+        self.last_round = round_index
+        return self.round, current.set(self.round)
+
+    def leave_round(self) -> None:
+        """No round is open any more; code that is still inside of its scope stays there until `leave`."""
+        self.round = None
+
+    def forget_last_round(self) -> None:
+        """What is recorded from now on belongs to no round, until one opens."""
+        self.last_round = None
+
+    def leave(self, scope: Scope, token: Token[Scope | None]) -> None:
+        """Close a scope that `enter` or `enter_round` has opened."""
+        self._threads.leave(scope)
+        # A host may close a scope on another thread than it was opened on; that one has a contextvar of its own.
+        with contextlib.suppress(ValueError):
+            current.reset(token)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a whole `Sink` of a user's own object, which needs no more than `write(records)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from fedvitals.protocols import RecordWriter, Sink
+from fedvitals.records import Record
+
+
+@runtime_checkable
+class _HasName(Protocol):
+    name: Any
+
+
+@runtime_checkable
+class _HasIgnores(Protocol):
+    ignores: tuple[type, ...]
+
+
+@runtime_checkable
+class _HasPrepare(Protocol):
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None: ...
+
+
+@runtime_checkable
+class _HasClose(Protocol):
+    def close(self) -> None: ...
+
+
+class SinkAdapter(Sink):
+    """A user's own sink with what it has; for the rest, the defaults of `Sink`."""
+
+    def __init__(self, writer: RecordWriter) -> None:
+        self._writer = writer
+        self.name = str((writer.name if isinstance(writer, _HasName) else None) or type(writer).__name__)
+        self.ignores = writer.ignores if isinstance(writer, _HasIgnores) else ()
+
+    def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
+        if isinstance(self._writer, _HasPrepare):
+            self._writer.prepare(folder, families)
+
+    def write(self, records: Sequence[Record], /) -> None:
+        self._writer.write(records)
+
+    def close(self) -> None:
+        if isinstance(self._writer, _HasClose):
+            self._writer.close()
+
+
+def as_sink(writer: RecordWriter) -> Sink:
+    """The object itself if it is a whole sink; otherwise one that writes to it."""
+    return writer if isinstance(writer, Sink) else SinkAdapter(writer)
