@@ -38,8 +38,8 @@ class Monitor:
 
     `store`: a file or `postgresql://...`; None leaves records to `sinks` alone. `run`: a name for people, which several
     runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `detectors`: «standard», a
-    list of your own (which may have "standard" in it), or () for none; `false_alarms`: how many per 100 healthy rounds
-    you allow. `privacy`: from 0 (timings only) to 4, by
+    list of your own (which may have "standard" and names of installed plug-ins in it), or () for none;
+    `false_alarms`: how many per 100 healthy rounds you allow. `privacy`: from 0 (timings only) to 4, by
     default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
     from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
     between updates. `profile`: whether to tell what the time and memory of rounds and clients went to
