@@ -18,7 +18,7 @@ from fedvitals.lab.network.profiles import Device, Link
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Run, Span, Transfer, Where
 from fedvitals.testing import MemorySink
-from fedvitals.views.links import latency_of
+from fedvitals.views.profile import latency_of
 from support.spans_by_hand import in_turn, journey, server, side_by_side, whole
 
 

@@ -12,7 +12,7 @@ from fedvitals.records import Metric, Transfer, Where
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals.views.comparison.page import POINTS
-from fedvitals.views.traffic_sums import traffic_sums
+from fedvitals.views.run_figures import traffic_sums
 from support.runs_by_hand import HOSTILE, course, find
 from support.timed_run import STARTED, stored
 

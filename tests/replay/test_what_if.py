@@ -13,8 +13,7 @@ from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.replay.counterfactual.change import WhatIfChange, change_from, parse
 from fedvitals.replay.counterfactual.fork import fork
-from fedvitals.replay.counterfactual.reaggregate import RecordedRounds, reaggregate
-from fedvitals.replay.player.drift import DriftEstimate
+from fedvitals.replay.counterfactual.reaggregate import DriftEstimate, RecordedRounds, reaggregate
 from fedvitals.replay.player.player import Player, flattened
 from fedvitals.replay.player.reused_updates import ChangeObserver, ReusingFederation, copy_of_server
 from fedvitals.replay.tape.reader import open_tape

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.critical_path import CriticalPath, critical_path
@@ -23,13 +23,12 @@ from fedvitals.analysis.traffic import (
     traffic_of,
 )
 from fedvitals.analysis.what_if import WhatIfRow, latencies, what_if
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.plain_json import Fields, PlainJson, unchanged
 from fedvitals.records import Event, Run, Span, Transfer
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.time_parts import REST, WORK
-from fedvitals.views.links import latency_of
 from fedvitals.views.machine import (
     Machine,
     Memory,
@@ -41,6 +40,9 @@ from fedvitals.views.machine import (
     throughput_of,
 )
 from fedvitals.views.run_figures import federation
+
+if TYPE_CHECKING:
+    from fedvitals.lab import Experiment
 
 ORDER = (*WORK, *REST, "unaccounted")  # of parts, wherever they are shown
 
@@ -256,3 +258,46 @@ def _fields_and_properties(value: Any) -> Fields | None:
 
 
 plain = PlainJson(nonfinite=unchanged, fields=_fields_and_properties, name=unchanged)
+
+
+# Computes how much of a transfer's time is latency, where a run's own description tells.
+
+
+def latency_of(run: Run, times: Sequence[RoundTime], transfers: Iterable[Transfer]) -> dict[str, float] | None:
+    """Seconds of each way of a client's round that sizes do not change; None where nobody knows.
+
+    Known where `fedvitals lab` kept the experiment. The lab is loaded only then, and needs torch: without it, None.
+    """
+    text = run.config.get("experiment")
+    if run.host != "lab" or not isinstance(text, str) or "network" not in text:
+        return None
+    try:
+        from fedvitals import lab  # noqa: PLC0415 - it needs torch
+
+        return latency_in(lab.read(text), times, transfers)
+    except (ModuleNotFoundError, FedvitalsError):
+        return None
+
+
+def latency_in(
+    experiment: Experiment, times: Sequence[RoundTime], transfers: Iterable[Transfer]
+) -> dict[str, float] | None:
+    """The same of an experiment; times the messages of a round, where a group exchanges after each step."""
+    if experiment.network is None:
+        return None
+    from fedvitals.lab.network.virtual_clock import profile_of  # noqa: PLC0415 - it needs torch
+
+    seconds_of: dict[str, list[float]] = {}  # seconds of a single message
+    for transfer in transfers:
+        if transfer.kind == "update" and transfer.seconds is not None and transfer.seconds > 0:
+            seconds_of.setdefault(transfer.sender, []).append(transfer.seconds)
+    all_of_them: dict[str, list[float]] = {}
+    for time in times:
+        for client in time.clients:
+            all_of_them.setdefault(client.node, []).append(client.told.get("upload", 0.0))
+    latencies = {}
+    for node, sent in all_of_them.items():
+        messages = max(1, round(median(sent) / median(seconds_of[node]))) if node in seconds_of else 1
+        link, _ = profile_of(experiment.network, node, experiment.seed)
+        latencies[node] = messages * link.latency_seconds
+    return latencies

@@ -4,22 +4,29 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+<<<<<<< ours
 from fedvitals.analysis.traffic import AccuracyMilestone, Traffic, accuracy_milestones
+||||||| base
+from fedvitals.analysis.traffic import Reached, Traffic, reached
+=======
+from fedvitals.analysis.traffic import TELEMETRY, Flow, Reached, RoundTraffic, Traffic, reached
+>>>>>>> theirs
 from fedvitals.diagnosis.cases import Case
 from fedvitals.records import Run, is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import ValuesByRound, values_of_everybody
 from fedvitals.store.read.nodes import count_trained_clients
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.transfers import flows_by_round
 from fedvitals.views.card import detectors_of
 from fedvitals.views.cases import cases_of
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.machine import growth
-from fedvitals.views.traffic_sums import traffic_sums
 
 # The largest that a node or the whole has told of itself, in this order of preference.
 PEAKS = ("memory.peak", "memory.resident")
@@ -116,3 +123,37 @@ def mean(values: Sequence[float]) -> float | None:
     """Return the mean of the finite values; None where there is none."""
     finite = [v for v in values if math.isfinite(v)]
     return math.fsum(finite) / len(finite) if finite else None
+
+
+# Reads a run's traffic by round, added up by the database.
+#
+# The same sums as `analysis.traffic.traffic_of` makes from the messages themselves; no clients, no layers, no times.
+
+
+def traffic_sums(reader: Reader, run: str) -> Traffic:
+    """Read the traffic of a run by round; without clients, layers and times."""
+    # Up, down, between, telemetry, each by round.
+    books: tuple[dict[int, list[list[float]]], ...] = ({}, {}, {}, {})
+    once: Counter[int] = Counter()
+    for when, telemetry, sends, receives, *flow in flows_by_round(reader, run, TELEMETRY):
+        where = [3] if telemetry else [i for i, there in enumerate((sends, receives)) if there] or [2]
+        place = -1 if when is None else int(when)
+        once[place] += 0 if telemetry else int(flow[0] or 0)
+        for i in where:
+            books[i].setdefault(place, []).append([*(float(amount or 0) for amount in flow), 0.0, 0.0])
+    rounds = sorted({number for book in books for number in book})
+    by_round = [[Flow.of(book.get(number, ())) for book in books] for number in rounds]
+    flows = [Flow.of(flow for own in book.values() for flow in own) for book in books]
+    return Traffic(
+        flows[0],
+        flows[1],
+        flows[2],
+        flows[3].bytes,
+        None,
+        (),
+        tuple(
+            RoundTraffic(number, up, down, between, telemetry.bytes, None, {}, once[number])
+            for number, (up, down, between, telemetry) in zip(rounds, by_round, strict=True)
+        ),
+        (),
+    )

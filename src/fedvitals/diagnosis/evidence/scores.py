@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.student_t import normal_scores
 from fedvitals.diagnosis.evidence.vital_signs import FLOOR, SIGNS, VitalSigns
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
@@ -145,3 +144,16 @@ def _confusion_pairs(vitals: VitalSigns, past: list[_ClientPast]) -> tuple[Array
     for pair, client in zip(pairs, past, strict=True):
         client.pair = pair or client.pair
     return persistent, rare
+
+
+# Student's t as a normal score, without scipy: an approximation that is monotone and good to a few hundredths.
+
+
+def normal_scores(t: Array, freedom: int) -> Array:
+    """The normal score with the same tail probability as `t` with so many degrees of freedom.
+
+    Wallace's approximation (1959): z = ±√(f · ln(1 + t²/f)) · (8f + 1) / (8f + 3). Off by under 0.05 up to a score of
+    4 from three degrees of freedom on; a test holds it against numerical integration.
+    """
+    size = np.sqrt(freedom * np.log1p(t**2 / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
+    return np.asarray(np.sign(t) * size)

@@ -24,7 +24,7 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span, Transfer
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
-from fedvitals.views.links import latency_in
+from fedvitals.views.profile import latency_in
 from fedvitals_studies.bottlenecks.lab import Plant, controls, latent, plants
 from fedvitals_studies.bottlenecks.real import RealFederation, RealPlant, real_plants
 
