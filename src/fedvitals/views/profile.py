@@ -294,7 +294,7 @@ def latency_in(
     all_of_them: dict[str, list[float]] = {}
     for time in times:
         for client in time.clients:
-            all_of_them.setdefault(client.node, []).append(client.told.get("upload", 0.0))
+            all_of_them.setdefault(client.node, []).append(client.reported.get("upload", 0.0))
     latencies = {}
     for node, sent in all_of_them.items():
         messages = max(1, round(median(sent) / median(seconds_of[node]))) if node in seconds_of else 1

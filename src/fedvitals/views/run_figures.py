@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-<<<<<<< ours
-from fedvitals.analysis.traffic import AccuracyMilestone, Traffic, accuracy_milestones
-||||||| base
-from fedvitals.analysis.traffic import Reached, Traffic, reached
-=======
-from fedvitals.analysis.traffic import TELEMETRY, Flow, Reached, RoundTraffic, Traffic, reached
->>>>>>> theirs
+from fedvitals.analysis.traffic import TELEMETRY, AccuracyMilestone, Flow, RoundTraffic, Traffic, accuracy_milestones
 from fedvitals.diagnosis.cases import Case
 from fedvitals.records import Run, is_client
 from fedvitals.store.read import queries
