@@ -129,7 +129,7 @@ class LoopTape:
         self._came.add(node)
         self._recorder.messages(
             self._number,
-            [Message(node, tensors, weight, error is None, training.group, losses=losses, error=error, said=notes)],
+            [Message(node, tensors, weight, error is None, training.group, losses=losses, error=error, notes=notes)],
         )
 
     def sent(self, number: int, updates: Mapping[Node, Any], excluded: Sequence[Node]) -> None:
@@ -138,7 +138,7 @@ class LoopTape:
             return
         self._notes |= {"excluded": [*excluded]} if excluded else {}
         messages = [
-            Message(node, self._named(update), 1.0, node not in excluded, said={"kind": DELTA})
+            Message(node, self._named(update), 1.0, node not in excluded, notes={"kind": DELTA})
             for node, update in updates.items()
             if node not in self._came
         ]

@@ -192,7 +192,7 @@ class Message:
     start: str = "model"  # the name of the state that it was trained from
     losses: Any = None  # [steps], of its local batches
     error: str | None = None
-    said: Mapping[str, Any] | None = None  # what else the host wants to be remembered, as JSON
+    notes: Mapping[str, Any] | None = None  # what else the host wants to be remembered, as JSON
 
 
 @runtime_checkable

@@ -89,7 +89,7 @@ def _kept(_: Average, before: Tensor, __: Sequence[Tensor], ___: Sequence[float]
 
 def _state(average: Average, counts: Counts, before: Tensors, messages: Sequence[Message]) -> dict[str, Tensor]:
     weights = [message.weight if message.weight > 0 else 1.0 for message in messages]
-    difference = all((message.said or {}).get("kind") == DELTA for message in messages)
+    difference = all((message.notes or {}).get("kind") == DELTA for message in messages)
     found: dict[str, Tensor] = {}
     for name, old in before.items():
         tensors = [message.tensors[name] for message in messages if message.tensors and name in message.tensors]

@@ -290,7 +290,7 @@ def came_of(message: Message, mark: Mark | None) -> Came:
         message.start,
         losses,
         message.error,
-        dict(message.said or {}),
+        dict(message.notes or {}),
     )
 
 

@@ -119,10 +119,10 @@ class Scribe:
         if reply.has_error():
             failure = failure_of(reply.error, asked.phase)  # its class alone: a client's words may quote data
             error, code = str(failure.data["exception"]), failure.data["code"]
-            told = protocols.Message(asked.node, None, used=False, error=error, said={"id": key, "code": code})
+            told = protocols.Message(asked.node, None, used=False, error=error, notes={"id": key, "code": code})
         elif self._journal.hidden is not None:
             self._tell_hidden(self._journal.hidden)
-            told = protocols.Message(asked.node, None, said={"id": key, "hidden": self._journal.hidden})
+            told = protocols.Message(asked.node, None, notes={"id": key, "hidden": self._journal.hidden})
         else:
             told = self._update(asked, reply, key, instead)
         self._recorder.messages(asked.number, [told])
@@ -137,7 +137,7 @@ class Scribe:
         if self._journal.ward.orders.of_replies:
             said["corrected"] = True
         return protocols.Message(
-            asked.node, tensors, _weight(reply, self._journal.weight), used=instead is None, said=said
+            asked.node, tensors, _weight(reply, self._journal.weight), used=instead is None, notes=said
         )
 
     def _request_of(self, node: str) -> Outline | None:
