@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The round that is open: what its clients bring, and what is told of it when it closes."""
+"""The open round: what its clients bring, and what is recorded of it when it closes."""
 
 from __future__ import annotations
 

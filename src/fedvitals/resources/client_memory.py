@@ -93,6 +93,7 @@ class ClientMemory:
     def begin(
         self, model: Any, parameters: Sequence[Any], node: str = "", round_index: int | None = None
     ) -> OpenMemory:
+        """Begin to watch a client's memory. Returns what `end` and `close` need."""
         device = _cuda_device(parameters)
         if device is not None and not self._open:  # the peak of one that still trains is not ours to forget
             torch.cuda.reset_peak_memory_stats(device)

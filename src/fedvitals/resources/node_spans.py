@@ -166,6 +166,7 @@ def add(parts: dict[str, float], more: Mapping[str, float]) -> dict[str, float]:
 
 
 def blocks_of(stay: NodeSpan) -> list[SpanBlock]:
+    """Return what a node's span consists of, in order of time."""
     if stay.folded:
         return [SpanBlock(stay.began, stay.seconds, stay.parts, True, stay.shared)] if stay.seconds > 0 else []
     blocks: list[SpanBlock] = []

@@ -98,6 +98,7 @@ class SeenTensors:
         return len(self._storages) + len(self._graphs)
 
     def add(self, records: Iterable[TensorRecord]) -> None:
+        """Remember tensors, without keeping them alive."""
         with self._lock:
             for record in records:
                 if record.storage is None:
@@ -108,6 +109,7 @@ class SeenTensors:
                 self.forget_expired()
 
     def clear(self) -> None:
+        """Forget all tensors."""
         with self._lock:
             self._storages, self._graphs = {}, []
 

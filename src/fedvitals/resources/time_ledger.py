@@ -70,6 +70,7 @@ class Ledger:
         self.begin(None, 0.0)
 
     def begin(self, span: str | None, at: float) -> None:
+        """Begin a round: `span` is the id of its Span, `at` when it began."""
         with self._lock:
             self._round, self._at = span, at
             self._spent: dict[str, dict[str, float]] = {}
@@ -78,6 +79,7 @@ class Ledger:
             self.recorded_edges: set[str] = set()  # whose own Span was written
 
     def spent(self, part: str, seconds: float, node: str) -> None:
+        """Add seconds that a node spent on a part of the round. ConfigError for an unknown part."""
         if part not in WORK and part not in REST:
             raise ConfigError(unknown("part of a round", part, [*WORK, *REST]))
         with self._lock:

@@ -49,6 +49,8 @@ class Refused(Exception):  # noqa: N818 - an answer, and no error of ours
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """What a client asked for."""
+
     method: str
     path: str
     headers: email.message.Message
@@ -57,6 +59,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
+    """What is sent back."""
+
     status: int
     body: bytes
     kind: str  # its Content-Type

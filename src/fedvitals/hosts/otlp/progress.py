@@ -46,14 +46,14 @@ def live(
     """
     sink = OpenTelemetry(endpoint, {} if token is None else {"Authorization": f"Bearer {token}"}, timeout=timeout)
     policy = policy or PrivacyPolicy(level=2, tracebacks=False)
-    outlet = SinkWriter([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
+    writer = SinkWriter([sink], policy=policy, spill=None, strict=False, source=f"live-{os.urandom(4).hex()}")
     # Stray: whatever this process says is a client's, whoever it names.
-    scope = arrived(headers, functools.partial(outlet.emit, stray=True), node=node)
+    scope = arrived(headers, functools.partial(writer.emit, stray=True), node=node)
     try:
         with entered(scope):
             yield scope
     finally:
-        outlet.close(timeout)
+        writer.close(timeout)
 
 
 def tell(scope: Scope, **values: float) -> None:

@@ -50,6 +50,7 @@ class PayloadReader:
         self._data_bytes = 0
 
     def read(self) -> list[Record]:
+        """Return all records, in order."""
         records: list[Record] = []
         at: float | None = None
         source: str | None = None
